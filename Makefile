@@ -17,6 +17,8 @@ TEST_PROCESSES ?= 3
 # Of `make crash`: how many cases, and from which number they follow.
 CASES ?= 200
 SEED ?= 0
+# Of `make simulate`: the seed to replay, if one is given (SEED is also that of `make crash`).
+REPLAYED := $(if $(filter command line environment,$(origin SEED)),$(SEED))
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
 # Every generator of a part of a page or module, such as docs.generate_api.
@@ -27,6 +29,8 @@ export PYTHONPATH := $(subst $(space),:,$(addprefix $(CURDIR)/,$(ROOTS)))$(if $(
 # A slow reverse look-up would delay a rendezvous by five seconds; workers run one thread each.
 export RES_OPTIONS := timeout:1 attempts:1
 export OMP_NUM_THREADS := 1
+# Some container images set it: every process that a test starts would compile its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(INSTALL),0)
 PY := $(PYTHON)
@@ -48,7 +52,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test crash test-slow test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo test crash simulate mutants test-slow test-ha bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -57,14 +61,24 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-test: $(READY) $(KERNELS_READY) ## run the tests (about 11 minutes on 2 cores)
+test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0): nothing lost, nothing silent
 	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED)
 
+simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100; SEED= replays one with its shortest history)
+	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) \
+	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(REPLAYED),--seed $(REPLAYED))
+
+mutants: $(READY) ## simulate with one defect at a time: each must break an invariant within a few seeds
+	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants
+
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, two sabotages of the demo, further kernels, layouts and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+test-ha: $(READY) ## three drivers and three etcd members under a training job: leaders killed, stopped, cut off (about 2 minutes)
+	$(PY) -m pytest -s -m "slow or not slow" tests/chaos/test_high_availability.py $(PYTEST_ARGS)
 
 test-export: $(READY) $(EXPORT_READY) ## run the tests that load exported models in transformers
 	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)
@@ -115,6 +129,12 @@ dashboard-check: $(READY) ## check that deploy/grafana/megascale.json is up to d
 
 bench: $(READY) ## run the benchmarks that need no special hardware
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
+
+bench-heartbeats: $(READY) ## heartbeats of many nodes: the driver's CPU beside a bare echo (NODES=1536 INTERVAL=1 WINDOW=60 RECONNECT=1)
+	@$(PY) benchmarks/heartbeats.py --nodes $(or $(NODES),1536) --interval $(or $(INTERVAL),1) --window $(or $(WINDOW),60) $(if $(RECONNECT),--reconnect)
+
+bench-fleet: $(READY) ## time of a failover with a large state and history in etcd (NODES=12500 LINES=1000000)
+	@$(PY) benchmarks/fleet.py --nodes $(or $(NODES),12500) --lines $(or $(LINES),1000000)
 
 clean: ## remove environments, caches and runs
 	rm -rf $(VENV) $(VENV)-proto .tools runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -50,14 +50,15 @@ class Daemon:
         command += ["--socket", str(self.socket), "--token-file", str(folder / "token")]
         command += ["--address-file", str(self._address)]
         command += ["--staging-folder", str(self._staging)]
-        with (folder / "daemon.log").open("w") as log:
+        self._log = folder / "daemon.log"
+        with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def __enter__(self) -> Daemon:
         deadline = time.monotonic() + START_S
         while not (self._address.exists() and self._address.read_text()):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the daemon did not start: see {self._address.parent}/daemon.log")
+                raise SystemExit(f"the daemon did not start: {self._log.read_text()[-2000:]}")
             time.sleep(0.05)
         return self
 

@@ -4,12 +4,14 @@
         --tp 2 --pp 2 --dp 2 --twin
     python benchmarks/recovery.py --preset 1b --tp 2 --pp 2 --fault worker --deterministic --twin
     python benchmarks/recovery.py --preset 1b --nodes 4 --devices-per-node 1 --pp 2 --fault node
+    python benchmarks/recovery.py --preset 1b --devices-per-node 1 --dp 2 --fault node --revive \\
+        --replicas 1 --snapshot-interval 1
 
 Starts a cluster on this machine, tokenises the Python standard library with a BPE trained on it,
-trains, and kills one worker or one whole node after a checkpoint; with --twin it then trains the
-same job undisturbed. The last line of stdout is one JSON object of figures. Exit status: 0, 1 if
-the job did not recover or its losses are not the twin's (on a CPU, and with --deterministic), 2 if
-the cluster did not start.
+trains, and kills one worker or one whole node after a checkpoint (--revive starts the node again:
+there may be no spare); with --twin it then trains the same job undisturbed. The last line of stdout
+is one JSON object of figures. Exit status: 0, 1 if the job did not recover or its losses are not
+the twin's (on a CPU, and with --deterministic), 2 if the cluster did not start.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megascale_cli.demo.cluster import DemoCluster, DemoFailed, run_command
+from megascale_cli.demo.cluster import DemoCluster, DemoFailed, megascale, run_command
 from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, parse_job
@@ -73,6 +75,8 @@ def job(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, Any
         "checkpoint": {
             "uri": str(folder / "checkpoints" / name),
             "interval_steps": arguments.interval,
+            "snapshot_interval_steps": arguments.snapshot_interval,
+            "replicas": arguments.replicas,
         },
         "recovery": {"collective_timeout_s": 120},
     }
@@ -113,7 +117,9 @@ async def train(
             and committed
             and recording.last_step(1) % arguments.interval >= 2
         ):
-            broken_at = await break_something(client, machine, name, folder, fault)
+            broken_at = await break_something(
+                client, machine, name, folder, fault, revive=arguments.revive
+            )
     if not following.done():
         following.cancel()
         why = (await client.explain(name)).explanation
@@ -123,12 +129,17 @@ async def train(
 
 
 async def break_something(
-    client: AsyncClient, machine: DemoCluster, name: str, folder: Path, fault: str
+    client: AsyncClient, machine: DemoCluster, name: str, folder: Path, fault: str, *, revive: bool
 ) -> float:
-    """SIGKILL the worker of rank 0, or its whole node; returns the time."""
+    """SIGKILL the worker of rank 0, or its whole node, which is then revived; returns the time."""
     node = (await client.get(name)).nodes[0]
     if fault == "node":
-        return (await machine.kill_node(node))[0]
+        killed_at = (await machine.kill_node(node))[0]
+        if revive:
+            command = megascale("node", "start", node, "--detach", "--cluster", str(folder))
+            process = await asyncio.create_subprocess_exec(*command)
+            await process.wait()
+        return killed_at
     pid = json.loads((folder / "nodes" / node / "pids.json").read_text())["rank-0"]
     os.kill(pid, signal.SIGKILL)
     return time.time()
@@ -177,14 +188,14 @@ def figures(arguments: argparse.Namespace, run: Recording, broken_at: float) -> 
 
 
 def restores(folder: Path, run: Recording) -> list[str]:
-    """What each rank of the last attempt restored, from where, and what it waited for."""
-    logs = f"jobs/{run.job.name}/attempt-{run.job.attempt:06d}/rank-*.log"
+    """What each rank of the last attempt restored, from where, and what its start waited for."""
+    logs = f"jobs/{run.name}/attempt-{run.job.attempt:06d}/rank-*.log"
     lines = (
         line
         for log in sorted(folder.glob(f"nodes/*/{logs}"))
         for line in log.read_text(errors="replace").splitlines()
     )
-    return [line for line in lines if line.startswith("restored step ")]
+    return [line for line in lines if line.startswith(("restored step ", "ready to train"))]
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -251,6 +262,11 @@ def main() -> int:
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--interval", type=int, default=10, help="steps between snapshots")
+    parser.add_argument(
+        "--snapshot-interval", type=int, default=0, help="into memory; 0: as often as persisted"
+    )
+    parser.add_argument("--replicas", type=int, default=0, help="copies at another node")
+    parser.add_argument("--revive", action="store_true", help="start the killed node again")
     parser.add_argument("--fault", choices=["none", "worker", "node"], default="worker")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--documents", action="store_true", help="keep attention inside a document")

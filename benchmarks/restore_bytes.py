@@ -25,7 +25,7 @@ from typing import Any
 from megascale_common.job.config import from_accepted
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
-from megascale_common.sizes.piece_runs import Runs, decode, encode, join, runs_of
+from megascale_common.sizes.piece_runs import Runs, chunk_bytes, decode, encode, join, runs_of
 from megascale_common.sizes.read_plan import BYTES, FROM, TO, plan_reads
 from megascale_common.sizes.read_rounds import Rounds
 
@@ -72,7 +72,9 @@ def index(found: list[ShardLayout]) -> list[bytes]:
     tables: list[Runs] = []
     for rank, layout in enumerate(found):
         pieces = [piece for piece in layout.pieces if piece.primary and piece.size_bytes]
-        tables.append(runs_of(pieces, rank, ["0" * 32] * len(pieces)))
+        counts = [-(-piece.size_bytes // chunk_bytes(piece.size_bytes)) for piece in pieces]
+        chunks = [["0" * 32] * count if count > 1 else [] for count in counts]
+        tables.append(runs_of(pieces, rank, ["0" * 32] * len(pieces), chunks))
     return [encode(table) for table in tables]
 
 

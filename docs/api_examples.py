@@ -35,6 +35,9 @@ _SAMPLES = {
     "CORPUS_PREFIX": "/data/corpus",
     "CHECKPOINT_FOLDER": "/data/checkpoints",
     "SCRATCH_FOLDER": "/data/scratch",
+    "SPEC": '{"name": "demo", "priority": 1}',
+    "RULE": "hang",
+    "MODE": "OBSERVE",
 }
 _ADDRESS = "127.0.0.1:1"
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")

@@ -2,9 +2,9 @@
 
 python -m docs.generate_client [--check]
 
-So a call of the client is written once, in clients/python/megascale_client/client.py. The methods
-are generated source rather than made when the program runs, so that editors and type checkers see
-their signatures.
+So a call is written once, in client.py or orders.py of clients/python/megascale_client.
+The methods are generated source rather than made when the program runs, so that editors and type
+checkers see their signatures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import textwrap
 
 from docs import pages
-from megascale_client import client, errors
+from megascale_client import client, errors, orders
 
 PAGE = pages.DOCS / "client.md"
 MODULE = pages.REPOSITORY / "clients" / "python" / "megascale_client" / "sync.py"
@@ -38,13 +38,15 @@ _ERRORS = [
 
 
 def methods() -> list[Method]:
-    """The calls of AsyncClient, in the order of its source."""
-    tree = ast.parse(inspect.getsource(client.AsyncClient))
-    (found,) = tree.body
-    assert isinstance(found, ast.ClassDef)
+    """The calls of AsyncClient and then of its base, in the order of their source."""
+    bodies = []
+    for kind in (client.AsyncClient, orders.OrderCalls):
+        (found,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(found, ast.ClassDef)
+        bodies += found.body
     return [
         node
-        for node in found.body
+        for node in bodies
         if isinstance(node, (ast.AsyncFunctionDef, ast.FunctionDef))
         and not node.name.startswith("_")
         and node.name not in _OWN

@@ -27,6 +27,12 @@ ROOTS: tuple[Descriptor, ...] = (
     driver_pb2.WatchJobResponse.DESCRIPTOR,
     driver_pb2.Job.DESCRIPTOR,
     driver_pb2.EvictNodeResponse.DESCRIPTOR,
+    driver_pb2.SuspendJobResponse.DESCRIPTOR,
+    driver_pb2.ResumeJobResponse.DESCRIPTOR,
+    driver_pb2.RestartJobResponse.DESCRIPTOR,
+    driver_pb2.UpdateJobResponse.DESCRIPTOR,
+    driver_pb2.DrainNodeResponse.DESCRIPTOR,
+    driver_pb2.SetPolicyResponse.DESCRIPTOR,
     driver_pb2.CordonNodeResponse.DESCRIPTOR,
     driver_pb2.UncordonNodeResponse.DESCRIPTOR,
     types_pb2.CheckResult.DESCRIPTOR,
@@ -42,9 +48,7 @@ _SCALARS = {
     FieldDescriptor.CPPTYPE_STRING: "str",
 }
 _WIDTH = 100
-_TERMINAL = (
-    "TERMINAL_PHASES = frozenset(phase for phase in JobPhase if phase >= JobPhase.SUCCEEDED)"
-)
+_TERMINAL = "TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})"
 
 
 def names() -> list[str]:

@@ -16,6 +16,8 @@ from docs.pages import REPOSITORY
 
 Graph = dict[str, set[str]]  # room -> rooms that it imports
 CONTRACT = "megascale.v1"
+# What may hold an import: no expression does, and most of a source is expressions.
+_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 def project() -> dict[str, Any]:
@@ -49,7 +51,7 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             waiting += node.orelse
             continue
-        waiting += ast.iter_child_nodes(node)
+        waiting += [inner for inner in ast.iter_child_nodes(node) if isinstance(inner, _BLOCKS)]
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

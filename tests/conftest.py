@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ LANES = {
     ),
     "recoveries": (
         "chaos/test_hang.py",
+        "chaos/test_high_availability.py",
         "chaos/test_nothing_left.py",
         "chaos/test_recovery.py",
         "chaos/test_replicas.py",
@@ -33,6 +37,8 @@ LANES = {
         "integration/test_up.py",
     ),
     "more clusters": (
+        "chaos/test_orders.py",
+        "chaos/test_suspend.py",
         "chaos/test_waits.py",
         "integration/test_export_and_import.py",
         "integration/test_first_hour.py",
@@ -45,6 +51,7 @@ LANES = {
         "integration/test_agent_diagnosis.py",
         "integration/test_benchmarks.py",
         "integration/test_fp8_benchmarks.py",
+        "integration/test_heartbeat_benchmark.py",
         "integration/test_profile.py",
     ),
     "ranks": (
@@ -60,6 +67,27 @@ LANES = {
     ),
 }
 _LANE_OF = {name: lane for lane, names in LANES.items() for name in names}
+
+# Folders whose tests have a mark and a make verb of the same name. Where the mark is not wanted,
+# they are not even imported: transformers alone takes seconds.
+MARKED_FOLDERS = ("export", "gpu", "system")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the folders whose mark the options exclude."""
+    here = Path(__file__).parent
+    excluded = {
+        here / name for name in MARKED_FOLDERS if f"not {name}" in config.getoption("markexpr")
+    }
+    return True if excluded & {collection_path, *collection_path.parents} else None
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported (torch, for one) out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+    # Given back to the collection at exit: Triton complains of what that does not find.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -27,6 +27,7 @@ from megascale_checkpoint.replicas.sender import SentTotals
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.metrics import registry_of
+from megascale_driver.core.attempt import Attempt
 from megascale_driver.core.events import Audit
 from megascale_driver.core.goodput import submitted
 from megascale_driver.core.policy import Policy
@@ -85,7 +86,7 @@ def driver_registry() -> CollectorRegistry:
     engine = Engine(Policy(), SystemClock(), "token", "address")
     metrics = DriverMetrics(engine)
     node = Node("n1", liveness=Liveness.ALIVE)
-    job = Job("job", config=cast(Any, None), attempt=1, goodput=submitted(1.0))
+    job = Job("job", config=cast(Any, None), current=Attempt(1), goodput=submitted(1.0))
     phases = (
         JobPhase.RUNNING,
         JobPhase.STOPPING,

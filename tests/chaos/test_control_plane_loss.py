@@ -24,6 +24,7 @@ from megascale_common.node.status_page import read_status_page
 OUTAGE_S = 20.0
 ENDLESS_STEPS = 100_000
 STATUS_LOOK_S = 2.0
+OUTAGE_PACE_S = 0.08  # some 200 steps without etcd show as much as a thousand
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -92,7 +93,8 @@ async def test_training_goes_on_without_etcd_and_control_returns(
 ) -> None:
     async with cluster.client() as client:
         async with cluster.follow(
-            client, cluster.job("etcdless", steps=ENDLESS_STEPS, interval_steps=20)
+            client,
+            cluster.job("etcdless", steps=ENDLESS_STEPS, interval_steps=20, pace_s=OUTAGE_PACE_S),
         ) as run:
             await run.until_step(20)
             job, workers = run.job, cluster.worker_pids(run.job)

@@ -153,6 +153,24 @@ async def test_short_intervals_commit_throughout_the_run(
     assert events.count("CHECKPOINT_SKIPPED") <= 3, "a line for each power of ten"
 
 
+async def test_a_run_decides_itself_how_often_it_saves(
+    clusters: Callable[[], ChaosCluster],
+) -> None:
+    cluster = clusters()
+    spec = cluster.job("auto", steps=80, interval_steps=0)
+    spec.checkpoint.interval = job_pb2.CHECKPOINT_INTERVAL_AUTO
+    spec.checkpoint.device_mtbf_hours = 1.0  # often, so that the run of 80 steps has several saves
+    job, _ = await run(cluster, spec)
+    assert (job.phase, job.committed_step) == (SUCCEEDED, 80), job.phase_reason
+    committed = [record.step for record in cluster.commit_log("auto").commits()]
+    assert min(committed) == 10 and len(committed) >= 2, f"committed: {committed}"
+    record = job.last_record
+    assert record.checkpoint_interval_steps >= 4
+    assert record.HasField("checkpoint_cost_s"), "it has measured what a save costs"
+    shown_text = (await shown(cluster, "job", "auto")).stdout
+    assert f"auto: every {record.checkpoint_interval_steps} steps; one costs" in shown_text
+
+
 async def test_a_warm_start_beyond_the_last_step_is_refused(
     clusters: Callable[[], ChaosCluster],
 ) -> None:

@@ -6,7 +6,6 @@ would have to be replaced.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import resource
@@ -25,7 +24,6 @@ from tests.harness.waiting import eventually
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import AsyncClient
 
-REPORTED_S = 2.0
 ENDLESS_STEPS = 100_000
 # Each fault must be detected faster than by the next slower mechanism, whose time this is
 # (megascale_driver.core.policy): a bound for any machine. Times of an idle one are in benchmarks/.
@@ -206,7 +204,7 @@ async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(
             await run.until_step(steps)
             await run.until_event("CHECKPOINT_FAILED")
             # Rank 0's seal reaches the driver with a heartbeat of its own, which nothing shows.
-            await asyncio.sleep(REPORTED_S)
+            await until_reported(client, run.job.nodes[0])
             os.kill(cluster.worker_pids(run.job)[0], signal.SIGKILL)
             await run.until(lambda: run.job.attempt == 2, "the second attempt")
             resource.prlimit(daemon, resource.RLIMIT_FSIZE, unlimited)
@@ -324,6 +322,7 @@ async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
     refusals = [event.message for event in run.events if event.reason == "CHECKPOINT_REFUSED"]
     for name in names:
         assert any(name in message for message in refusals), (name, story)
+    assert job.attempt == 2, f"a damaged file costs no attempt of its own: {story}"
     # No node is evicted for a damaged file.
     assert list(job.evicted_nodes) == [lost], story
     assert spare in job.nodes
@@ -366,6 +365,18 @@ def attempts_after_reopening(cluster: ChaosCluster, job: str) -> list[int]:
         if (record.kind, record.attempt) == ("OPEN", 2)
     )
     return [record.attempt for record in records[opened:] if record.kind == "COMMIT"]
+
+
+async def until_reported(client: AsyncClient, name: str) -> None:
+    """Wait for two heartbeats of a node: it made the second later than this call."""
+    heard: set[int] = set()
+
+    async def twice() -> bool:
+        node = {item.name: item async for item in client.nodes()}[name]
+        heard.add(node.last_heartbeat_at.ToNanoseconds())
+        return len(heard) > 2
+
+    await eventually(twice, f"two heartbeats of node {name}", heard.copy)
 
 
 async def until_idle_and_alive(client: AsyncClient, name: str) -> None:

@@ -17,9 +17,11 @@ from contextlib import contextmanager
 
 import structlog
 from tests.crash.case import KINDS, Case
+from tests.crash.replica_case import REPLICA_KINDS, ReplicaCase
 
 from megascale_checkpoint import commit_log, persist, storage
 
+REPLICAS_EVERY = 4  # of so many cases one is of replicas
 SNAPSHOT_EVERY = 4  # records, so that short logs have snapshots
 PROGRESS_S = 5.0
 
@@ -27,13 +29,20 @@ PROGRESS_S = 5.0
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases; returns the exit status."""
     options = _parse(arguments)
-    failed: list[Case] = []
+    failed: list[Case | ReplicaCase] = []
     struck: set[tuple[str, str, str]] = set()
     found = lost = silent = done = 0
     began_s = shown_s = time.monotonic()
     with _prepared():
         for number in range(options.cases):
-            case = run_case(options.seed * 1_000_003 + number, tuple(options.only))
+            only = tuple(options.only)
+            of_replicas = number % REPLICAS_EVERY == REPLICAS_EVERY - 1
+            if only:
+                of_replicas = set(only) <= set(REPLICA_KINDS)
+            # Each sort counts on its own.
+            own = number // REPLICAS_EVERY if of_replicas else number - number // REPLICAS_EVERY
+            own = number if only else own
+            case = run_case(options.seed * 1_000_003 + own, only, of_replicas=of_replicas)
             done += 1
             found += case.oracle.found and not case.oracle.failed
             lost += bool(case.oracle.lost)
@@ -57,10 +66,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def run_case(seed: int, only: tuple[str, ...] = ()) -> Case:
+def run_case(
+    seed: int, only: tuple[str, ...] = (), *, of_replicas: bool = False
+) -> Case | ReplicaCase:
     """One case, to its end."""
-    case = Case(seed, only)
-    storage.SCHEMES["crash"] = case.open
+    case: Case | ReplicaCase
+    if of_replicas:
+        case = ReplicaCase(seed, only)
+    else:
+        case = disk_case = Case(seed, only)
+        storage.SCHEMES["crash"] = disk_case.open
     try:
         asyncio.run(case.run())
     except Exception as error:  # a defect: whatever it is, the job does not go on
@@ -83,7 +98,7 @@ def _prepared() -> Iterator[None]:
         storage.SCHEMES.pop("crash", None)
 
 
-def _show(case: Case) -> None:
+def _show(case: Case | ReplicaCase) -> None:
     print("the shortest history that fails:", file=sys.stderr)
     for line in case.machine.history:
         print(f"  {line}", file=sys.stderr)
@@ -97,10 +112,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="any number")
     parser.add_argument(
         "--only",
-        choices=KINDS,
+        choices=[*KINDS, *REPLICA_KINDS],
         default=[],
         action="append",
-        help="no other faults but losses of power; may be given several times",
+        help="no other faults but losses of power (those of replicas: in cases of replicas alone); "
+        "may be given several times",
     )
     parser.add_argument("--first", action="store_true", help="stop at the first that fails")
     return parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tests.crash.case import FLIP, REMOVE_RECORD, SWAP_FILE, SWAP_MANIFEST, SWAP_RECORD
 from tests.crash.machine import FAILED_SYNC, LOST_REPLY, STALL, Process
+from tests.crash.replica_case import FLIP_REPLICA, REPLICA_KINDS
+from tests.crash.wire import CUT, FLIP_ON_THE_WAY
 
 from megascale_checkpoint import (
     commit_log,
@@ -23,7 +25,13 @@ from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.commit_record import LogState, Record
 from megascale_checkpoint.concurrency import Lane
+from megascale_checkpoint.replicas import store as replica_store
+from megascale_checkpoint.replicas.protocol import Connection, SealedState
+from megascale_checkpoint.replicas.server import ReplicaServer
+from megascale_checkpoint.replicas.store import Filling, ReplicaStore
 from megascale_checkpoint.restore_decision import RestoreDecision
+from megascale_checkpoint.retention import retire
+from megascale_checkpoint.retention.policy import Commit, Retention
 from megascale_checkpoint.storage import FileStorage
 from megascale_checkpoint.storage.disk import Disk
 from megascale_checkpoint.stored_checkpoint import StoredCheckpoint
@@ -277,6 +285,64 @@ def commit_before_files(patch: Patch) -> None:
     patch.setattr(FileStorage, "write", write)
 
 
+def replica_unchecked(patch: Patch) -> None:
+    """What arrives from a peer is believed."""
+
+    def believing(self: Connection, state: SealedState, image: memoryview, where: str) -> None:
+        for piece in state.pieces:
+            self._receive_into(image[piece.offset : piece.offset + piece.size_bytes])
+
+    patch.setattr(Connection, "receive_pieces", believing)
+
+
+def replica_age_ignored(patch: Patch) -> None:
+    """A replica takes the place of another, whichever is older."""
+    patch.setattr(replica_store, "_age", lambda slot: (0, 0))
+
+
+def part_of_a_replica_kept(patch: Patch) -> None:
+    """A copy that was cut off counts as whole."""
+
+    async def finish(self: ReplicaServer, filling: Filling, whole: bool) -> None:
+        self._store.sealed_now(filling)
+
+    patch.setattr(ReplicaServer, "_finish", finish)
+
+
+def damaged_replica_offered_again(patch: Patch) -> None:
+    """A replica that was found damaged stays."""
+    patch.setattr(ReplicaStore, "discard", lambda self, slot: None)
+
+
+def newest_collected(patch: Patch) -> None:
+    """The rules of retention let the newest complete checkpoint go."""
+
+    def expendable(
+        commits: Sequence[Commit], retention: Retention, protected: Collection[Any]
+    ) -> list[Commit]:
+        return [] if retention.keeps_all else list(commits)
+
+    patch.setattr(retire, "expendable", expendable)
+
+
+def collected_before_the_record(patch: Patch) -> None:
+    """The files of a checkpoint go, and its record of existence stays."""
+    append = CommitLog.append
+
+    def without(self: CommitLog, attempt: int | None, make: Any) -> Record:
+        def kept() -> Any:
+            values = make()
+            if isinstance(values, dict) and values.get("kind") == "RETIRE":
+                path = f"{manifests.step_folder(values['of_attempt'], values['step'])}"
+                for name in self._storage.names(path):
+                    self._storage.delete(f"{path}/{name}")
+            return values
+
+        return append(self, attempt, kept)
+
+    patch.setattr(CommitLog, "append", without)
+
+
 # Each with the faults that try its guard; all kinds where none are named.
 SABOTAGES: dict[Callable[[Patch], None], tuple[str, ...]] = {
     file_not_synced: (),
@@ -299,4 +365,10 @@ SABOTAGES: dict[Callable[[Patch], None], tuple[str, ...]] = {
     manifest_not_confirmed: (FAILED_SYNC,),
     snapshot_unchecked: (),
     commit_before_files: (),
+    replica_unchecked: (FLIP_ON_THE_WAY,),
+    replica_age_ignored: REPLICA_KINDS,
+    part_of_a_replica_kept: (CUT,),
+    damaged_replica_offered_again: (FLIP_REPLICA,),
+    newest_collected: (),
+    collected_before_the_record: (),
 }

@@ -29,7 +29,7 @@ from tests.crash.sabotage import (
     manifest_not_confirmed,
 )
 
-CASES = 40
+CASES = 54
 # Sabotages are found within 100 cases; what else a case does may change, so there is room.
 MOST_CASES = 600
 RARE = (create_overwrites, manifest_not_confirmed, end_not_confirmed)  # after hundreds of cases

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.interpreter import interpret_without_cuda
 from tests.harness.ranks import RankPool, rank_pool
 
-interpret_without_cuda()  # modules of this folder are imported, and not run, by `make test` too
+interpret_without_cuda()  # modules of this folder may be imported without being run
 
 # Ranks that hang on a device spin: their CPU time is no progress, and devices are expensive.
 CAP_S = 240

@@ -21,6 +21,7 @@ import pytest
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.job_follower import JobFollower
 from tests.harness.local_cluster import UpProcess, settle
+from tests.harness.paced import PACE_S, paced
 from tests.harness.processes import until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, Standstill
 
@@ -65,9 +66,22 @@ class ChaosCluster:
             return False
 
     def job(
-        self, name: str, *, steps: int, interval_steps: int, spares: int = 0
+        self,
+        name: str,
+        *,
+        steps: int,
+        interval_steps: int,
+        spares: int = 0,
+        pace_s: float = PACE_S,
     ) -> job_pb2.JobSpec:
-        """A job of two ranks on two nodes; with eight micro-batches a step takes about 20 ms."""
+        """A job of two ranks on two nodes; a step takes about 20 ms, and for most of it sleeps.
+
+        A job that trains at full speed, while a test waits for something else, would take a core
+        of the machine from the tests beside it.
+
+        Args:
+            pace_s: how long each step sleeps.
+        """
         return parse_job(
             {
                 "name": name,
@@ -80,7 +94,8 @@ class ChaosCluster:
                         "sequence_length": 16,
                     },
                     "parallelism": {"pp": 2, "overlap": {"pp": True}},
-                    "training": {"steps": steps, "global_batch_size": 8, "precision": "fp32"},
+                    "training": {"steps": steps, "global_batch_size": 1, "precision": "fp32"},
+                    "optimizer": paced(pace_s),
                     "data": {"sources": [{"prefix": str(self._corpus)}]},
                 },
                 "checkpoint": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megascale_cli.__main__ import main
+import typer.main
+
+from megascale_cli import __main__ as entry
+from megascale_cli.app import build_app
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -41,6 +45,15 @@ class Answer:
         return found
 
 
+@functools.cache
+def _commands() -> Any:
+    """All commands, which are the same at every call and take longer to put together than to run.
+
+    It is called as the application is.
+    """
+    return typer.main.get_command(build_app())
+
+
 def command(*arguments: str | Path) -> Answer:
     """Run `megascale` with these arguments, as its entry point does.
 
@@ -49,13 +62,14 @@ def command(*arguments: str | Path) -> Answer:
     stdout, stderr = io.StringIO(), io.StringIO()
     status: object = 0
     with (
+        mock.patch.object(entry, "build_app", _commands),
         mock.patch.object(sys, "argv", ["megascale", *map(str, arguments)]),
         mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}),
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),
     ):
         try:
-            main()
+            entry.main()
         except SystemExit as end:
             status = 0 if end.code is None else end.code
     assert isinstance(status, int), status

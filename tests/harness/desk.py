@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+from tests.harness.presence import Presence
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.config import CheckpointConfig
@@ -17,6 +18,8 @@ from megascale_driver.core.events import (
     NodeHello,
     NodeReport,
     Outcome,
+    ProbeResult,
+    StreamReset,
     Tick,
 )
 from megascale_driver.core.policy import Policy
@@ -43,6 +46,7 @@ class Desk:
         self.state = Cluster()
         self.audit: list[Audit] = []
         self.effects: list[object] = []
+        self.presence = Presence(POLICY)
         self.feed(LeaderStarted(self.now_s, "here"))
         for name in nodes:
             self.hello(name)
@@ -53,15 +57,24 @@ class Desk:
         return machine.step(self.state, event, POLICY)
 
     def feed(self, event: Event) -> str:
-        self.state, outcome = self.ask(event)
-        self.audit += outcome.audit
-        self.effects += outcome.effects
-        return outcome.refusal
+        refusal = ""
+        for each in self.presence.events(event, self.state):
+            self.state, outcome = self.ask(each)
+            self.audit += outcome.audit
+            self.effects += outcome.effects
+            refusal = refusal or outcome.refusal
+        return refusal
 
     def hello(self, name: str, boot: int = 1) -> None:
         who = Identity(f"{name}-{boot}", devices=tuple(Device(i, "cpu") for i in range(4)),
                        executor_endpoint=f"{name}:1", checkpoint_endpoint=f"{name}:2")  # fmt: skip
         self.feed(NodeHello(self.now_s, name, who))
+
+    def crash(self, name: str) -> None:
+        """The node's agent is gone: its link breaks, and its port refuses connections."""
+        incarnation = self.state.nodes[name].identity.incarnation
+        self.feed(StreamReset(self.now_s, name, incarnation))
+        self.feed(ProbeResult(self.now_s, name, incarnation, "refused"))
 
     def report(self, name: str, phase: AttemptPhase, **details: Any) -> None:
         """A heartbeat of a node that has received its newest desired state."""
@@ -110,6 +123,8 @@ class Desk:
         for slot in self.job().slots:
             if self.state.nodes[slot.node].liveness is Liveness.ALIVE:
                 self.report(slot.node, AttemptPhase.IDLE)
+        if self.job().phase is JobPhase.QUEUED and 0 < self.job().not_before_s - self.now_s <= 4.0:
+            self.wait(self.job().not_before_s - self.now_s)  # a short back-off
 
     def reasons(self) -> list[str]:
         return [line.reason for line in self.audit if line.log == "a"]
@@ -119,3 +134,11 @@ def exited(
     rank: int, at_s: float, status: int = 1, kind: str = "", error: str = ""
 ) -> WorkerReport:
     return WorkerReport(rank, True, status, error, kind, at_s)
+
+
+def job_with(job: Job, **changes: Any) -> Job:
+    """The job with some fields changed, its own or those of its newest attempt."""
+    own = {item.name for item in fields(Job)}
+    current = {name: value for name, value in changes.items() if name not in own}
+    job = replace(job, current=replace(job.current, **current))
+    return replace(job, **{name: value for name, value in changes.items() if name in own})

@@ -28,7 +28,12 @@ class DriverProcess:
     """One ``python -m megascale_driver``; several with one ``prefix``: a leader and standbys."""
 
     def __init__(
-        self, folder: Path, etcd_endpoint: str, prefix: str | None = None, name: str = "driver"
+        self,
+        folder: Path,
+        etcd_endpoint: str,
+        prefix: str | None = None,
+        name: str = "driver",
+        *options: str,
     ) -> None:
         self.folder = folder
         self.prefix = prefix or f"/test/{uuid.uuid4().hex}/v1"
@@ -37,6 +42,7 @@ class DriverProcess:
         self.address_file = folder / f"{name}.address"
         self.metrics_file = folder / f"{name}.metrics"
         self._log = folder / f"{name}.log"
+        self._options = options
         self._etcd = etcd_endpoint
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -63,6 +69,7 @@ class DriverProcess:
             "--prefix", self.prefix, "--token-file", str(self.token_file),
             "--address-file", str(self.address_file),
             "--metrics-bind", "127.0.0.1:0", "--metrics-address-file", str(self.metrics_file),
+            *self._options,
         ]  # fmt: skip
         with self._log.open("ab") as log:
             # From the main thread, though it blocks: the parent-death signal is sent when the

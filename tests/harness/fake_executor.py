@@ -82,7 +82,9 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         steps: int = 0,
         step_s: float = 0.02,
         interval_s: float = 1.0,
+        protocol: int = 2,
     ) -> None:
+        self.protocol = protocol
         self.node, self.incarnation = node, new_incarnation()
         self.checkpoints = _Checkpoints()
         self.desired = link_pb2.DesiredState()
@@ -158,7 +160,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
     def hello(self) -> link_pb2.ExecutorHello:
         return link_pb2.ExecutorHello(
-            protocol=link_pb2.ProtocolRange(lowest=1, highest=1),
+            protocol=link_pb2.ProtocolRange(lowest=1, highest=self.protocol),
             build=build_version(),
             node=self.node,
             incarnation=self.incarnation,

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.harness.paced import python_path
 from tests.harness.processes import cpu_ticks, ended
 from tests.harness.waiting import log_bytes, until
 
@@ -37,11 +38,19 @@ def megascale(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedP
 
 
 class UpProcess:
-    """`megascale up` with ``options`` in ``folder``; as a context manager it ends all processes."""
+    """`megascale up` with ``options`` in ``folder``; as a context manager it ends all processes.
+
+    Its jobs may have the optimizer of :mod:`tests.harness.paced`.
+    """
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
+        self._marked = {
+            **os.environ,
+            "PYTHONPATH": python_path(folder.with_name(folder.name + ".site")),
+            MARK_VARIABLE: self._mark,
+        }
         self._output = folder.with_name(folder.name + ".up.jsonl")
         self._errors = folder.with_name(folder.name + ".up.log")
         command = [
@@ -57,11 +66,7 @@ class UpProcess:
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command,
-                env={
-                    **os.environ,
-                    MARK_VARIABLE: self._mark,
-                    "MEGASCALE_PARENT_PID": str(os.getpid()),
-                },
+                env={**self._marked, "MEGASCALE_PARENT_PID": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -100,7 +105,7 @@ class UpProcess:
         """A command of the CLI as a process that counts as one of this cluster."""
         return subprocess.Popen(
             [sys.executable, "-m", "megascale_cli", *arguments],
-            env={**os.environ, "COLUMNS": "200", MARK_VARIABLE: self._mark},
+            env={**self._marked, "COLUMNS": "200"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -9,7 +9,7 @@ from typing import Any
 from megascale_common.job.config import from_accepted
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
-from megascale_common.sizes.piece_runs import Runs, decode, encode, join, runs_of
+from megascale_common.sizes.piece_runs import Runs, chunk_bytes, decode, encode, join, runs_of
 from megascale_common.sizes.read_plan import IN_MEMORY, ReadPlan, plan_reads
 from megascale_common.sizes.read_rounds import Round, Rounds
 
@@ -34,7 +34,9 @@ def stored_runs(layouts: Sequence[ShardLayout]) -> Runs:
         pieces = [piece for piece in layout.pieces if piece.primary and piece.size_bytes]
         # No bytes are verified here: the checksum only has to arrive as it was.
         digests = [f"{rank + (255 << 120):032x}" for _ in pieces]
-        tables.append(decode(encode(runs_of(pieces, rank, digests))))
+        counts = [-(-piece.size_bytes // chunk_bytes(piece.size_bytes)) for piece in pieces]
+        chunks = [digests[:1] * count if count > 1 else () for count in counts]
+        tables.append(decode(encode(runs_of(pieces, rank, digests, chunks))))
     return join(tables)
 
 

@@ -18,6 +18,7 @@ from tests.harness.training import device_of, start, step
 from megascale_common.job.config import from_accepted
 from megascale_common.node import framing
 from megascale_trainer.process.bootstrap import destroy_groups
+from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.telemetry.profiling import StepProfiler
 
 WRITE_TIMEOUT_S = 30.0
@@ -44,7 +45,7 @@ def train_under_profiler(
     """
     trainer = start(from_accepted(job), rank, world_size, folder)
     agent, ours = socket.socketpair()
-    profiler = StepProfiler(ours, device_of(rank))
+    profiler = StepProfiler(ours, device_of(rank), LeaveOrder(rank).take)
     if file_limit_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, resource.RLIM_INFINITY))
     losses = []

@@ -272,6 +272,9 @@ def _template() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # A collection in a fork would walk through all of torch, and copy its pages.
+    gc.collect()
+    gc.freeze()
     worlds: dict[int, World] = {}
     for line in sys.stdin:
         print(json.dumps({"failed": _serve(json.loads(line), worlds)}), flush=True)

@@ -28,7 +28,7 @@ def whole_on_one_node(config: JobConfig, attempt: int = 1) -> link_pb2.AttemptAs
         spec=to_proto(config),
         ranks=range(size),
         devices=range(size),
-        rank_nodes=["n0"] * size,
+        rank_table_digest="d" * 32,
         restore=link_pb2.RestorePlan(source=types_pb2.RESTORE_SOURCE_NONE),
     )
 
@@ -79,7 +79,7 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
         interval = Duration()
         interval.FromNanoseconds(round(self.interval_s * 1e9))
         hello = link_pb2.DriverHello(
-            protocol=link_pb2.ProtocolRange(lowest=1, highest=1),
+            protocol=link_pb2.ProtocolRange(lowest=1, highest=2),
             cluster=self.cluster,
             epoch=self.epoch,
             heartbeat_interval=interval,

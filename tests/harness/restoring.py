@@ -86,6 +86,8 @@ def restore_rank(
         "small_state": found.small_state,
         "digest": digest(bytes(state.image.numpy())),
         "timeline": found.timeline.seconds,
+        "step": found.plan.step,
+        "passed_over": list(found.passed_over),
     }
 
 

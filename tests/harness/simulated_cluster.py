@@ -10,6 +10,8 @@ import json
 import random
 from dataclasses import dataclass, field
 
+from tests.harness.presence import Presence
+
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -131,6 +133,7 @@ class SimulatedCluster:
         self.opened: list[tuple[str, int, RestorePlan]] = []
         self.step_s = STEP_S
         self._pending: list[tuple[float, Event]] = []
+        self.presence = Presence(self.policy)
         self.feed(LeaderStarted(self.now_s, "sim"))
 
     @property
@@ -139,12 +142,14 @@ class SimulatedCluster:
 
     def feed(self, event: Event) -> Outcome:
         """Give the core one event; carry out its commands and effects."""
-        self.state, outcome = machine.step(self.state, event, self.policy)
-        self.audit.extend(outcome.audit)
-        for name in outcome.commanded:
-            self._command(name)
-        for effect in outcome.effects:
-            self._perform(effect)
+        outcome = Outcome()
+        for each in self.presence.events(event, self.state):
+            self.state, outcome = machine.step(self.state, each, self.policy)
+            self.audit.extend(outcome.audit)
+            for name in outcome.commanded:
+                self._command(name)
+            for effect in outcome.effects:
+                self._perform(effect)
         return outcome
 
     def run(self, seconds: float) -> None:
@@ -261,7 +266,7 @@ class SimulatedCluster:
         )
         if node.name != job.slots[0].node or not running:
             return
-        restored = job.restore.step if job.restore is not None else 0
+        restored = job.current.restore.step if job.current.restore is not None else 0
         attempt, step, at_s = self.steps.get(job.name, (0, 0, 0.0))
         step = step if attempt == job.attempt else restored
         if self.now_s - at_s < self.step_s:

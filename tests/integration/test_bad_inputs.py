@@ -19,6 +19,7 @@ from tests.harness.bad_jobs import SOURCES, BadJob, changed, each_kind_of_bad_jo
 from tests.harness.command_line import Answer, command
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.local_cluster import UpProcess, settle
+from tests.harness.paced import paced
 from tests.harness.waiting import until
 
 from megascale_cli.exits import FAILED, NOT_FOUND, OK, REFUSED, USAGE
@@ -46,12 +47,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_lost(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever the case sent, the cluster answers afterwards and has the jobs that it had."""
+def before(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The jobs before the case: whatever it sends, the cluster answers and has them afterwards."""
     monkeypatch.setenv(VARIABLE, str(cluster / "runs"))
     monkeypatch.chdir(cluster)
     before = jobs()
-    yield
+    yield before
     assert {name: phase for name, phase in jobs().items() if name in before} == before
     nodes = command("nodes", "--json").objects
     assert [node["disposition"] for node in nodes] == ["NODE_DISPOSITION_SCHEDULABLE"] * 2, nodes
@@ -70,8 +71,9 @@ def submitted(job: dict[str, Any], *options: str) -> Answer:
 
 
 @each_kind_of_bad_job
-def test_the_driver_refuses_a_bad_job_and_stores_nothing(bad: BadJob, cluster: Path) -> None:
-    before = jobs()
+def test_the_driver_refuses_a_bad_job_and_stores_nothing(
+    bad: BadJob, before: dict[str, str]
+) -> None:
     answer = submitted(changed(good_job("good"), bad.changes), "--json")
     assert answer.status == USAGE, answer.text
     assert answer.error["kind"] in ("InvalidJob", "InvalidRequest")
@@ -415,7 +417,7 @@ def test_an_order_given_twice_is_carried_out_once() -> None:
 def running(cluster: Path) -> Iterator[str]:
     """A job that runs until the end of its tests, on both nodes."""
     job = good_job(RUNNING, cluster / "corpus", 1_000_000)
-    job = changed(job, {"trainer.parallelism.pp": 2})
+    job = changed(job, {"trainer.parallelism.pp": 2, "trainer.optimizer": paced(0.1)})
     (cluster / "running.yaml").write_text(yaml.safe_dump(job))
     assert command("submit", cluster / "running.yaml").status == OK
 

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from tests.harness.deployment import named_metrics, served_names
 from tests.harness.local_cluster import UpProcess, megascale, settle
+from tests.harness.paced import paced
 from tests.harness.waiting import CALL_TIMEOUT_S, until
 
 from megascale.v1 import types_pb2
@@ -241,6 +242,7 @@ def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -
     here = ("--cluster", str(cluster / "runs"))
     spec = job("profiled", 1_000_000)
     spec["trainer"] |= {
+        "optimizer": paced(),
         "data": {"sources": [{"prefix": str(cluster / "corpus")}]},
         "parallelism": {"pp": 2},
     }
@@ -341,7 +343,10 @@ def scraped_names(run_folder: Path) -> set[str]:
 
 def test_services_serve_every_metric_that_a_rule_or_a_panel_names(cluster: Path) -> None:
     spec = job("scraped", 1_000_000)
-    spec["trainer"]["data"] = {"sources": [{"prefix": str(cluster / "corpus")}]}
+    spec["trainer"] |= {
+        "optimizer": paced(),
+        "data": {"sources": [{"prefix": str(cluster / "corpus")}]},
+    }
     spec["checkpoint"]["uri"] = str(cluster / "checkpoints" / "scraped")
     with Client.from_run_folder(cluster / "runs") as client:
         client.submit(parse_job(spec))
@@ -362,7 +367,9 @@ def test_services_serve_every_metric_that_a_rule_or_a_panel_names(cluster: Path)
 
 def test_a_job_that_runs_is_cancelled_and_a_node_evicted(cluster: Path) -> None:
     here = ("--cluster", str(cluster / "runs"), "--json")
-    (cluster / "long.yaml").write_text(yaml.safe_dump(job("long", 100_000)))
+    spec = job("long", 100_000)
+    spec["trainer"]["optimizer"] = paced()
+    (cluster / "long.yaml").write_text(yaml.safe_dump(spec))
     assert megascale("submit", "long.yaml", *here, cwd=cluster).returncode == 0
     cancelled = megascale("cancel", "long", "--reason", "enough", *here, cwd=cluster)
     assert cancelled.returncode == 0, cancelled.stderr

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 
 import grpc
@@ -46,14 +46,20 @@ async def driver(etcd_server: EtcdServer, tmp_path: Path) -> AsyncIterator[Drive
 
 @contextlib.asynccontextmanager
 async def executors(
-    driver: DriverProcess, count: int, steps: int = 0
+    driver: DriverProcess, count: int, steps: int = 0, old: Collection[str] = ()
 ) -> AsyncIterator[list[FakeExecutor]]:
     async with contextlib.AsyncExitStack() as stack:
         nodes = [
             await stack.enter_async_context(
-                FakeExecutor(f"n{i}", driver.token, driver.address, steps=steps)
+                FakeExecutor(
+                    name,
+                    driver.token,
+                    driver.address,
+                    steps=steps,
+                    protocol=1 if name in old else 2,
+                )
             )
-            for i in range(1, count + 1)
+            for name in (f"n{i}" for i in range(1, count + 1))
         ]
         await driver.until_nodes(count)
         for node in nodes:
@@ -100,7 +106,7 @@ def runs(attempt: int) -> Callable[[driver_pb2.Job], bool]:
 
 
 async def test_a_job_runs_and_succeeds_and_watchers_see_every_step(driver: DriverProcess) -> None:
-    async with executors(driver, 3, steps=10) as nodes:
+    async with executors(driver, 3, steps=10, old=("n1",)) as nodes:
         await driver.submit(small_job("demo", recovery__spare_nodes=1))
         seen: list[int] = []
         reasons: list[str] = []
@@ -126,7 +132,11 @@ async def test_a_job_runs_and_succeeds_and_watchers_see_every_step(driver: Drive
         assert (job.attempt, job.step, list(job.nodes)) == (1, 10, ["n1", "n2"])
         started = next(d for d in nodes[1].history if d.phase == START)
         assert list(started.assignment.ranks) == [4, 5, 6, 7]
-        assert list(started.assignment.rank_nodes) == ["n1"] * 4 + ["n2"] * 4
+        first = next(d for d in nodes[0].history if d.phase == START)
+        assert started.assignment.rank_table_digest == first.assignment.rank_table_digest != ""
+        # Only n1 is of the last build (link protocol 1), and expects the whole table.
+        assert list(first.assignment.rank_nodes) == ["n1"] * 4 + ["n2"] * 4
+        assert not started.assignment.rank_nodes
         assert started.assignment.store_endpoint
         versions = [(d.epoch.create_revision, d.version) for d in nodes[1].history]
         assert versions == sorted(versions)
@@ -261,7 +271,7 @@ async def test_training_and_watchers_continue_while_etcd_is_away(
     driver: DriverProcess, etcd_server: EtcdServer
 ) -> None:
     async with executors(driver, 2, steps=100_000) as nodes:
-        await driver.submit(small_job("demo"))
+        await driver.submit(small_job("demo", trainer__training__steps=100_000))
         await driver.until_job("demo", lambda job: job.phase == RUNNING and job.step > 0)
         epoch = nodes[0].desired.epoch.create_revision
         etcd_server.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.local_cluster import settle
+from tests.harness.paced import paced, python_path, release
 from tests.harness.snippets import (
     AFTERWARDS,
     BACKUP,
@@ -31,8 +33,16 @@ from tests.harness.waiting import log_bytes, until
 JOB = "example"  # that of docs/examples/job.yaml
 COPIED = ("README.md", "docs", "clients/grpcurl")
 FULL_STEPS = "steps: 100"  # of the example; on two cores 20 s
-SHORTER, FEW = "steps: 80", "steps: 10"  # what is ordered meanwhile takes half of 80
+SHORTER, FEW = "steps: 80", "steps: 10"
 STEPS_BEFORE_ORDERS = 3  # a profile needs the times of some steps
+# From this step on the job waits until what is ordered meanwhile is ordered.
+HELD_FROM_STEP = 30
+# Of a job that only has to be there: the same ranks, with less to compute. Text of the example.
+LIGHTER = (
+    ("sequence_length: 128", "sequence_length: 32"),
+    ("global_batch_size: 16", "global_batch_size: 4"),
+)
+OWN_OPTIMIZER = "    learning_rate: 2e-3\n"
 # What stands for a name, a number or a path in the pages.
 VALUES = {
     "JOB": JOB,
@@ -50,6 +60,14 @@ NOT_RUN = {
     "megascale submit docs/examples/job.yaml": "README's block has one",
     "megascale submit docs/examples/job.yaml --watch": "a job after the restored backup runs so",
     "megascale profile example --steps 2 --ranks 0,3": "the job has ended; README's block has one",
+    "megascale suspend example --reason REASON": "it has ended; chaos/test_suspend.py suspends one",
+    "megascale resume example --reason REASON": "chaos/test_suspend.py resumes one",
+    "megascale delete example --reason REASON": "other commands need it; chaos/test_suspend.py",
+    "megascale restart example --reason REASON": "it has ended; chaos/test_orders.py restarts one",
+    "megascale restart example --from-step STEP --reason REASON": "chaos/test_orders.py goes back",
+    "megascale update JOB.YAML --reason REASON": "it has ended; chaos/test_orders.py updates one",
+    "megascale drain": "chaos/test_orders.py drains a node",
+    "megascale uncordon": "after each eviction of this test",
     "megascale profile example --cancel": "the job has ended; test_cli.py cancels one",
 }
 # In this order; those that start a node stay in the foreground until Ctrl-C.
@@ -81,11 +99,13 @@ class Hour:
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megascale_cli "$@"\n')
         program.chmod(0o755)
         beside = Path(sys.executable).parent  # etcdctl, grpcurl
+        self.site = folder / "site"
         self.environment = {
             **{key: value for key, value in os.environ.items() if key != "MEGASCALE_RUN_FOLDER"},
             "HOME": str(folder / "home"),
             "PATH": f"{folder / 'bin'}:{beside}:{os.environ['PATH']}",
             "COLUMNS": "200",
+            "PYTHONPATH": python_path(self.site),
         }
 
     def shell(self, code: str) -> subprocess.CompletedProcess[str]:
@@ -129,14 +149,24 @@ class Hour:
             process.kill()
             process.wait()
 
-    def example(self, steps: str, name: str = JOB) -> str:
+    def example(self, steps: str, name: str = JOB, held_from_step: int | None = None) -> str:
         """Write the example's job file with ``steps``; returns its path.
 
-        A job of another name gets a file and a checkpoint folder of its own.
+        A job of another name gets a file and a checkpoint folder of its own. One with fewer steps
+        computes less in each, and its optimizer is that of :mod:`tests.harness.paced`.
         """
         text = (REPOSITORY / "docs/examples/job.yaml").read_text()
         assert text.count(FULL_STEPS) == 1
         text = text.replace(FULL_STEPS, steps)
+        if steps != FULL_STEPS:
+            for whole, light in LIGHTER:
+                assert text.count(whole) == 1
+                text = text.replace(whole, light)
+            assert text.count(OWN_OPTIMIZER) == 1
+            for key, value in paced(held_from_step=held_from_step).items():
+                text = text.replace(
+                    OWN_OPTIMIZER, f"    {key}: {json.dumps(value)}\n{OWN_OPTIMIZER}"
+                )
         file = "job" if name == JOB else name
         if name != JOB:
             text = text.replace(f"name: {JOB}", f"name: {name}")
@@ -197,14 +227,17 @@ def hour(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hour]:
 @pytest.fixture(scope="module")
 def trained(hour: Hour) -> Hour:
     """After the README's blocks up to the end of the job."""
-    hour.example(SHORTER)
+    hour.example(SHORTER, held_from_step=HELD_FROM_STEP)
     hour.shell(block(*TRAIN).code)
 
     def steps() -> int:
         return int(str(hour.job(JOB)["step"]))
 
     until(lambda: steps() >= STEPS_BEFORE_ORDERS, "the first steps", steps)
-    shown = hour.shell(block(*MEANWHILE).code).stdout
+    orders, watching = re.split("^(?=megascale watch)", block(*MEANWHILE).code, flags=re.M)
+    shown = hour.shell(orders).stdout
+    release(hour.site)
+    shown += hour.shell(watching).stdout
     for words in (JOB, "perfetto", "quarantined", "schedulable", "JOB_SUCCEEDED", "attempt 2"):
         assert words in shown, shown
     return hour
@@ -242,7 +275,7 @@ def test_a_command_of_the_runbook_works(text: str, trained: Hour) -> None:
     if "MODEL" in text:
         trained.shell(MODEL)
     assert trained.shell(text).stdout
-    if "evict" in text:
+    if "evict" in text or "drain" in text:
         trained.shell('megascale uncordon n2 --reason "the test is over"')
 
 

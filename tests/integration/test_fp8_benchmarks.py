@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.interpreter import interpret_without_cuda
 from tests.harness.ranks import REPOSITORY
 
+interpret_without_cuda()  # before the next line: kernels of other modules run in the interpreter
 pytest.importorskip("triton")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from tests.harness.local_cluster import UpProcess, megascale
+from tests.harness.paced import OPTIMIZER
 from tests.harness.waiting import until
 
 from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2
@@ -117,7 +118,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(folder)
     with UpProcess(made.run_folder, "--nodes", "2", "--devices-per-node", "1", "--device", "cpu"):
         arguments = ("demo", str(folder / "corpus"), str(folder / "checkpoints"))
-        tried = made.one("driver/submit_job.sh", *arguments, STEPS="1000000", INTERVAL_STEPS="200")
+        spec = {"STEPS": "1000000", "INTERVAL_STEPS": "40", "OPTIMIZER": OPTIMIZER}
+        tried = made.one("driver/submit_job.sh", *arguments, **spec)
         assert tried["job"]["spec"]["name"] == "demo"
         until(lambda: int(made.job().get("committed_step", 0)) > 0, "a first checkpoint", made.step)
         yield made
@@ -272,7 +274,7 @@ def test_nodes_check_themselves_when_idle(cluster: Cluster) -> None:
 
 def test_the_link_is_shown_without_joining(cluster: Cluster) -> None:
     answer = cluster.run("link/connect.sh")
-    assert answer.returncode == 0 and "the driver 1 to 1" in answer.stdout
+    assert answer.returncode == 0 and "the driver 1 to 2" in answer.stdout
     assert len(cluster.one("driver/list_nodes.sh")["nodes"]) == 2
     before = int(cluster.job()["step"])
     assert cluster.one("link/report_steps.sh", "demo") == {"accepted": "1"}
@@ -348,7 +350,7 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
     assert node("n2")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
     tried = cluster.one("driver/evict_node.sh", "n1", why, VALIDATE_ONLY="true")
     assert (
-        "job demo stops" in tried["consequence"]
+        "job demo saves its state" in tried["consequence"]
         and node("n1")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
     )
     cluster.one("driver/evict_node.sh", "n1", why)
@@ -370,6 +372,41 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
         "SUBMITTED",
         "NODE_EVICTED",
     }
+    cluster.one("driver/uncordon_node.sh", "n1", "it was the kitchen again")
+    drained = cluster.one("driver/drain_node.sh", "n2", "new firmware")
+    assert "job demo saves its state" in drained["consequence"]
+    until(
+        lambda: cluster.job()["phase"] == "JOB_PHASE_RUNNING" and cluster.job()["nodes"] == ["n1"],
+        "it moves back",
+    )
+    cluster.one("driver/uncordon_node.sh", "n2", "the firmware is new")
+    rule = cluster.one("driver/set_policy.sh", "hang", "OBSERVE", "a long first step")["rule"]
+    assert (rule["name"], rule["mode"]) == ("hang", "POLICY_MODE_OBSERVE")
+    shown = cluster.one("driver/get_cluster_info.sh")["rules"]
+    assert rule in shown
+    reset = cluster.one("driver/reset_breaker.sh", "the switch is back", VALIDATE_ONLY="true")
+    assert reset["consequence"]
+    spec = {**cluster.job()["spec"], "priority": 7}
+    updated = cluster.one("driver/update_job.sh", json.dumps(spec), "it is urgent")
+    assert updated["changed_fields"] == ["priority"]
+    attempt = int(cluster.job()["attempt"])
+    restarted = cluster.one("driver/restart_job.sh", "demo", "to load new code")
+    assert restarted["consequence"]
+    until(
+        lambda: (
+            int(cluster.job()["attempt"]) > attempt
+            and cluster.job()["phase"] == "JOB_PHASE_RUNNING"
+        ),
+        "it runs again",
+    )
+    ordered = cluster.one("driver/suspend_job.sh", "demo", "a pause")
+    assert "saves its state" in ordered["consequence"]
+    until(lambda: cluster.job()["phase"] == "JOB_PHASE_SUSPENDED", "it is suspended")
+    saved = cluster.job()["committed_step"]
+    ordered = cluster.one("driver/resume_job.sh", "demo", "the pause is over")
+    assert ordered["consequence"] == f"job demo waits for nodes, and restores step {saved}"
+    until(lambda: cluster.job()["phase"] == "JOB_PHASE_RUNNING", "it is resumed")
+    assert cluster.job()["restored_step"] == saved
     cancelled = cluster.one("driver/cancel_job.sh", "demo", "enough")
     assert cancelled["job"]["phase"] in ("JOB_PHASE_STOPPING", "JOB_PHASE_CANCELLED")
     until(lambda: cluster.job()["phase"] == "JOB_PHASE_CANCELLED", "it is cancelled")
@@ -381,3 +418,6 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
         to=lambda seen: seen[-1]["event"]["reason"] == "JOB_CANCELLED",
     )
     assert [update["event"]["reason"] for update in followed[:2]] == ["PLACED", "ATTEMPT_PREPARING"]
+    deleted = cluster.one("driver/delete_job.sh", "demo", "tidy")
+    assert "its record and log are gone" in deleted["consequence"]
+    assert not cluster.one("driver/list_jobs.sh").get("jobs")

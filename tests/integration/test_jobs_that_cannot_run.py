@@ -232,7 +232,7 @@ def test_what_more_nodes_would_solve_is_a_warning(cluster: Path) -> None:
     with Client.from_run_folder(cluster / "runs") as client:
         waits = client.get("waits")
     assert waits.phase == types_pb2.JOB_PHASE_QUEUED
-    assert waits.phase_reason.startswith("waiting for nodes (it needs 2 devices of one kind, and ")
+    assert waits.phase_reason.startswith("waiting for nodes (it needs 2 devices, and ")
 
 
 @pytest.mark.parametrize("action", ["stop", "continue"])

@@ -40,11 +40,17 @@ REQUESTS: dict[str, Any] = {
     "ListJobs": driver_pb2.ListJobsRequest(),
     "WatchJob": driver_pb2.WatchJobRequest(name="x"),
     "CancelJob": driver_pb2.CancelJobRequest(name="x", reason="r"),
+    "SuspendJob": driver_pb2.SuspendJobRequest(name="x", reason="r"),
+    "ResumeJob": driver_pb2.ResumeJobRequest(name="x", reason="r"),
+    "DeleteJob": driver_pb2.DeleteJobRequest(name="x", reason="r"),
+    "RestartJob": driver_pb2.RestartJobRequest(name="x", reason="r"),
+    "UpdateJob": driver_pb2.UpdateJobRequest(spec=small_job("x"), reason="r"),
     "ProfileJob": driver_pb2.ProfileJobRequest(job="x", steps=1),
     "CancelProfile": driver_pb2.CancelProfileRequest(job="x"),
     "ExplainJob": driver_pb2.ExplainJobRequest(name="x"),
     "ListNodes": driver_pb2.ListNodesRequest(),
     "EvictNode": driver_pb2.EvictNodeRequest(name="n1", reason="r"),
+    "DrainNode": driver_pb2.DrainNodeRequest(name="n1", reason="r"),
     "CordonNode": driver_pb2.CordonNodeRequest(name="n1", reason="r"),
     "UncordonNode": driver_pb2.UncordonNodeRequest(name="n1", reason="r"),
     "RunDiagnostics": driver_pb2.RunDiagnosticsRequest(node="n1"),
@@ -52,6 +58,10 @@ REQUESTS: dict[str, Any] = {
     "WatchEvents": driver_pb2.WatchEventsRequest(),
     "TailLogs": driver_pb2.TailLogsRequest(job="x"),
     "ListCheckpoints": driver_pb2.ListCheckpointsRequest(job="x"),
+    "SetPolicy": driver_pb2.SetPolicyRequest(
+        rule="hang", mode=types_pb2.POLICY_MODE_OBSERVE, reason="r"
+    ),
+    "ResetBreaker": driver_pb2.ResetBreakerRequest(reason="r"),
     "GetClusterInfo": driver_pb2.GetClusterInfoRequest(),
 }
 

@@ -140,7 +140,7 @@ async def test_a_lost_peer_costs_no_snapshot_and_is_reported(
 async def test_a_peer_that_stands_still_never_delays_a_snapshot(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    """It takes the connection and then nothing: each newer snapshot ends the copy before it."""
+    """It takes the connection and then nothing: a snapshot that needs the slot ends the copy."""
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     accepted: list[socket.socket] = []
@@ -161,8 +161,30 @@ async def test_a_peer_that_stands_still_never_delays_a_snapshot(
         assert (await asyncio.to_thread(worker.write, step))["kind"] == "sealed"
         await seen(daemon, has_sealed(step))
     progress = await seen(daemon, lambda job: job.replica_failures >= 3)
-    assert "was sealed before the copy of step" in progress.replica_failure.error
+    assert "before its copy had ended" in progress.replica_failure.error
     assert progress.skipped_snapshots == 0
+
+
+async def test_a_copy_that_takes_longer_than_the_interval_becomes_whole(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Snapshots follow each other faster than one is copied: some of them get a replica."""
+    first, second, rank_0, _ = await two_nodes(tmp_path, stack)
+    rank_0.close()
+    worker = stack.enter_context(WorkerClient(first))
+    size_bytes = sum(piece.size_bytes for piece in layout_of(0, 2).pieces)
+    # What exceeds a quarter of a second's bytes takes another 0.75 s: many snapshots' time.
+    orders = {"target": endpoint(second), "bytes_per_s": size_bytes}
+    await asyncio.to_thread(worker.register, rank=0, world_size=2, slots=3, replicas=orders)
+    whole, step, sealed = set[int](), 0, 0
+    while len(whole) < 2:
+        step += 1
+        assert step < 500, "no copy became whole"
+        sealed += (await asyncio.to_thread(worker.write, step))["kind"] == "sealed"
+        await asyncio.sleep(0.02)
+        held = await seen(second, lambda job: True)
+        whole |= {item.step for item in held.replicas}
+    assert sealed > 2 * len(whole), "snapshots went on meanwhile"
 
 
 async def test_a_copy_keeps_to_its_rate(tmp_path: Path, stack: ExitStack) -> None:

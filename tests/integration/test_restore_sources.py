@@ -80,16 +80,16 @@ class TwoNodes:
         self.pool = pool
         self.slots: list[list[np.ndarray]] = []
 
-    async def commit(self) -> None:
-        """Seal and commit the step by attempt 1."""
+    async def commit(self, step: int = STEP) -> None:
+        """Seal and commit a step by attempt 1."""
         await open_attempt(self.daemons[0], self.uri, 1, 4)
         workers = []
         for rank, layout in enumerate(self.layouts):
             given = {"uri": self.uri, "committer": self.daemons[0].address}
             workers.append(registered(self.daemon_of(rank), layout, rank, 4, **given))
-            seal_image(workers[-1], STEP, self.images[rank], {"rank": rank})
+            seal_image(workers[-1], step, self.images[rank], {"rank": rank})
         for worker in workers:
-            assert worker.drain(STEP)["committed_step"] == STEP
+            assert worker.drain(step)["committed_step"] == step
             self.slots.append(worker.slots)
             worker.close()
 
@@ -177,6 +177,36 @@ async def test_a_damaged_file_stops_all_ranks_together(nodes: TwoNodes, stack: E
     assert culprit["file"] == str(file) and "fails its checksum" in culprit["problem"]
     flip(file, 8 * (file.stat().st_size - 1000))
     assert nodes.is_right(nodes.restore(plan, 2)), "no slot is left in use"
+
+
+async def test_a_damaged_file_costs_the_attempt_no_more_than_an_older_checkpoint(
+    nodes: TwoNodes, stack: ExitStack
+) -> None:
+    older = [bytearray(image) for image in nodes.images]
+    nodes.images = [bytearray(byte ^ 1 for byte in image) for image in older]
+    await nodes.commit(STEP + 1)
+    for node in nodes.daemons:
+        node.stop(signal.SIGKILL)
+    nodes.daemons = [stack.enter_context(DaemonProcess(nodes.folder, f"m{n}")) for n in range(2)]
+    files = sorted((nodes.folder / "checkpoints").rglob("rank-00002.safetensors"))
+    flip(files[-1], 8 * (files[-1].stat().st_size - 1000))
+    plan = await nodes.plan(2, sealed=False)
+    assert (plan.step, [p.step for p in plan.older]) == (STEP + 1, [STEP])
+    repeated = await nodes.plan(2, sealed=False)
+    assert repeated == plan, "the record of the attempt has the older ones, too"
+    answers = nodes.restore(plan, 2)
+    nodes.images = older
+    assert nodes.is_right(answers), answers
+    assert [a["step"] for a in answers] == [STEP] * 4
+    for answer in answers:
+        (problem,) = answer["passed_over"]
+        assert str(files[-1]) in problem and "fails its checksum" in problem
+        assert problem.startswith(f"step {STEP + 1}: ")
+    # With the older one gone as well the attempt fails, for what is wrong with the planned step.
+    manifest = plan.older[0].manifest_uri.removeprefix("file://")
+    Path(manifest).unlink()
+    kinds = sorted(a["kind"] for a in nodes.restore(plan, 2))
+    assert kinds == ["CHECKPOINT_CORRUPT", "COLLECTIVE", "COLLECTIVE", "COLLECTIVE"]
 
 
 async def test_another_manifest_than_the_committed_one_is_refused(

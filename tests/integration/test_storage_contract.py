@@ -7,11 +7,16 @@ of its own (``make test-s3``; also part of ``make test``); HDFS is a NameNode an
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import importlib
+import itertools
 import os
 import re
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,16 +34,21 @@ from tests.harness.command_line import command
 from tests.harness.hdfs_server import HdfsServer
 from tests.harness.installed_package import install
 from tests.harness.s3_server import BUCKET, S3Server
+from tests.harness.scripted_driver import TOKEN as DRIVER_TOKEN
+from tests.harness.scripted_driver import start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
-from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, types_pb2
+from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2, types_pb2
+from megascale_checkpoint import manifest as manifests
+from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.storage import Storage, join, open_storage, registry, settle
+from megascale_checkpoint.write_limit import MIB
+from megascale_client import AsyncClient, DamagedCheckpoint
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-storage-backend.md"
-MIB = 2**20
 S3 = pytest.param("s3", marks=pytest.mark.s3)
 HDFS = pytest.param("hdfs", marks=pytest.mark.hdfs)
 LIMIT_S = 30.0  # for an error about a server that does not answer
@@ -294,6 +304,36 @@ async def test_a_job_keeps_what_its_rules_say(uri: str, tmp_path: Path) -> None:
     assert storage.names(folder) == [f"step-{step:09d}" for step in (10, 40)]
 
 
+async def test_a_checkpoint_is_fetched_from_any_storage(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megascale_client.fetch.CHUNK_BYTES", MIB)
+    files = {f"rank-{rank:05d}.safetensors": os.urandom(2 * MIB + rank) for rank in range(2)}
+    listed = []
+    for rank, (name, data) in enumerate(files.items()):
+        storage.write(f"step/{name}", [data])
+        listed.append(manifests.File(name, len(data), checksum(data), rank, "digest"))
+    manifest = manifests.Manifest("a", 1, 8, 2, {}, tuple(listed), {}, {}, manifests.now())
+    files["manifest.json"] = manifests.encode(manifest)
+    assert storage.create("step/manifest.json", files["manifest.json"])
+    driver = await start_driver()
+    uri = f"{storage.uri}/step/manifest.json"
+    driver.checkpoints.append(driver_pb2.Checkpoint(job="a", step=8, attempt=1, manifest_uri=uri))
+    try:
+        async with AsyncClient(driver.address, DRIVER_TOKEN) as client:
+            fetch = functools.partial(client.fetch_checkpoint, "a", open_source=open_storage)
+            got = await fetch(to=tmp_path / "copy")
+            assert (got.verified, got.size_bytes) == ("checksums", 4 * MIB + 1)
+            found = {path.name: path.read_bytes() for path in got.folder.iterdir()}
+            assert found == files
+            storage.delete("step/rank-00001.safetensors")
+            with pytest.raises(DamagedCheckpoint, match=r"rank-00001\.safetensors: is missing"):
+                await fetch(to=tmp_path / "other")
+            assert not (tmp_path / "other").exists()
+    finally:
+        await driver.server.stop(0)
+
+
 async def open_attempt(
     daemon: DaemonProcess, uri: str, attempt: int, keep_latest: int = 0
 ) -> checkpoint_pb2.OpenAttemptResponse:
@@ -397,6 +437,52 @@ async def test_a_job_writes_no_faster_than_its_limit(tmp_path: Path) -> None:
         assert worker.drain(1)["committed_step"] == 1
         # 2 MiB at 4 MiB/s, less what may come at once; a busy machine takes longer.
         assert time.monotonic() - begun_s >= 0.25
+
+
+async def test_a_daemon_writes_slower_while_steps_are_slow_beside_it(tmp_path: Path) -> None:
+    """A worker reports steps that are slow beside writes, then some that are not any more."""
+    values = 12 << 20  # of 4 bytes
+    piece = ShardPiece(
+        "large", "master", "float32", (values,), (0,), (values,), 0, values, 0, primary=True
+    )
+    uri, layout = str(tmp_path / "checkpoints"), ShardLayout((piece,), values * 4)
+    metrics = ("--metrics-bind", "127.0.0.1:0", "--metrics-address-file", str(tmp_path / "metrics"))
+    with ExitStack() as stack:
+        daemon = stack.enter_context(DaemonProcess(tmp_path, "n0", arguments=metrics))
+        await open_attempt(daemon, uri, 1)
+        worker = stack.enter_context(WorkerClient(daemon))
+        settings: dict[str, Any] = {"uri": uri, "committer": daemon.address, "layout": layout}
+        worker.register(**settings, max_write_mib_per_s=16.0, max_step_slowdown=0.05)
+        steps = itertools.count(1)
+
+        def limit() -> float:
+            url = f"http://{(tmp_path / 'metrics').read_text().strip()}/metrics"
+            text = urllib.request.urlopen(url, timeout=CALL_TIMEOUT_S).read().decode()
+            found = re.search(r'write_limit_bytes_per_second{job="job"} (\S+)', text)
+            return float(found[1]) if found else 0.0
+
+        async def report(time_s: float) -> bool:
+            await asyncio.sleep(0.02)
+            pace = worker.ask("step_time", step=next(steps), time_s=time_s)
+            assert pace["kind"] == "pace"
+            return bool(pace["persisting"])
+
+        for _ in range(6):
+            assert not await report(0.01)
+        worker.write(1)
+        for _ in range(500):
+            persisting = await report(0.04)
+            if lowered := limit():
+                break
+        assert persisting and 0 < lowered < 16 * MIB
+        for _ in range(500):
+            persisting = await report(0.01)
+            if not limit():
+                break
+        assert persisting and not limit(), "raised again, while the same file is written"
+        assert worker.drain(1)["committed_step"] == 1
+        refused = worker.ask("step_time", step=0, time_s=1.0)
+        assert "step_time.step is 0" in refused["error"]
 
 
 async def asked(daemon: DaemonProcess, uri: str) -> str:
@@ -520,6 +606,31 @@ class TestS3:
         monkeypatch.setenv("MEGASCALE_S3_SSE", "rot13")
         with pytest.raises(RequestError, match="give AES256 or aws:kms"):
             open_storage(f"s3://{BUCKET}/encrypted")
+
+    def test_parts_grow_so_that_a_file_reaches_the_limit_of_s3(self) -> None:
+        s3 = importlib.import_module("megascale_checkpoint.storage.s3")
+        sizes = [s3.part_bytes(number) for number in range(1, s3.MAX_PARTS + 1)]
+        assert sum(sizes) >= 5 * 2**40, "the largest object that S3 takes"
+        assert sizes[0] == 32 * MIB and max(sizes) <= 5 * 2**30, "S3 takes no larger part"
+        # What is in memory: the parts on their way, and the one that is filled.
+        file_bytes = 0
+        for size in sizes:
+            file_bytes += size
+            held = (s3.parallel_parts(size) + 1) * size
+            assert held <= max(160 * MIB, file_bytes / 100)
+
+    def test_a_file_of_parts_that_grow_is_what_was_written(
+        self, s3_server: S3Server, s3_settings: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("megascale_checkpoint.storage.s3.PART_BYTES", 5 * MIB)
+        monkeypatch.setattr("megascale_checkpoint.storage.s3.PARTS_OF_A_SIZE", 2)
+        name = uuid.uuid4().hex
+        storage = open_storage(f"s3://{BUCKET}/{name}")
+        written = b"".join(bytes(chunk) for chunk in large(33 * MIB))
+        assert storage.write("large", iter([written])) == len(written)
+        assert storage.read("large") == written
+        etag = s3_server.client().head_object(Bucket=BUCKET, Key=f"{name}/large")["ETag"]
+        assert etag.strip('"').endswith("-5"), "5, 5, 10, 10 and 3 MiB"
 
     def test_a_write_whose_reply_was_lost_is_known_as_ones_own(
         self, s3_settings: None, monkeypatch: pytest.MonkeyPatch

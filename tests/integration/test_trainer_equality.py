@@ -101,8 +101,10 @@ def reference(
     [
         ("tp2pp2dp2", "parallel", FEW_STEPS),
         ("tp2pp2dp2, all overlapped", "serial", FEW_STEPS),
-        ("tp4, overlapped tp", "parallel", STEPS),
-        ("pp4, overlapped pp", "serial", STEPS),
+        ("tp4, overlapped tp", "parallel", FEW_STEPS),
+        pytest.param("tp4, overlapped tp", "parallel", STEPS, marks=pytest.mark.slow),
+        ("pp4, overlapped pp", "serial", FEW_STEPS),
+        pytest.param("pp4, overlapped pp", "serial", STEPS, marks=pytest.mark.slow),
         ("dp4, overlapped dp", "parallel", STEPS),
         ("pp3", "parallel", FEW_STEPS),
         ("tp2dp2, full recompute, overlapped tp and dp", "grouped", FEW_STEPS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
-from megascale_driver.core.events import JobSubmitted
+from megascale_driver.core.events import JobSubmitted, PolicyRequested
 from megascale_driver.core.explain import explain
 from megascale_driver.core.state import Disposition, Job, JobPhase
 
@@ -55,6 +55,16 @@ def test_a_job_that_stands_still_is_restarted_and_no_node_is_evicted() -> None:
     assert [slot.node for slot in job.slots] == nodes and not job.evicted
     assert all(node.disposition is Disposition.SCHEDULABLE for node in world.state.nodes.values())
     assert "no rank" not in explain(world.state, "a", world.now_s, world.policy)
+
+
+def test_a_hang_that_is_only_observed_ends_no_attempt_and_has_one_line() -> None:
+    world = running(3)
+    world.feed(PolicyRequested(world.now_s, "hang", "OBSERVE", "a slow profile", "ada"))
+    world.nodes[job_of(world).slots[1].node].stalled_until_attempt = 1
+    world.run(120.0)
+    (line,) = [line for line in world.audit if line.reason == "HANG_SUSPECTED"]
+    assert (line.mode, line.outcome) == ("OBSERVE", "nothing: the rule is observed")
+    assert (job_of(world).phase, job_of(world).attempt) == (JobPhase.RUNNING, 1)
 
 
 def test_a_job_leaves_a_node_that_holds_it_up_twice_in_a_row() -> None:

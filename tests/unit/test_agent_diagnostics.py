@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,14 @@ def test_memory_need_counts_every_parameter() -> None:
     )
     assert 24 * weights < wanted.staging_bytes < 1.1 * 24 * weights
     assert memory_room.need(_config(""), [0]).staging_bytes == 0
+    # Half of the ranks keep their own two slots, and two for each replica of the other half.
+    config = _config("/c")
+    copied = replace(config, checkpoint=replace(config.checkpoint, replicas=1))
+    assert (
+        memory_room.need(copied, [0, 1]).staging_bytes
+        == 2 * memory_room.need(config, [0, 1]).staging_bytes
+    )
+    assert memory_room.need(copied, [0, 1, 2, 3]) == wanted, "there is no other node"
 
 
 def test_memory_room_verdicts() -> None:

@@ -123,6 +123,53 @@ async def test_closing_does_not_wait_for_a_hung_storage(
     assert bytes(snapshots.memories[0].view[:4]) == bytes(4), "its slot is still mapped"
 
 
+async def test_a_slot_that_a_storage_holds_is_given_back(
+    jobs: Jobs, disk: HungDisk, tmp_path: Path
+) -> None:
+    """Without it both slots stay lost, and every snapshot from then on is skipped."""
+    snapshots = await register(jobs, "job", f"hung://{tmp_path}/checkpoints")
+    snapshots.given_up_s = 0.05
+    job = jobs.job("job")
+    for step in (10, 20):
+        seal(snapshots, step)
+        await eventually(
+            lambda step=step: job.failure is not None and job.failure.step == step,
+            "the step is given up",
+        )
+    assert job.failure is not None
+    assert "is given up, and its slot is free" in job.failure.error
+    assert not any(slot.busy for slot in snapshots.table.slots)
+    # Two threads are left alone at most: the third write waits for the storage.
+    seal(snapshots, 30)
+    await asyncio.sleep(0.3)
+    assert job.failure.step == 20 and snapshots.persisting is not None
+    snapshots.given_up_s = 60.0
+    disk.answers.set()
+    await eventually(lambda: job.persists.count == 1, "the storage has answered")
+    seal(snapshots, 40)
+    await eventually(lambda: job.persists.count == 2, "and takes the next step")
+    assert await jobs.close(0.0)
+
+
+async def test_memory_that_a_storage_holds_is_free_for_another_job(
+    jobs: Jobs, disk: HungDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megascale_checkpoint.rank_snapshots.STOP_S", 0.1)
+    snapshots = await register(jobs, "job", f"hung://{tmp_path}/a")
+    snapshots.given_up_s = 0.05
+    seal(snapshots, 10)
+    held = snapshots.memories[0].view[:4]
+    await eventually(lambda: jobs.job("job").failure is not None, "the step is given up")
+    snapshots.owner = None
+    before = jobs._staging.used_bytes
+    other = await register(jobs, "other", str(tmp_path / "b"))
+    assert not jobs.job("job").ranks and len(other.memories) > 0
+    assert jobs._staging.used_bytes == before, "as much as the other job's, and no more"
+    assert bytes(held) == bytes(4), "its pages are gone, whoever maps them"
+    disk.answers.set()
+    assert await jobs.close(0.0)
+
+
 class Blocked:
     """Keeps all threads of the memory pool busy until released."""
 

@@ -128,6 +128,19 @@ async def test_a_state_comes_back_bit_for_bit_and_two_of_them_are_kept(tmp_path:
             )
 
 
+async def test_an_older_state_never_takes_the_place_of_a_newer(tmp_path: Path) -> None:
+    """Also one of an earlier attempt, whatever its step, and one that begins with free slots."""
+    async with peer_at(tmp_path) as peer:
+        assert await stored(peer, 30) == "kept"
+        assert await stored(peer, 20) == "attempt 1, step 30 is kept here"
+        peer.attempts["job"] = 2
+        assert await stored(peer, 10, attempt=2) == "kept"
+        state, image = state_of(40, attempt=1)
+        late = await asyncio.to_thread(send, peer.endpoint, state, image, 2)
+        assert late == "attempt 2, step 10 is kept here"
+        assert steps(peer) == [(1, 30), (2, 10)]
+
+
 async def test_bytes_that_changed_on_the_way_are_no_replica(tmp_path: Path) -> None:
     async with peer_at(tmp_path) as peer:
         assert await stored(peer, 10) == "kept"

@@ -162,7 +162,7 @@ async def test_what_cannot_be_fetched_has_a_reason(
         with pytest.raises(kind, match=message):
             await client.fetch_checkpoint("a", to, step=step)
     driver.checkpoints[0].manifest_uri = "s3://bucket/manifest.json"
-    with pytest.raises(NotPossible, match="only file storage"):
+    with pytest.raises(NotPossible, match="reads folders only"):
         await client.fetch_checkpoint("a", to=tmp_path / "copy")
     driver.checkpoints.clear()
     with pytest.raises(NotFound, match="no complete checkpoint yet"):

@@ -40,7 +40,7 @@ EXPORTED = {
         "JobConditionType",
     ),
     *("NodeAssignment", "NodeDisposition", "NodeLiveness", "Profile", "RestoreSource"),
-    *("Trace", "TraceState", "TimedOut"),
+    *("Trace", "TraceState", "TimedOut", "SuspendJobResponse", "ResumeJobResponse"),
     *(
         "MegascaleError",
         "InvalidJob",
@@ -50,6 +50,8 @@ EXPORTED = {
         "NotPossible",
         "NotAllowed",
     ),
+    *("RestartJobResponse", "UpdateJobResponse", "DrainNodeResponse", "SetPolicyResponse"),
+    "PolicyMode",
     *("DamagedCheckpoint", "LimitReached", "Unavailable", "ClusterNotFound", "ServiceFailure"),
 }
 METHODS = {
@@ -66,7 +68,8 @@ METHODS = {
         "checkpoints",
         "fetch_checkpoint",
     ),
-    *("profile", "profiled", "cancel_profile"),
+    *("profile", "profiled", "cancel_profile", "suspend", "resume", "delete"),
+    *("restart", "update", "drain", "set_policy", "reset_breaker"),
     *("nodes", "evict", "cordon", "uncordon", "diagnose", "events", "watch_events"),
 }
 
@@ -98,7 +101,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def public(cls: type) -> set[str]:
-    return {name for name in vars(cls) if not name.startswith("_")}
+    kinds = (cls, *cls.__bases__)
+    return {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
 
 
 def test_the_exported_names_are_frozen() -> None:

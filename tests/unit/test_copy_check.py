@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_trainer.copy_check import WINDOW_BYTES, CopyCheck, sampled
+from megascale_trainer.copy_check import MOST_WINDOWS, WINDOW_BYTES, CopyCheck, sampled
 
 SIZE = 8 * WINDOW_BYTES
 
@@ -20,6 +20,14 @@ def test_samples_lie_inside_and_do_not_overlap(size: int, share: float, step: in
     assert ranges and all(0 <= start < stop <= size for start, stop in ranges)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
     assert sum(stop - start for start, stop in ranges) <= max(2 * share * size, WINDOW_BYTES)
+
+
+@given(st.integers(1, 10**12), st.floats(0.0001, 0.9))
+def test_a_large_state_takes_no_more_launches(size: int, share: float) -> None:
+    ranges = sampled(size, share, 7)
+    assert 1 <= len(ranges) <= MOST_WINDOWS
+    found = sum(stop - start for start, stop in ranges)
+    assert found >= 0.9 * share * size - 2 * WINDOW_BYTES
 
 
 def test_the_samples_of_some_steps_cover_everything() -> None:

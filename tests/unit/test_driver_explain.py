@@ -14,6 +14,7 @@ from tests.harness.simulated_cluster import demo_job
 from megascale_cli.app import build_app
 from megascale_driver import wire
 from megascale_driver.analysis.progress import RankStatus
+from megascale_driver.core.attempt import FaultKind
 from megascale_driver.core.events import (
     Audit,
     CancelRequested,
@@ -24,13 +25,13 @@ from megascale_driver.core.events import (
     OpenFailed,
     ProbeResult,
     StreamReset,
+    SuspendRequested,
     Tick,
 )
 from megascale_driver.core.explain import CAUSES, ROUTINE, Explanation, explanation
 from megascale_driver.core.state import (
     AttemptPhase,
     Check,
-    FaultKind,
     Job,
     JobPhase,
     WorkerReport,
@@ -177,8 +178,8 @@ def test_a_fault_is_the_cause_from_its_detection_on_until_the_job_runs_again(
         desk.submit()
     happen(desk)
     assert desk.job().phase is JobPhase.STOPPING
-    assert [fault.kind for fault in desk.job().faults] == [kind]
-    message = desk.job().faults[0].message
+    assert [fault.kind for fault in desk.job().current.faults] == [kind]
+    message = desk.job().current.faults[0].message
 
     stopping = explained(desk)
     check_cause(stopping, message)
@@ -250,6 +251,12 @@ def cancelled() -> Desk:
     return desk
 
 
+def suspended() -> Desk:
+    desk = submitted("n1")
+    desk.feed(SuspendRequested(desk.now_s, "a", "later", "ada"))
+    return desk
+
+
 def ended_by(make: Callable[[], Desk]) -> Desk:
     desk = make()
     desk.stop()
@@ -271,6 +278,7 @@ PHASES: dict[JobPhase, tuple[Callable[[], Desk], str, str]] = {
     JobPhase.STARTING: (lambda: started(AttemptPhase.PREPARED), "", "megascale watch a"),
     JobPhase.RUNNING: (lambda: started(AttemptPhase.RUNNING), "", ""),
     JobPhase.STOPPING: (cancelled, "CANCEL_REQUESTED", "megascale watch a"),
+    JobPhase.SUSPENDED: (suspended, "SUSPEND_REQUESTED", "megascale resume a --reason REASON"),
     JobPhase.SUCCEEDED: (lambda: started(AttemptPhase.FINISHED), "", ""),
     JobPhase.FAILED: (failed, "WORKER_EXITED", "megascale logs a --rank 5 --attempt 1"),
     JobPhase.CANCELLED: (

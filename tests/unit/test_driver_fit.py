@@ -77,8 +77,9 @@ def test_a_queued_job_says_what_is_missing() -> None:
     )
     desk.hello("n1")
     desk.report("n1", AttemptPhase.IDLE)
-    assert "needs 8 devices of one kind in groups of 2 on one node, and 1 node known so far" in (
-        desk.job().reason
+    assert (
+        "needs 8 devices in groups of 2 on one node, and the nodes that may be used can give 4"
+        in (desk.job().reason)
     )
     desk.hello("n2")
     assert "4 of 8 are free" in desk.job().reason

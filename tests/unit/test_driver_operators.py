@@ -23,11 +23,11 @@ from megascale_driver.core.events import (
     EvictRequested,
     JobSubmitted,
     Mutation,
-    Reason,
     RequestKey,
     UncordonRequested,
 )
 from megascale_driver.core.policy import Policy
+from megascale_driver.core.reasons import Reason
 from megascale_driver.core.state import Disposition, JobPhase
 from megascale_driver.engine import Engine
 from megascale_driver.journal.audit_log import AuditLog, canonical, token_of

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.v1 import link_pb2, types_pb2
+from megascale.v1 import link_pb2
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.status_page import Phase, StatusPageWriter, read_status_page
-from megascale_driver import wire
 from megascale_driver.analysis.progress import (
     MAX_STEP_TIMES,
     Beat,
@@ -25,6 +24,7 @@ from megascale_driver.analysis.progress import (
     standing,
     suspects,
 )
+from megascale_driver.presence import reports
 from megascale_executor.agent.worker_status import worker_status
 from megascale_executor.agent.workers import Worker
 
@@ -162,7 +162,5 @@ def test_the_status_page_reaches_the_driver_with_its_operations_once_it_stands_s
             status.updated_ns + round(age_s * 1e9),
         )
         beat = link_pb2.Heartbeat(workers=[message, link_pb2.WorkerStatus(rank=4)])
-        assert wire.report(beat, types_pb2.Epoch()).statuses == (
-            RankStatus(3, 9, "STEP", age_s, operations),
-        )
+        assert reports.pages(beat) == (RankStatus(3, 9, "STEP", age_s, operations),)
     page.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.harness.desk import POLICY, Desk, exited
+from tests.harness.desk import POLICY, Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -35,6 +35,7 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Report,
+    WorkerReport,
 )
 
 
@@ -181,7 +182,7 @@ def test_self_checks_that_fail_everywhere_do_not_quarantine_the_fleet() -> None:
                 )
             desk.stop()
     gone = [n.name for n in desk.state.nodes.values() if n.disposition is Disposition.QUARANTINED]
-    assert len(gone) == POLICY.breaker_nodes
+    assert len(gone) == POLICY.software_checks - 1
 
 
 @pytest.mark.parametrize(("status", "kind"), [(-11, ""), (0, "OTHER")])
@@ -206,7 +207,8 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(
 def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
     job = desk.job()
     desk.state = replace(
-        desk.state, jobs={"a": replace(job, restore=RestorePlan(RestoreSource.STORAGE, 30, 1, "m"))}
+        desk.state,
+        jobs={"a": job_with(job, restore=RestorePlan(RestoreSource.STORAGE, 30, 1, "m"))},
     )
     desk.fail(
         "n2",
@@ -217,6 +219,27 @@ def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
     job = desk.job()
     assert (job.refused_steps, job.node_failures, job.evicted, job.restarts) == ((30,), {}, (), 1)
     assert job.restarts_without_progress == 0 and "CHECKPOINT_REFUSED" in desk.reasons()
+
+
+def test_an_attempt_that_fell_to_an_older_checkpoint_says_so_and_goes_on(desk: Desk) -> None:
+    older = RestorePlan(RestoreSource.STORAGE, 20, 1, "m20", checked=False)
+    oldest = replace(older, step=10, manifest_uri="m10")
+    plan = RestorePlan(RestoreSource.STORAGE, 30, 1, "m30", older=(older, oldest))
+    desk.state = replace(desk.state, jobs={"a": job_with(desk.job(), restore=plan)})
+    attempt = desk.job().attempt
+    for node in ("n1", "n2"):
+        workers = (WorkerReport(0, restored_step=20, restore_problem="step 30: f is damaged"),)
+        desk.report(node, AttemptPhase.RUNNING, workers=workers)
+    job = desk.job()
+    assert job.current.restore == replace(older, older=(oldest,))
+    assert (job.attempt, job.refused_steps, job.restarts) == (attempt, (30,), 0)
+    (line,) = [line for line in desk.audit if line.reason == "CHECKPOINT_REFUSED"]
+    assert "step 30: f is damaged" in line.message
+    assert line.outcome == "the same attempt goes on from step 20"
+    # A step that no plan names changes nothing.
+    workers = (WorkerReport(0, restored_step=5, restore_problem="?"),)
+    desk.report("n1", AttemptPhase.RUNNING, workers=workers)
+    assert desk.job().current.restore == job.current.restore
 
 
 def test_a_job_leaves_a_node_that_fails_repeatedly_and_ends_with_its_budget(desk: Desk) -> None:
@@ -377,7 +400,7 @@ def test_the_committer_is_called_again_and_then_given_up() -> None:
 
 
 def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk) -> None:
-    job = replace(desk.job(), attempt=2)
+    job = job_with(desk.job(), number=2)
 
     def hold(node: str, ranks: range, *steps: tuple[int, int], digest: str = "d") -> None:
         sealed = tuple(
@@ -432,7 +455,8 @@ def test_explain_names_what_a_waiting_job_waits_for(desk: Desk) -> None:
     desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me"))
     assert explain(desk.state, "b", desk.now_s, POLICY) == (
         "job b is waiting: it needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
-        "n1 runs job a; n2 runs job a; n3 is quarantined (bad fan)"
+        "n1 runs job a; n2 runs job a; n3 is quarantined (bad fan) (waiting for nodes (it needs 8 "
+        "devices in groups of 2 on one node, 0 of 8 are free until job a ends or leaves))"
     )
     assert (
         explain(desk.state, "a", desk.now_s, POLICY)
@@ -475,8 +499,8 @@ def test_a_new_leader_places_nothing_before_the_known_nodes_had_time_to_return()
 
 
 def test_a_step_that_was_refused_counts_again_when_a_later_attempt_commits_it(desk: Desk) -> None:
-    job = replace(
-        desk.job(), refused_steps=(30, 40), committed_step=40, committed_by_attempt=1, attempt=2
+    job = job_with(
+        desk.job(), refused_steps=(30, 40), committed_step=40, committed_by_attempt=1, number=2
     )
     desk.state = replace(desk.state, jobs={**desk.state.jobs, "a": job})
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 1, "file:///old"),))

@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.harness.desk import Desk
+from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver import wire
+from megascale_driver import orders, wire
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, OpenAttempt
+from megascale_driver.core.explain import explanation
 from megascale_driver.core.replica_orders import ReplicaSource
 from megascale_driver.core.state import AttemptPhase, Job, JobPhase
 from megascale_driver.journal import codec
+from megascale_driver.presence import reports
 
 PREPARED, RUNNING = AttemptPhase.PREPARED, AttemptPhase.RUNNING
 RANKS = {"n1": range(4), "n2": range(4, 8)}
@@ -72,8 +74,8 @@ def test_each_node_gets_the_address_of_its_peer_with_start() -> None:
     desk = begin("n1", "n2")
     assert desk.state.nodes["n1"].desired.replicas.target == ""
     opened(desk, NO_RESTORE)
-    assert dict(desk.job().replica_orders.peers) == {"n1": "n2", "n2": "n1"}
-    message = wire.desired_state(desk.state.nodes["n1"], desk.job(), types_pb2.Epoch())
+    assert dict(desk.job().current.replica_orders.peers) == {"n1": "n2", "n2": "n1"}
+    message = orders.desired_state(desk.state.nodes["n1"], desk.job(), types_pb2.Epoch())
     assert message.assignment.replica_target == "n2:3"
     assert list(message.assignment.replica_sources) == []
 
@@ -82,7 +84,7 @@ def test_a_job_without_replicas_has_no_peers() -> None:
     desk = begin("n1", "n2", replicas=0)
     opened(desk, NO_RESTORE)
     assert desk.state.nodes["n1"].desired.replicas.target == ""
-    assert not desk.job().replica_orders.peers
+    assert not desk.job().current.replica_orders.peers
 
 
 def lose_n2(desk: Desk) -> OpenAttempt:
@@ -109,9 +111,9 @@ def test_a_lost_node_is_restored_from_its_peer() -> None:
     assert (asked.sealed_step, asked.sealed_by_attempt) == (20, 1)
     opened(desk, RestorePlan(RestoreSource.MEMORY, 20, 1))
     sources = [ReplicaSource(rank, "n1", "n1:3") for rank in RANKS["n2"]]
-    assert list(desk.job().replica_orders.sources) == sources
+    assert list(desk.job().current.replica_orders.sources) == sources
     assert desk.state.nodes["n1"].desired.replicas.sources == ()
-    message = wire.desired_state(desk.state.nodes["n2"], desk.job(), types_pb2.Epoch())
+    message = orders.desired_state(desk.state.nodes["n2"], desk.job(), types_pb2.Epoch())
     found = [(item.rank, item.endpoint) for item in message.assignment.replica_sources]
     assert found == [(rank, "n1:3") for rank in RANKS["n2"]]
     line = next(line for line in reversed(desk.audit) if line.reason == "ATTEMPT_OPENED")
@@ -124,7 +126,7 @@ def test_a_restore_from_storage_reads_no_replica() -> None:
     show(desk, "n1", held(RANKS["n1"], (20, 1)), held(RANKS["n2"], (20, 1)))
     lose_n2(desk)
     opened(desk, RestorePlan(RestoreSource.STORAGE, 40, 1, "file:///m"))
-    assert desk.job().replica_orders.sources == ()
+    assert desk.job().current.replica_orders.sources == ()
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,24 @@ def test_failed_copies_have_a_line_for_each_power_of_ten() -> None:
     assert "step 1 of rank 0 on n1 has no replica on n2: overtaken" in found[0]
 
 
+def test_a_copy_that_fails_is_the_cause_until_one_succeeds() -> None:
+    desk = begin("n1", "n2")
+    running(desk)
+
+    def explained() -> tuple[str, str]:
+        log = [line for line in desk.audit if line.log == "a"]
+        found = explanation(desk.state, "a", log, desk.now_s, POLICY)
+        return found.cause.reason if found.cause is not None else "", found.sentence
+
+    assert explained()[0] == ""
+    show(desk, "n1", failure=CheckpointFailure(1, 20, 0, "the peer has no room"))
+    cause, sentence = explained()
+    assert cause == "REPLICA_FAILED"
+    assert "have no replicas: step 20 of rank 0 on n1: the peer has no room" in sentence
+    show(desk, "n1", replicas=held(RANKS["n2"], (30, 1)))
+    assert explained()[0] == "" and "replicas" not in explained()[1]
+
+
 def test_orders_outlive_the_driver() -> None:
     desk = begin("n1", "n2")
     running(desk)
@@ -197,9 +217,9 @@ def test_orders_outlive_the_driver() -> None:
     opened(desk, RestorePlan(RestoreSource.MEMORY, 20, 1))
     job = desk.job()
     stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
-    assert stored.replica_orders == job.replica_orders
-    assert stored.replica_orders.targets == {"n1": "n2:4", "n2": "n1:3"}
-    assert len(stored.replica_orders.sources) == 4
+    assert stored.current.replica_orders == job.current.replica_orders
+    assert stored.current.replica_orders.targets == {"n1": "n2:4", "n2": "n1:3"}
+    assert len(stored.current.replica_orders.sources) == 4
 
 
 def test_a_heartbeat_carries_what_a_node_keeps() -> None:
@@ -210,7 +230,7 @@ def test_a_heartbeat_carries_what_a_node_keeps() -> None:
     progress.replica_failure.CopyFrom(
         link_pb2.CheckpointFailure(attempt=1, step=20, rank=0, error="overtaken")
     )
-    report = wire.report(beat, types_pb2.Epoch())
+    report = reports.report(beat, types_pb2.Epoch())
     assert report.replica_endpoint == "n1:3"
     assert report.progress == (
         Progress(

@@ -25,13 +25,16 @@ from megascale_common.service import status
 from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_common.service.errors import CodecError, ExpiredError
 from megascale_driver import wire
+from megascale_driver.core.attempt import NodeSlot
 from megascale_driver.core.checkpoint_progress import SealedSnapshot
 from megascale_driver.core.events import Audit, Evidence, JobSubmitted
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Identity, Job, Node, NodeSlot, differs
+from megascale_driver.core.state import Identity, Job, Node
+from megascale_driver.core.storing import differs
 from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, JobFeeds
 from megascale_driver.journal import codec, predecessor
-from megascale_driver.journal.store import MAX_BYTES_PER_TXN, MAX_KEYS_PER_TXN, chunks
+from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES
+from megascale_driver.journal.rows import Change, pieces
 from megascale_driver.open_links import Link, OpenLinks
 
 
@@ -44,7 +47,11 @@ def test_every_stored_value_is_read_back_equal() -> None:
     world.run(2.0)
     job = world.state.jobs["a"]
     again = codec.load(Job, codec.dump(job, txn="x"), config=job.config, attempts=job.attempts)
-    assert not differs(job, again) and again.slots == job.slots and again.restore == job.restore
+    assert (
+        not differs(job, again)
+        and again.slots == job.slots
+        and again.current.restore == job.current.restore
+    )
     node = world.state.nodes["n1"]
     stored = codec.load(Node, codec.dump(node))
     assert stored.identity == node.identity
@@ -155,21 +162,19 @@ async def test_numbers_of_tokens_are_plain_and_short(number: str) -> None:
 
 
 @given(
-    st.lists(st.integers(0, MAX_BYTES_PER_TXN + 10), max_size=6).flatmap(st.permutations),
+    st.lists(st.integers(0, MAX_BYTES + 10), max_size=6).flatmap(st.permutations),
     st.integers(0, 250),
 )
 def test_a_commit_is_cut_into_transactions_that_etcd_takes(
     sizes_bytes: list[int], small: int
 ) -> None:
-    changes: list[tuple[str, bytes | None]] = [
-        (f"k{i}", bytes(size)) for i, size in enumerate(sizes_bytes)
-    ]
-    changes += [(f"s{i}", None) for i in range(small)]
-    parts = list(chunks(changes))
+    changes = [Change(f"k{i}", bytes(size)) for i, size in enumerate(sizes_bytes)]
+    changes += [Change(f"s{i}") for i in range(small)]
+    parts = list(pieces(changes, MAX_CHANGES, MAX_BYTES))
     assert [change for part in parts for change in part] == changes
     for part in parts:
-        assert 0 < len(part) <= MAX_KEYS_PER_TXN
-        assert len(part) == 1 or sum(len(value or b"") for _, value in part) <= MAX_BYTES_PER_TXN
+        assert 0 < len(part) <= MAX_CHANGES
+        assert len(part) == 1 or sum(len(change.value or b"") for change in part) <= MAX_BYTES
 
 
 def test_the_texts_of_a_hello_are_cut() -> None:

@@ -19,10 +19,11 @@ from megascale_common.service.server import RpcServer
 from megascale_common.service.token import read_or_create_token
 from megascale_driver import leadership
 from megascale_driver.core.policy import Policy
-from megascale_driver.engine import Engine, first_of
+from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
 from megascale_driver.platform import local
 from megascale_driver.platform.local import LocalCluster, LocalOptions
+from megascale_driver.streams import first_of
 
 
 class FullEtcd:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from tests.harness.desk import POLICY, Desk
+from tests.harness.desk import POLICY, Desk, job_with
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2, types_pb2
@@ -17,7 +16,13 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver import wire
 from megascale_driver.core.events import LeaderStarted, Tick
 from megascale_driver.core.goodput import Activity
-from megascale_driver.core.state import AttemptPhase, Cluster, Job, JobPhase, differs
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Cluster,
+    Job,
+    JobPhase,
+)
+from megascale_driver.core.storing import differs
 from megascale_driver.feeds import JobFeeds
 from megascale_driver.journal import codec
 from megascale_executor.agent.step_reports import StepReports
@@ -73,13 +78,13 @@ def test_a_new_leader_has_the_steps_up_to_the_last_mark_and_marks_are_few() -> N
     assert stored.writes <= marks + 2, "not one write per step"
     job = stored.next_leader()
     behind = POLICY.mark_interval_s / TICK_S
-    assert 210 - behind <= job.step <= 210
-    assert job.best_step == job.step and job.last_record["step"] == job.step
+    assert 210 - behind <= job.current.step <= 210
+    assert job.best_step == job.current.step and job.last_record["step"] == job.current.step
     assert len(job.step_times) >= 100, "without them the limit of a hang would be that of a warm-up"
     shown = wire.job_message(job, None)
-    assert shown.step == job.step and shown.last_record == types_pb2.StepRecord()
+    assert shown.step == job.current.step and shown.last_record == types_pb2.StepRecord()
     stored.step(210)  # the agent sends its newest record again
-    assert stored.desk.job().step == 210
+    assert stored.desk.job().current.step == 210
 
 
 def test_a_finished_job_shows_its_final_figures_at_every_later_leader() -> None:
@@ -103,7 +108,7 @@ def test_a_record_that_arrives_after_the_end_is_stored_at_once() -> None:
         stored.step(step)
     stored.finish()
     stored.step(STEPS)
-    assert stored.next_leader().step == STEPS
+    assert stored.next_leader().current.step == STEPS
 
 
 def test_a_head_without_the_new_fields_is_read() -> None:
@@ -114,11 +119,14 @@ def test_a_head_without_the_new_fields_is_read() -> None:
     assert new <= values.keys()
     stored.head = json.dumps({k: v for k, v in values.items() if k not in new}).encode()
     job = stored.next_leader()
-    assert (job.phase, job.step, job.last_record) == (JobPhase.RUNNING, 0, {})
+    assert (job.phase, job.current.step, job.last_record) == (JobPhase.RUNNING, 0, {})
     # It has no history, so its time counts from here on.
     assert job.goodput.since_us == round(stored.desk.now_s * 1e6)
     stored.step(7)
-    assert (stored.desk.job().step, stored.desk.job().goodput.activity) == (7, Activity.TRAINING)
+    assert (stored.desk.job().current.step, stored.desk.job().goodput.activity) == (
+        7,
+        Activity.TRAINING,
+    )
     stored.finish()
     ended = json.loads(stored.head)
     stored.head = json.dumps({k: v for k, v in ended.items() if k not in new}).encode()
@@ -133,14 +141,14 @@ def test_a_head_without_the_new_fields_is_read() -> None:
         # The attempt after it has not restored yet: it will restore at least what is committed.
         (
             {
-                "attempt": 2, "committed_step": 200, "committed_by_attempt": 1, "restore": None,
+                "number": 2, "committed_step": 200, "committed_by_attempt": 1, "restore": None,
             },
             200,
         ),
         # It restored an older one, because the newest was damaged.
         (
             {
-                "attempt": 2, "committed_step": 200, "committed_by_attempt": 1,
+                "number": 2, "committed_step": 200, "committed_by_attempt": 1,
                 "restore": RestorePlan(RestoreSource.STORAGE, 100, 1, "m"),
             },
             100,
@@ -150,7 +158,7 @@ def test_a_head_without_the_new_fields_is_read() -> None:
 def test_the_step_shown_is_never_before_what_is_committed(
     changes: dict[str, Any], step: int
 ) -> None:
-    job = replace(Stored().desk.job(), **changes)
+    job = job_with(Stored().desk.job(), **changes)
     assert wire.job_message(job, None).step == step
 
 

@@ -12,6 +12,7 @@ from megascale_common.node.status_page import StatusPageWriter, read_status_page
 from megascale_trainer.parallel import groups
 from megascale_trainer.parallel.groups import Edges, Group, Groups
 from megascale_trainer.process import worker
+from megascale_trainer.telemetry.timeline import Timeline
 
 
 class _Device:
@@ -81,7 +82,7 @@ def test_a_rank_that_fails_leaves_on_the_page_what_its_device_was_doing(
 
     class Failing(worker._Worker):
         def __init__(self) -> None:
-            pass
+            self._start = Timeline()
 
         def _say_hello(self) -> None:
             pass

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.harness.checkpoint_files import Values, image_of, slot_bytes
+from tests.harness.checkpoint_files import Values, image_of, slot_bytes, write_checkpoint
 from tests.harness.piece_layouts import VALUES, layouts
 from tests.harness.planned_restore import (
     restore_all,
@@ -21,8 +21,13 @@ from tests.harness.planned_restore import (
     wanted_runs,
 )
 
+from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.restore import fill
+from megascale_checkpoint.stored_checkpoint import StoredCheckpoint
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service.errors import DamagedError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.sizes.piece_runs import decode, encode, join, runs_of
+from megascale_common.sizes.piece_runs import chunk_bytes, decode, encode, join, runs_of
 from megascale_common.sizes.read_plan import DoesNotFit, plan_reads
 from megascale_common.sizes.read_rounds import SHARE, Rounds
 
@@ -120,6 +125,53 @@ def test_ranks_of_a_lost_node_read_storage_and_take_replicas_from_peers() -> Non
     assert sum(size > 0 for size in done.read_bytes) == 8, "survivors read for the lost node"
     nothing = restore_all(written, files, written, dict(enumerate(files)))
     assert sum(nothing.read_bytes) == 0 and nothing.plan.copies.size == 0
+
+
+def test_large_pieces_are_shared_by_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few ranks of many are lost: all others read about the same for them."""
+    written = trainer_layouts(MODEL, {"dp": 64})
+    values = values_of(written)
+    files = [image_of(layout, values) for layout in written]
+    memories = {rank: image for rank, image in enumerate(files) if rank not in (5, 40)}
+
+    def reads() -> tuple[list[int], int]:
+        done = restore_all(written, files, written, memories, window_bytes=4096)
+        assert done.images == files
+        assert sum(done.read_bytes) <= 1.05 * done.plan.distinct_bytes
+        return done.read_bytes, int(done.plan.units[:, 2].max())
+
+    whole, _ = reads()
+    assert max(whole) > 3 * sum(whole) / 64, "as whole pieces"
+    monkeypatch.setattr("megascale_common.sizes.piece_runs.LEAST_CHUNK_BYTES", 64)
+    shared, largest = reads()
+    assert sum(shared) == sum(whole) and largest == 64
+    assert max(shared) <= 1.1 * sum(shared) / 64 + largest
+
+
+def test_a_chunk_is_found_damaged_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of large pieces, as the daemon writes it: any layout reads it, each chunk verified."""
+    monkeypatch.setattr("megascale_common.sizes.piece_runs.LEAST_CHUNK_BYTES", 100)
+    monkeypatch.setattr("megascale_common.sizes.piece_runs.MOST_CHUNKS", 6)
+    written, wanted = trainer_layouts(MODEL, {"dp": 2}), trainer_layouts(MODEL, {"tp": 2})
+    values = values_of(written)
+    uri = write_checkpoint(tmp_path, written, values)
+    for rank, layout in enumerate(wanted):
+        image = bytearray(layout.slot_bytes)
+        fill(uri, 10, rank, layout, memoryview(image))
+        assert image == image_of(layout, values)
+    stored = StoredCheckpoint.open(RestorePlan(RestoreSource.STORAGE, 10, 1, uri), Cancellation())
+    units = stored.index(0).units
+    assert len(units) > stored.piece_count(0) and units[:, 2].max() <= max(
+        chunk_bytes(p.size_bytes) for p in written[0].pieces
+    )
+    assert stored.fitting(0, 0, 3) == 1 and stored.fitting(0, 0, 10**6) == stored.piece_count(0)
+    (file,) = tmp_path.rglob("rank-00001.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamagedError, match="fails its checksum"):
+        for rank, layout in enumerate(wanted):
+            fill(uri, 10, rank, layout, memoryview(bytearray(layout.slot_bytes)))
 
 
 def test_one_rank_that_all_others_read_for_receives_no_more_than_its_share() -> None:

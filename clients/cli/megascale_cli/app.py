@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import metadata
 from typing import Annotated
 
 import typer
 
-from megascale_cli import checkpoints, jobfile, joblist, jobs, logs, nodes, profile, specs
+from megascale_cli import checkpoints, jobfile, joblist, jobs, logs, nodes, orders, profile, specs
 from megascale_cli.demo.command import demo
 from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
@@ -72,6 +73,42 @@ def _root(
     """The options that stand before a command."""
 
 
+def _panels() -> dict[str, tuple[Callable[..., None], ...]]:
+    """The commands by their groups in the help, in order."""
+    return {
+        FIRST_STEPS: (demo, jobfile.init, jobfile.plan),
+        JOBS: (
+            jobs.submit,
+            joblist.jobs,
+            jobs.job,
+            jobs.watch,
+            logs.logs,
+            jobs.explain,
+            jobs.events,
+            profile.profile,
+            specs.clone,
+            jobs.suspend,
+            jobs.resume,
+            orders.restart,
+            orders.update,
+            jobs.cancel,
+            jobs.delete,
+        ),
+        NODES: (
+            nodes.nodes,
+            nodes.diagnose,
+            nodes.cordon,
+            nodes.uncordon,
+            orders.drain,
+            nodes.evict,
+            orders.policy,
+            orders.reset_breaker,
+            nodes.cluster,
+            version,
+        ),
+    }
+
+
 def build_app() -> typer.Typer:
     """All commands, including those of installed packages, which are loaded only when called."""
     app = typer.Typer(
@@ -92,33 +129,9 @@ def build_app() -> typer.Typer:
         no_args_is_help=True,
         context_settings={"help_option_names": HELP_OPTIONS},
     )(_root)
-    panels = {
-        FIRST_STEPS: (demo, jobfile.init, jobfile.plan),
-        JOBS: (
-            jobs.submit,
-            joblist.jobs,
-            jobs.job,
-            jobs.watch,
-            logs.logs,
-            jobs.explain,
-            jobs.events,
-            profile.profile,
-            specs.clone,
-            jobs.cancel,
-        ),
-        NODES: (
-            nodes.nodes,
-            nodes.diagnose,
-            nodes.cordon,
-            nodes.uncordon,
-            nodes.evict,
-            nodes.cluster,
-            version,
-        ),
-    }
-    for panel, commands in panels.items():
+    for panel, commands in _panels().items():
         for command in commands:
-            app.command(command.__name__, rich_help_panel=panel)(command)
+            app.command(command.__name__.replace("_", "-"), rich_help_panel=panel)(command)
     checkpoint = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     checkpoint.command("list")(checkpoints.list_checkpoints)
     checkpoint.command("fetch")(checkpoints.fetch)

@@ -7,7 +7,7 @@ The others read storage and belong to the checkpoint service; see
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,7 +25,7 @@ from megascale_cli.completion import job_names
 from megascale_cli.exits import with_client
 from megascale_cli.options import MAX_NUMBER, Cluster, JobName, Json
 from megascale_cli.output import console, local_time, print_json, print_table, size_text
-from megascale_cli.plugins import CHECKPOINT, run_plugin
+from megascale_cli.plugins import CHECKPOINT, load_function, run_plugin
 from megascale_client import AsyncClient
 
 JobOrFolder = Annotated[
@@ -84,6 +84,8 @@ def fetch(
 ) -> None:
     """Copy a complete checkpoint from its storage, and compare each file with the manifest.
 
+    The storage may be a folder, s3:// or hdfs:// (megascale\\[s3], megascale\\[hdfs]).
+
     Example: [bold]megascale checkpoint fetch example --to ./newest[/bold]
     """
 
@@ -94,7 +96,9 @@ def fetch(
             def progress(done_bytes: int, total_bytes: int) -> None:
                 bar.update(task, completed=done_bytes, total=total_bytes)
 
-            got = await client.fetch_checkpoint(name, to, step=step, progress=progress)
+            got = await client.fetch_checkpoint(
+                name, to, step=step, progress=progress, open_source=_open_storage
+            )
         if as_json:
             facts = {
                 "job": got.job,
@@ -116,6 +120,11 @@ def fetch(
         )
 
     with_client(action, cluster, as_json)
+
+
+def _open_storage(uri: str) -> Any:
+    """A storage that is no folder; the checkpoint service's package reads it."""
+    return load_function("open_storage")(uri)
 
 
 def _bar(*, quiet: bool) -> Progress:

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from megascale.v1 import types_pb2
 from megascale_cli.exits import RETRY_FOR_S, fail, with_client
-from megascale_cli.options import Cluster, JobName, Json, Reason
+from megascale_cli.options import Check, Cluster, JobName, Json, Reason
 from megascale_cli.output import (
     console,
     event_text,
@@ -21,7 +21,15 @@ from megascale_cli.output import (
     print_json,
 )
 from megascale_cli.watch import WATCH_RETRY_FOR_S, watch_job
-from megascale_client import AsyncClient, InvalidJob, NotFound, load_job
+from megascale_client import (
+    AsyncClient,
+    InvalidJob,
+    Job,
+    NotFound,
+    ResumeJobResponse,
+    SuspendJobResponse,
+    load_job,
+)
 
 
 def submit(
@@ -115,6 +123,86 @@ def cancel(name: JobName, reason: Reason, cluster: Cluster = None, as_json: Json
             console.print(f"job [bold]{name}[/bold]: {phase}")
 
     with_client(action, cluster, as_json)
+
+
+def suspend(
+    name: JobName,
+    reason: Reason,
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Save a job's state after its next steps, then stop it and free its nodes until `resume`.
+
+    It trains on if it cannot save. A job without checkpoints (checkpoint.uri) is refused.
+
+    Example: [bold]megascale suspend demo --reason "maintenance of the switch"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        answer = await client.suspend(name, reason=reason, validate_only=check)
+        _print_order(name, answer, answer.job, check, as_json)
+
+    with_client(action, cluster, as_json)
+
+
+def resume(
+    name: JobName,
+    reason: Reason,
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Let a suspended job have nodes again: it waits for them, and goes on where it was saved.
+
+    Example: [bold]megascale resume demo --reason "the switch is back"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        answer = await client.resume(name, reason=reason, validate_only=check)
+        _print_order(name, answer, answer.job, check, as_json)
+
+    with_client(action, cluster, as_json)
+
+
+def delete(
+    name: JobName,
+    reason: Reason,
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Forget a job that has ended: its record and log. Its checkpoints stay.
+
+    Example: [bold]megascale delete demo --reason "no longer needed"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        answer = await client.delete(name, reason=reason, validate_only=check)
+        if as_json:
+            print_json(answer)
+        else:
+            verb = "would be deleted" if check else "is deleted"
+            text = f"job [bold]{name}[/bold] {verb}: {escape(answer.consequence)}"
+            console.print(text, soft_wrap=True)
+
+    with_client(action, cluster, as_json)
+
+
+def _print_order(
+    name: str,
+    answer: SuspendJobResponse | ResumeJobResponse,
+    changed: Job,
+    check: bool,
+    as_json: bool,
+) -> None:
+    if as_json:
+        print_json(answer)
+    else:
+        now = "would do" if check else phase_text(changed.phase)
+        console.print(
+            f"job [bold]{name}[/bold]: {now}; {escape(answer.consequence)}", soft_wrap=True
+        )
 
 
 def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:

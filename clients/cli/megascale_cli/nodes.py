@@ -130,18 +130,23 @@ def uncordon(
 def evict(
     node: NodeName,
     reason: Reason,
+    now: Annotated[
+        bool, typer.Option("--now", help="Stop its job at once, without a save.")
+    ] = False,
     check: Check = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
     """Quarantine a node: its work moves to a spare, and it gets no work until `uncordon`.
 
+    A job that can save does so first, unless --now is given.
+
     Example: [bold]megascale evict n2 --reason "fan broken"[/bold]
     """
 
     async def action(client: AsyncClient) -> None:
         _print_answer(
-            await client.evict(node, reason=reason, validate_only=check),
+            await client.evict(node, reason=reason, now=now, validate_only=check),
             "quarantined",
             check,
             as_json,

@@ -246,11 +246,21 @@ def _replica_text(job: Job) -> str:
 
 def _checkpoint_text(job: Job) -> str:
     if not job.committed_step:
-        return "no checkpoint yet"
+        return f"no checkpoint yet{_interval_text(job)}"
     text = f"newest complete checkpoint: step {job.committed_step}"
     if not job.HasField("committed_at"):
-        return text
-    return f"{text}, {age(job.committed_at)} ago"
+        return text + _interval_text(job)
+    return f"{text}, {age(job.committed_at)} ago{_interval_text(job)}"
+
+
+def _interval_text(job: Job) -> str:
+    """The interval that the run itself has decided, with `checkpoint.interval: auto`."""
+    record = job.last_record
+    if not record.checkpoint_interval_steps:
+        return ""
+    cost = f"; one costs {record.checkpoint_cost_s:.2g} s"
+    known = cost if record.HasField("checkpoint_cost_s") else ""
+    return f"; auto: every {record.checkpoint_interval_steps} steps{known}"
 
 
 def _goodput_text(goodput: driver_pb2.Goodput) -> str:

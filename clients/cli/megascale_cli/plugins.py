@@ -76,6 +76,7 @@ FUNCTIONS = {
     "storage_problem": Plugin(
         "", "megascale_checkpoint.storage.reach:storage_problem", "checkpoint"
     ),
+    "open_storage": Plugin("", "megascale_checkpoint.storage:open_storage", "checkpoint"),
 }
 
 # The added command gets the rest of the command line unparsed, --help included.

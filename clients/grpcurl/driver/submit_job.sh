@@ -11,6 +11,7 @@ call "$(driver)" DriverService/SubmitJob '{
     "trainer": {
       "model": {"layers": 1, "hidden_size": 32, "heads": 2, "vocab_size": 257, "sequence_length": 32},
       "training": {"steps": '"${STEPS:-100}"', "global_batch_size": 2, "precision": "PRECISION_FP32"},
+      "optimizer": {"name": '"$(quote "${OPTIMIZER:-adamw}")"'},
       "data": {"sources": [{"prefix": '"$(quote "$2")"'}]}
     }'"$checkpoint_spec"'
   }

@@ -14,7 +14,6 @@ Every method retries while no driver answers, and raises
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -29,27 +28,25 @@ from megascale_client.errors import (
     ClusterNotFound,
     InvalidJob,
     InvalidRequest,
-    NotFound,
     NotPossible,
     TimedOut,
     Unavailable,
     details_of,
     from_rpc,
 )
-from megascale_client.fetch import FetchedCheckpoint, Progress, fetch
+from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress, chosen, fetch
 from megascale_client.messages import (
     TERMINAL_PHASES,
     CheckResult,
-    CordonNodeResponse,
-    EvictNodeResponse,
     Job,
     JobPhase,
     Node,
     Profile,
     TraceState,
-    UncordonNodeResponse,
     WatchJobResponse,
 )
+from megascale_client.orders import OrderCalls
+from megascale_client.repetition import Seen, request_id
 from megascale_client.run_folder import (
     address_reader,
     find_run_folder,
@@ -65,7 +62,7 @@ DIAGNOSE_TIMEOUT_S = 120.0
 PROFILE_POLL_INTERVAL_S = 0.5
 
 
-class AsyncClient:
+class AsyncClient(OrderCalls):
     """A connection to one cluster.
 
     Args:
@@ -138,7 +135,7 @@ class AsyncClient:
         ``warn`` is called with each warning, such as nodes that the job will wait for.
         """
         request = driver_pb2.SubmitJobRequest(
-            spec=spec, request_id=_request_id(), validate_only=validate_only
+            spec=spec, request_id=request_id(), validate_only=validate_only
         )
         try:
             response = await self._connection.unary(
@@ -179,7 +176,7 @@ class AsyncClient:
         sends its updates from the start, and those seen before are skipped. Raises NotFound.
         """
         token = resume_token
-        seen = _Seen()
+        seen = Seen()
         retry = RetryTimer(self._retry_for_s)
         while True:
             request = driver_pb2.WatchJobRequest(name=name, resume_token=token)
@@ -225,12 +222,6 @@ class AsyncClient:
             reason="JOB_ENDED",
         )
 
-    async def cancel(self, name: str, reason: str) -> Job:
-        """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
-        request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=_request_id())
-        answer = await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)
-        return Job(answer.job)
-
     async def profile(
         self,
         name: str,
@@ -256,7 +247,7 @@ class AsyncClient:
             first_step=first_step,
             steps=steps,
             ranks=ranks,
-            request_id=_request_id(),
+            request_id=request_id(),
             reason=reason,
         )
         answer = await self._connection.unary("ProfileJob", request, driver_pb2.ProfileJobResponse)
@@ -280,7 +271,7 @@ class AsyncClient:
 
     async def cancel_profile(self, name: str, *, reason: str = "") -> Profile:
         """Give up a job's profile in progress. Raises NotFound, NotPossible (there is none)."""
-        request = driver_pb2.CancelProfileRequest(job=name, request_id=_request_id(), reason=reason)
+        request = driver_pb2.CancelProfileRequest(job=name, request_id=request_id(), reason=reason)
         answer = await self._connection.unary(
             "CancelProfile", request, driver_pb2.CancelProfileResponse
         )
@@ -299,42 +290,6 @@ class AsyncClient:
         ):
             for node in page.nodes:
                 yield Node(node)
-
-    async def evict(
-        self, node: str, reason: str, *, validate_only: bool = False
-    ) -> EvictNodeResponse:
-        """Quarantine a node: its work moves to a spare.
-
-        With ``validate_only`` nothing changes, and the answer has the consequence. Raises NotFound,
-        NotPossible.
-        """
-        request = driver_pb2.EvictNodeRequest(
-            name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary("EvictNode", request, driver_pb2.EvictNodeResponse)
-        return EvictNodeResponse(answer)
-
-    async def cordon(
-        self, node: str, reason: str, *, validate_only: bool = False
-    ) -> CordonNodeResponse:
-        """Keep new work off a node; what runs there continues. Raises NotFound, NotPossible."""
-        request = driver_pb2.CordonNodeRequest(
-            name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary("CordonNode", request, driver_pb2.CordonNodeResponse)
-        return CordonNodeResponse(answer)
-
-    async def uncordon(
-        self, node: str, reason: str, *, validate_only: bool = False
-    ) -> UncordonNodeResponse:
-        """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
-        request = driver_pb2.UncordonNodeRequest(
-            name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary(
-            "UncordonNode", request, driver_pb2.UncordonNodeResponse
-        )
-        return UncordonNodeResponse(answer)
 
     async def diagnose(self, node: str, checks: Sequence[str] = ()) -> list[CheckResult]:
         """Run self-checks of an idle or spare node now; without ``checks``, all of them.
@@ -439,31 +394,24 @@ class AsyncClient:
         *,
         step: int | None = None,
         progress: Progress | None = None,
+        open_source: OpenSource | None = None,
     ) -> FetchedCheckpoint:
-        """Copy a complete checkpoint from its storage into the new folder ``to``.
+        """Copy a complete checkpoint from its storage into the new folder ``to``, verified.
 
-        Sizes are compared with the manifest, and checksums too where the package xxhash is
-        installed; the result names which. A fetch that fails or is cancelled leaves no folder.
+        A fetch that fails or is cancelled leaves no folder.
 
         Args:
             step: step of the checkpoint; None means the newest.
             progress: called as ``progress(done_bytes, total_bytes)`` from another thread.
+            open_source: opens what is no folder (:mod:`megascale_client.fetch`).
 
         Raises:
             NotFound: no such job, or it has no complete checkpoint (of that step).
-            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be
-                written.
+            NotPossible: the storage cannot be read from here, or ``to`` cannot be written.
             DamagedCheckpoint: a file is not what was committed.
         """
-        steps = []
-        async for checkpoint in self.checkpoints(name):
-            if step is None or checkpoint.step == step:
-                return await fetch(checkpoint, Path(to), progress)
-            steps.append(str(checkpoint.step))
-        if step is None:
-            raise NotFound(f"job {name} has no complete checkpoint yet")
-        known = f"it has those of steps {', '.join(steps)}" if steps else "it has none yet"
-        raise NotFound(f"job {name} has no complete checkpoint of step {step}: {known}")
+        checkpoint = await chosen(self.checkpoints(name), name, step)
+        return await fetch(checkpoint, Path(to), progress, open_source)
 
     async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """The leading driver, since when it leads, and counts of nodes and jobs."""
@@ -471,30 +419,3 @@ class AsyncClient:
         return await self._connection.unary(
             "GetClusterInfo", request, driver_pb2.GetClusterInfoResponse
         )
-
-
-class _Seen:
-    """What a watch has yielded: events by number in the job's log, steps by attempt and step."""
-
-    def __init__(self) -> None:
-        self._event = 0
-        self._step = (0, 0)
-
-    def is_new(self, update: driver_pb2.WatchJobResponse) -> bool:
-        """Record an update; False when it was yielded before. The job's state is always new."""
-        kind = update.WhichOneof("update")
-        if kind == "event":
-            new = update.event.seq > self._event
-            self._event = max(self._event, update.event.seq)
-        elif kind == "step":
-            place = (update.step.attempt, update.step.step)
-            new = place > self._step
-            self._step = max(self._step, place)
-        else:
-            new = kind is not None
-        return new
-
-
-def _request_id() -> str:
-    # Made once per call, so the driver recognises every repetition as the same request.
-    return str(uuid.uuid4())

@@ -5,6 +5,9 @@ canonical form. The client does not depend on ``xxhash``, so checksums are verif
 package is installed and sizes everywhere; the result names which. The copy has the layout of the
 original, because paths in a manifest are relative to its folder, and appears under its name only
 when it is complete.
+
+The client itself reads folders. For other storages the caller gives a function that opens them,
+such as ``megascale_checkpoint.storage.open_storage``.
 """
 
 from __future__ import annotations
@@ -17,21 +20,35 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
 from megascale.v1 import driver_pb2
-from megascale_client.errors import DamagedCheckpoint, NotPossible
+from megascale_client.errors import DamagedCheckpoint, NotFound, NotPossible
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
 _CHECKSUM_KEY = "xxh3"
 
 Progress = Callable[[int, int], None]
+
+
+class Source(Protocol):
+    """A storage's folder; errors are raised as OSError, or as errors of its own with a message."""
+
+    def read(self, path: str) -> bytes:
+        """All bytes of a small file; FileNotFoundError when there is none."""
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        """Fill ``target`` from ``offset`` on; returns fewer bytes only at the file's end."""
+
+
+OpenSource = Callable[[str], Source]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +71,35 @@ class _Cancelled(Exception):
     """The caller was cancelled."""
 
 
+async def chosen(
+    checkpoints: AsyncIterator[driver_pb2.Checkpoint], job: str, step: int | None
+) -> driver_pb2.Checkpoint:
+    """The checkpoint of ``step`` among those of a job, newest first; None means the newest.
+
+    Raises:
+        NotFound: there is none.
+    """
+    steps = []
+    async for checkpoint in checkpoints:
+        if step is None or checkpoint.step == step:
+            return checkpoint
+        steps.append(str(checkpoint.step))
+    if step is None:
+        raise NotFound(f"job {job} has no complete checkpoint yet")
+    known = f"it has those of steps {', '.join(steps)}" if steps else "it has none yet"
+    raise NotFound(f"job {job} has no complete checkpoint of step {step}: {known}")
+
+
 async def fetch(
-    checkpoint: driver_pb2.Checkpoint, folder: Path, progress: Progress | None
+    checkpoint: driver_pb2.Checkpoint,
+    folder: Path,
+    progress: Progress | None,
+    open_source: OpenSource | None = None,
 ) -> FetchedCheckpoint:
     """Copy ``checkpoint`` into the new folder ``folder``; see AsyncClient.fetch_checkpoint."""
     cancelled = threading.Event()
     copying = asyncio.ensure_future(
-        asyncio.to_thread(_fetch, checkpoint, folder, progress, cancelled)
+        asyncio.to_thread(_fetch, checkpoint, folder, progress, cancelled, open_source)
     )
     try:
         return await asyncio.shield(copying)
@@ -78,16 +117,17 @@ def _fetch(
     folder: Path,
     progress: Progress | None,
     cancelled: threading.Event,
+    open_source: OpenSource | None,
 ) -> FetchedCheckpoint:
-    source = _folder_of(checkpoint.manifest_uri)
+    name, source = _source_of(checkpoint.manifest_uri, open_source)
     folder = Path(os.path.abspath(folder.expanduser()))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise NotPossible(
             f"{folder} is taken: give a folder that does not exist yet, or an empty one"
         )
     hasher = _hasher()
-    data = _read_manifest(source / MANIFEST)
-    manifest = _decode(data, source / MANIFEST, hasher)
+    data = _read_manifest(source, f"{name}/{MANIFEST}")
+    manifest = _decode(data, f"{name}/{MANIFEST}", hasher)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = folder.parent / f".{folder.name}.partial-{uuid.uuid4().hex[:8]}"
@@ -97,7 +137,7 @@ def _fetch(
             f"{folder.parent}: {error.strerror}: give a folder that you can write to"
         ) from None
     try:
-        _Copy(source, partial, manifest, hasher, progress, cancelled).run()
+        _Copy(name, source, partial, manifest, hasher, progress, cancelled).run()
         # The manifest comes last, the rename after it: a folder of the final name is complete.
         (partial / MANIFEST).write_bytes(data)
         partial.replace(folder)
@@ -120,14 +160,15 @@ class _Copy:
 
     def __init__(
         self,
-        source: Path,
+        name: str,
+        source: Source,
         target: Path,
         manifest: dict[str, Any],
         hasher: Any,
         progress: Progress | None,
         cancelled: threading.Event,
     ) -> None:
-        self._source = source
+        self._name, self._source = name, source
         self._target = target
         self._files = manifest["files"]
         self._hasher = hasher
@@ -143,19 +184,24 @@ class _Copy:
             self._copy(file)
 
     def _copy(self, file: dict[str, Any]) -> None:
-        path = self._source / file["path"]
+        path = f"{self._name}/{file['path']}"
         target = self._target / file["path"]
         target.parent.mkdir(parents=True, exist_ok=True)
         digest = self._hasher() if self._hasher is not None else None
         size_bytes = 0
-        try:
-            reader = path.open("rb")
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{path}: is missing") from None
-        with reader, target.open("wb") as writer:
-            while chunk := reader.read(CHUNK_BYTES):
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        with target.open("wb") as writer:
+            while True:
                 if self._cancelled.is_set():
                     raise _Cancelled
+                try:
+                    with _storage_errors(path):
+                        count = self._source.read_into(file["path"], size_bytes, buffer)
+                except FileNotFoundError:
+                    raise DamagedCheckpoint(f"{path}: is missing") from None
+                if not count:
+                    break
+                chunk = buffer[:count]
                 writer.write(chunk)
                 size_bytes += len(chunk)
                 if digest is not None:
@@ -174,28 +220,62 @@ class _Copy:
             self._progress(self._done_bytes, self._total_bytes)
 
 
-def _folder_of(manifest_uri: str) -> Path:
-    """The folder of a manifest's URI, an absolute path or file:///path."""
+class _Folder:
+    """A folder of this machine as a source."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, path: str) -> bytes:
+        return (self._folder / path).read_bytes()
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        with (self._folder / path).open("rb") as file:
+            file.seek(offset)
+            return file.readinto(target)
+
+
+def _source_of(manifest_uri: str, open_source: OpenSource | None) -> tuple[str, Source]:
+    """Name and source of a manifest's folder: an absolute path, file:///path or another URI."""
     parts = urlsplit(manifest_uri)
-    if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
+    if parts.scheme in ("", "file") and parts.netloc in ("", "localhost"):
+        folder = Path(unquote(parts.path) if parts.scheme else manifest_uri).parent
+        return str(folder), _Folder(folder)
+    if open_source is None:
         raise NotPossible(
-            f"{manifest_uri}: only file storage can be fetched from; "
-            "copy it with the storage's own tool"
+            f"{manifest_uri}: this client reads folders only; give open_source (such as "
+            "megascale_checkpoint.storage.open_storage), or copy it with the storage's own tool"
         )
-    return Path(unquote(parts.path) if parts.scheme else manifest_uri).parent
+    uri = manifest_uri.rpartition("/")[0]
+    with _storage_errors(uri):
+        return uri, open_source(uri)
 
 
-def _read_manifest(path: Path) -> bytes:
+@contextmanager
+def _storage_errors(name: str) -> Iterator[None]:
+    """What a storage of another package raises, as an error of the client."""
     try:
-        return path.read_bytes()
+        yield
+    except FileNotFoundError:
+        raise
     except OSError as error:
+        raise NotPossible(f"{name}: {error.strerror or error}") from None
+    except Exception as error:  # of the package that reads it, whose messages are for people
+        raise NotPossible(f"{name}: {error}") from error
+
+
+def _read_manifest(source: Source, name: str) -> bytes:
+    try:
+        with _storage_errors(name):
+            return source.read(MANIFEST)
+    except FileNotFoundError as error:
         raise NotPossible(
-            f"{path}: {error.strerror}: checkpoints are copied from their storage, "
+            f"{name}: {error.strerror or error}: checkpoints are copied from their storage, "
             "so fetch on a machine that sees it"
         ) from None
 
 
-def _decode(data: bytes, path: Path, hasher: Any) -> dict[str, Any]:
+def _decode(data: bytes, path: str, hasher: Any) -> dict[str, Any]:
     """The manifest's values; its own checksum is verified where ``hasher`` is given."""
     try:
         values = json.loads(data)

@@ -22,6 +22,7 @@ __all__ = [
     "CordonNodeResponse",
     "Device",
     "DeviceKind",
+    "DrainNodeResponse",
     "EvictNodeResponse",
     "Job",
     "JobCondition",
@@ -31,11 +32,18 @@ __all__ = [
     "NodeAssignment",
     "NodeDisposition",
     "NodeLiveness",
+    "PolicyMode",
+    "PolicyRule",
     "Profile",
+    "RestartJobResponse",
     "RestoreSource",
+    "ResumeJobResponse",
+    "SetPolicyResponse",
+    "SuspendJobResponse",
     "Trace",
     "TraceState",
     "UncordonNodeResponse",
+    "UpdateJobResponse",
     "WatchJobResponse",
 ]
 
@@ -97,6 +105,8 @@ class JobPhase(NamedEnum):
     FAILED = 7
     # Cancelled on request.
     CANCELLED = 8
+    # Has saved and left its nodes on request; runs again after ResumeJob.
+    SUSPENDED = 9
 
 
 class NodeAssignment(NamedEnum):
@@ -137,6 +147,17 @@ class NodeLiveness(NamedEnum):
     SUSPECT = 3
     # Its process is gone, or it has been silent for too long.
     DEAD = 4
+
+
+class PolicyMode(NamedEnum):
+    """Whether the verdicts of a rule take effect."""
+
+    # Not a mode.
+    UNSPECIFIED = 0
+    # Verdicts take effect.
+    ENFORCE = 1
+    # Verdicts are only written to the audit log.
+    OBSERVE = 2
 
 
 class RestoreSource(NamedEnum):
@@ -291,6 +312,65 @@ class EvictNodeResponse(View, of=driver_pb2.EvictNodeResponse):
     consequence: str
 
 
+class SuspendJobResponse(View, of=driver_pb2.SuspendJobResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.SuspendJobResponse
+    job: Job
+    consequence: str
+
+
+class ResumeJobResponse(View, of=driver_pb2.ResumeJobResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.ResumeJobResponse
+    job: Job
+    consequence: str
+
+
+class RestartJobResponse(View, of=driver_pb2.RestartJobResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.RestartJobResponse
+    job: Job
+    consequence: str
+
+
+class UpdateJobResponse(View, of=driver_pb2.UpdateJobResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.UpdateJobResponse
+    job: Job
+    consequence: str
+    changed_fields: Sequence[str]
+    warnings: Sequence[str]
+
+
+class DrainNodeResponse(View, of=driver_pb2.DrainNodeResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.DrainNodeResponse
+    node: Node
+    consequence: str
+
+
+class PolicyRule(View, of=driver_pb2.PolicyRule):
+    """A rule of the driver, and how it is applied."""
+
+    proto: driver_pb2.PolicyRule
+    name: str
+    mode: PolicyMode
+    effect: str
+
+
+class SetPolicyResponse(View, of=driver_pb2.SetPolicyResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.SetPolicyResponse
+    rule: PolicyRule
+    consequence: str
+
+
 class CordonNodeResponse(View, of=driver_pb2.CordonNodeResponse):
     """What the call returns."""
 
@@ -307,6 +387,6 @@ class UncordonNodeResponse(View, of=driver_pb2.UncordonNodeResponse):
     consequence: str
 
 
-TERMINAL_PHASES = frozenset(phase for phase in JobPhase if phase >= JobPhase.SUCCEEDED)
+TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})
 
 # End of the generated part.

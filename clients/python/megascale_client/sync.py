@@ -34,16 +34,23 @@ from typing import Any, Self, TypeVar
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client.client import DEFAULT_RETRY_FOR_S, DEFAULT_TIMEOUT_S, AsyncClient
-from megascale_client.fetch import FetchedCheckpoint, Progress
+from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress
 from megascale_client.messages import (
     CheckResult,
     CordonNodeResponse,
+    DrainNodeResponse,
     EvictNodeResponse,
     Job,
     JobPhase,
     Node,
+    PolicyMode,
     Profile,
+    RestartJobResponse,
+    ResumeJobResponse,
+    SetPolicyResponse,
+    SuspendJobResponse,
     UncordonNodeResponse,
+    UpdateJobResponse,
     WatchJobResponse,
 )
 
@@ -146,10 +153,6 @@ class Client:
         """
         return self._loop.run(self._client.wait(name, phase, timeout_s=timeout_s))
 
-    def cancel(self, name: str, reason: str) -> Job:
-        """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
-        return self._loop.run(self._client.cancel(name, reason))
-
     def profile(
         self,
         name: str,
@@ -192,24 +195,6 @@ class Client:
     def nodes(self) -> Iterator[Node]:
         """All nodes."""
         return self._loop.iterate(self._client.nodes())
-
-    def evict(self, node: str, reason: str, *, validate_only: bool = False) -> EvictNodeResponse:
-        """Quarantine a node: its work moves to a spare.
-
-        With ``validate_only`` nothing changes, and the answer has the consequence. Raises NotFound,
-        NotPossible.
-        """
-        return self._loop.run(self._client.evict(node, reason, validate_only=validate_only))
-
-    def cordon(self, node: str, reason: str, *, validate_only: bool = False) -> CordonNodeResponse:
-        """Keep new work off a node; what runs there continues. Raises NotFound, NotPossible."""
-        return self._loop.run(self._client.cordon(node, reason, validate_only=validate_only))
-
-    def uncordon(
-        self, node: str, reason: str, *, validate_only: bool = False
-    ) -> UncordonNodeResponse:
-        """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
-        return self._loop.run(self._client.uncordon(node, reason, validate_only=validate_only))
 
     def diagnose(self, node: str, checks: Sequence[str] = ()) -> list[CheckResult]:
         """Run self-checks of an idle or spare node now; without ``checks``, all of them.
@@ -259,27 +244,132 @@ class Client:
         *,
         step: int | None = None,
         progress: Progress | None = None,
+        open_source: OpenSource | None = None,
     ) -> FetchedCheckpoint:
-        """Copy a complete checkpoint from its storage into the new folder ``to``.
+        """Copy a complete checkpoint from its storage into the new folder ``to``, verified.
 
-        Sizes are compared with the manifest, and checksums too where the package xxhash is
-        installed; the result names which. A fetch that fails or is cancelled leaves no folder.
+        A fetch that fails or is cancelled leaves no folder.
 
         Args:
             step: step of the checkpoint; None means the newest.
             progress: called as ``progress(done_bytes, total_bytes)`` from another thread.
+            open_source: opens what is no folder (:mod:`megascale_client.fetch`).
 
         Raises:
             NotFound: no such job, or it has no complete checkpoint (of that step).
-            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be
-                written.
+            NotPossible: the storage cannot be read from here, or ``to`` cannot be written.
             DamagedCheckpoint: a file is not what was committed.
         """
-        return self._loop.run(self._client.fetch_checkpoint(name, to, step=step, progress=progress))
+        return self._loop.run(
+            self._client.fetch_checkpoint(
+                name, to, step=step, progress=progress, open_source=open_source
+            )
+        )
 
     def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """The leading driver, since when it leads, and counts of nodes and jobs."""
         return self._loop.run(self._client.cluster_info())
+
+    def cancel(self, name: str, reason: str) -> Job:
+        """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
+        return self._loop.run(self._client.cancel(name, reason))
+
+    def suspend(self, name: str, reason: str, *, validate_only: bool = False) -> SuspendJobResponse:
+        """Save a job's state, then stop it and free its nodes until :meth:`resume`.
+
+        Returns at once: a running job is SUSPENDED when it has saved (:meth:`wait`). With
+        ``validate_only`` nothing changes. Raises NotFound, NotPossible (it has no checkpoints, or
+        has ended).
+        """
+        return self._loop.run(self._client.suspend(name, reason, validate_only=validate_only))
+
+    def resume(self, name: str, reason: str, *, validate_only: bool = False) -> ResumeJobResponse:
+        """Let a suspended job have nodes again. Raises NotFound, NotPossible (it has ended)."""
+        return self._loop.run(self._client.resume(name, reason, validate_only=validate_only))
+
+    def delete(
+        self, name: str, reason: str, *, validate_only: bool = False
+    ) -> driver_pb2.DeleteJobResponse:
+        """Forget an ended job; its checkpoints stay. Raises NotFound, NotPossible (it runs)."""
+        return self._loop.run(self._client.delete(name, reason, validate_only=validate_only))
+
+    def restart(
+        self,
+        name: str,
+        reason: str,
+        *,
+        from_step: int | None = None,
+        now: bool = False,
+        validate_only: bool = False,
+    ) -> RestartJobResponse:
+        """Begin a new attempt of a job, also of one that has failed.
+
+        A running job saves first, unless ``now``. With ``from_step`` it goes back to that
+        checkpoint, and what came after it is not restored any more. Raises NotFound (the job or the
+        checkpoint), NotPossible (it has succeeded), InvalidRequest.
+        """
+        return self._loop.run(
+            self._client.restart(
+                name, reason, from_step=from_step, now=now, validate_only=validate_only
+            )
+        )
+
+    def update(
+        self,
+        spec: job_pb2.JobSpec,
+        reason: str,
+        *,
+        restart: bool = False,
+        validate_only: bool = False,
+    ) -> UpdateJobResponse:
+        """Give the job of the spec's name a new configuration for its next attempt.
+
+        With ``restart`` that attempt begins as soon as the present one has saved. Raises
+        InvalidJob, NotFound, NotPossible (it has succeeded).
+        """
+        return self._loop.run(
+            self._client.update(spec, reason, restart=restart, validate_only=validate_only)
+        )
+
+    def evict(
+        self, node: str, reason: str, *, now: bool = False, validate_only: bool = False
+    ) -> EvictNodeResponse:
+        """Quarantine a node: its work moves to a spare.
+
+        Its job saves first if it can, unless ``now``. With ``validate_only`` nothing changes, and
+        the answer has the consequence. Raises NotFound, NotPossible.
+        """
+        return self._loop.run(
+            self._client.evict(node, reason, now=now, validate_only=validate_only)
+        )
+
+    def cordon(self, node: str, reason: str, *, validate_only: bool = False) -> CordonNodeResponse:
+        """Keep new work off a node; what runs there continues. Raises NotFound, NotPossible."""
+        return self._loop.run(self._client.cordon(node, reason, validate_only=validate_only))
+
+    def uncordon(
+        self, node: str, reason: str, *, validate_only: bool = False
+    ) -> UncordonNodeResponse:
+        """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
+        return self._loop.run(self._client.uncordon(node, reason, validate_only=validate_only))
+
+    def drain(self, node: str, reason: str, *, validate_only: bool = False) -> DrainNodeResponse:
+        """Empty a node: its job saves, leaves it and goes on elsewhere. Raises NotFound."""
+        return self._loop.run(self._client.drain(node, reason, validate_only=validate_only))
+
+    def set_policy(
+        self, rule: str, mode: PolicyMode | str, reason: str, *, validate_only: bool = False
+    ) -> SetPolicyResponse:
+        """Have a rule of the driver observed or enforced. Raises InvalidRequest."""
+        return self._loop.run(
+            self._client.set_policy(rule, mode, reason, validate_only=validate_only)
+        )
+
+    def reset_breaker(
+        self, reason: str, *, validate_only: bool = False
+    ) -> driver_pb2.ResetBreakerResponse:
+        """Have the driver enforce inferred verdicts again, after its breaker has tripped."""
+        return self._loop.run(self._client.reset_breaker(reason, validate_only=validate_only))
 
     # End of the generated part.
 

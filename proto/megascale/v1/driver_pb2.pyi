@@ -739,6 +739,285 @@ class CancelJobResponse(google.protobuf.message.Message):
 Global___CancelJobResponse: typing_extensions.TypeAlias = CancelJobResponse
 
 @typing.final
+class SuspendJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the job."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+
+Global___SuspendJobRequest: typing_extensions.TypeAlias = SuspendJobRequest
+
+@typing.final
+class SuspendJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What the order does to the job, in one sentence."""
+    @property
+    def job(self) -> Global___Job:
+        """The job, after the order unless validate_only is set; phase SUSPENDED once its nodes are free."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "job", b"job"]) -> None: ...
+
+Global___SuspendJobResponse: typing_extensions.TypeAlias = SuspendJobResponse
+
+@typing.final
+class ResumeJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the job."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+
+Global___ResumeJobRequest: typing_extensions.TypeAlias = ResumeJobRequest
+
+@typing.final
+class ResumeJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What the order does to the job, in one sentence."""
+    @property
+    def job(self) -> Global___Job:
+        """The job, after the order unless validate_only is set."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "job", b"job"]) -> None: ...
+
+Global___ResumeJobResponse: typing_extensions.TypeAlias = ResumeJobResponse
+
+@typing.final
+class DeleteJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the job."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+
+Global___DeleteJobRequest: typing_extensions.TypeAlias = DeleteJobRequest
+
+@typing.final
+class DeleteJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What is deleted and what stays, in one sentence."""
+    def __init__(
+        self,
+        *,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence"]) -> None: ...
+
+Global___DeleteJobResponse: typing_extensions.TypeAlias = DeleteJobResponse
+
+@typing.final
+class RestartJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    FROM_STEP_FIELD_NUMBER: builtins.int
+    NOW_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the job."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    from_step: builtins.int
+    """Step of the complete checkpoint to go back to; absent: the newest complete state. 0 only where
+    the folder has no checkpoint.
+    """
+    now: builtins.bool
+    """Stop the attempt at once instead of saving first."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+        from_step: builtins.int | None = ...,
+        now: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_from_step", b"_from_step", "from_step", b"from_step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_from_step", b"_from_step", "from_step", b"from_step", "name", b"name", "now", b"now", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_from_step", b"_from_step"]) -> typing.Literal["from_step"] | None: ...
+
+Global___RestartJobRequest: typing_extensions.TypeAlias = RestartJobRequest
+
+@typing.final
+class RestartJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What the order does to the job, in one sentence."""
+    @property
+    def job(self) -> Global___Job:
+        """The job, after the order unless validate_only is set."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "job", b"job"]) -> None: ...
+
+Global___RestartJobResponse: typing_extensions.TypeAlias = RestartJobResponse
+
+@typing.final
+class UpdateJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    RESTART_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    restart: builtins.bool
+    """Begin the next attempt as soon as the present one has saved."""
+    @property
+    def spec(self) -> megascale.v1.job_pb2.JobSpec:
+        """The whole new specification; its name says which job is meant."""
+
+    def __init__(
+        self,
+        *,
+        spec: megascale.v1.job_pb2.JobSpec | None = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+        restart: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "request_id", b"request_id", "restart", b"restart", "spec", b"spec", "validate_only", b"validate_only"]) -> None: ...
+
+Global___UpdateJobRequest: typing_extensions.TypeAlias = UpdateJobRequest
+
+@typing.final
+class UpdateJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    CHANGED_FIELDS_FIELD_NUMBER: builtins.int
+    WARNINGS_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What the order does to the job, in one sentence."""
+    @property
+    def job(self) -> Global___Job:
+        """The job, after the order unless validate_only is set."""
+
+    @property
+    def changed_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Paths of the fields that change."""
+
+    @property
+    def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the job is accepted with, although it is doubtful."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+        consequence: builtins.str = ...,
+        changed_fields: collections.abc.Iterable[builtins.str] | None = ...,
+        warnings: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["changed_fields", b"changed_fields", "consequence", b"consequence", "job", b"job", "warnings", b"warnings"]) -> None: ...
+
+Global___UpdateJobResponse: typing_extensions.TypeAlias = UpdateJobResponse
+
+@typing.final
 class ProfileJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -975,6 +1254,7 @@ class EvictNodeRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    NOW_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the node."""
     request_id: builtins.str
@@ -983,6 +1263,8 @@ class EvictNodeRequest(google.protobuf.message.Message):
     """Why; recorded in the audit log. Required."""
     validate_only: builtins.bool
     """Only return the consequence; change nothing."""
+    now: builtins.bool
+    """Stop the job that runs there at once instead of saving first."""
     def __init__(
         self,
         *,
@@ -990,8 +1272,9 @@ class EvictNodeRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         reason: builtins.str = ...,
         validate_only: builtins.bool = ...,
+        now: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "now", b"now", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
 
 Global___EvictNodeRequest: typing_extensions.TypeAlias = EvictNodeRequest
 
@@ -1017,6 +1300,178 @@ class EvictNodeResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "node", b"node"]) -> None: ...
 
 Global___EvictNodeResponse: typing_extensions.TypeAlias = EvictNodeResponse
+
+@typing.final
+class DrainNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the node."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+
+Global___DrainNodeRequest: typing_extensions.TypeAlias = DrainNodeRequest
+
+@typing.final
+class DrainNodeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What happens to the job that runs there, in one sentence."""
+    @property
+    def node(self) -> Global___Node:
+        """The node, after the change unless validate_only is set."""
+
+    def __init__(
+        self,
+        *,
+        node: Global___Node | None = ...,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "node", b"node"]) -> None: ...
+
+Global___DrainNodeResponse: typing_extensions.TypeAlias = DrainNodeResponse
+
+@typing.final
+class SetPolicyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    rule: builtins.str
+    """Name of the rule, as in GetClusterInfoResponse.rules."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    mode: megascale.v1.types_pb2.PolicyMode.ValueType
+    """Whether its verdicts take effect."""
+    def __init__(
+        self,
+        *,
+        rule: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+        mode: megascale.v1.types_pb2.PolicyMode.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mode", b"mode", "reason", b"reason", "request_id", b"request_id", "rule", b"rule", "validate_only", b"validate_only"]) -> None: ...
+
+Global___SetPolicyRequest: typing_extensions.TypeAlias = SetPolicyRequest
+
+@typing.final
+class SetPolicyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: builtins.int
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What changes, in one sentence."""
+    @property
+    def rule(self) -> Global___PolicyRule:
+        """The rule as it is applied from now on, or would be."""
+
+    def __init__(
+        self,
+        *,
+        rule: Global___PolicyRule | None = ...,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rule", b"rule"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "rule", b"rule"]) -> None: ...
+
+Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
+
+@typing.final
+class ResetBreakerRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+
+Global___ResetBreakerRequest: typing_extensions.TypeAlias = ResetBreakerRequest
+
+@typing.final
+class ResetBreakerResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What changes, in one sentence."""
+    def __init__(
+        self,
+        *,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence"]) -> None: ...
+
+Global___ResetBreakerResponse: typing_extensions.TypeAlias = ResetBreakerResponse
+
+@typing.final
+class PolicyRule(google.protobuf.message.Message):
+    """A rule of the driver, and how it is applied."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    EFFECT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the rule; events have it as their policy."""
+    mode: megascale.v1.types_pb2.PolicyMode.ValueType
+    """Whether its verdicts take effect."""
+    effect: builtins.str
+    """What it does when it is enforced."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        mode: megascale.v1.types_pb2.PolicyMode.ValueType = ...,
+        effect: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["effect", b"effect", "mode", b"mode", "name", b"name"]) -> None: ...
+
+Global___PolicyRule: typing_extensions.TypeAlias = PolicyRule
 
 @typing.final
 class CordonNodeRequest(google.protobuf.message.Message):
@@ -1366,6 +1821,8 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     BUILD_FIELD_NUMBER: builtins.int
     NODES_ALIVE_FIELD_NUMBER: builtins.int
     JOBS_RUNNING_FIELD_NUMBER: builtins.int
+    RULES_FIELD_NUMBER: builtins.int
+    BREAKER_TRIPPED_AT_FIELD_NUMBER: builtins.int
     cluster: builtins.str
     """Name of the cluster."""
     leader: builtins.str
@@ -1384,6 +1841,14 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     def leader_since(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """Since when the leader leads."""
 
+    @property
+    def rules(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PolicyRule]:
+        """The rules of the driver, and how they are applied."""
+
+    @property
+    def breaker_tripped_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Since when inferred verdicts are held back by the breaker; absent while they are not."""
+
     def __init__(
         self,
         *,
@@ -1394,8 +1859,10 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
         build: builtins.str = ...,
         nodes_alive: builtins.int = ...,
         jobs_running: builtins.int = ...,
+        rules: collections.abc.Iterable[Global___PolicyRule] | None = ...,
+        breaker_tripped_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["epoch", b"epoch", "leader_since", b"leader_since"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "epoch", b"epoch", "leader_since", b"leader_since"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive", "rules", b"rules"]) -> None: ...
 
 Global___GetClusterInfoResponse: typing_extensions.TypeAlias = GetClusterInfoResponse

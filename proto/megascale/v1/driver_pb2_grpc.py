@@ -68,6 +68,31 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.CancelJobResponse.FromString,
                 _registered_method=True)
+        self.SuspendJob = channel.unary_unary(
+                '/megascale.v1.DriverService/SuspendJob',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.SuspendJobRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.SuspendJobResponse.FromString,
+                _registered_method=True)
+        self.ResumeJob = channel.unary_unary(
+                '/megascale.v1.DriverService/ResumeJob',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.ResumeJobRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.ResumeJobResponse.FromString,
+                _registered_method=True)
+        self.DeleteJob = channel.unary_unary(
+                '/megascale.v1.DriverService/DeleteJob',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.DeleteJobRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.DeleteJobResponse.FromString,
+                _registered_method=True)
+        self.RestartJob = channel.unary_unary(
+                '/megascale.v1.DriverService/RestartJob',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.RestartJobRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.RestartJobResponse.FromString,
+                _registered_method=True)
+        self.UpdateJob = channel.unary_unary(
+                '/megascale.v1.DriverService/UpdateJob',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.UpdateJobRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.UpdateJobResponse.FromString,
+                _registered_method=True)
         self.ProfileJob = channel.unary_unary(
                 '/megascale.v1.DriverService/ProfileJob',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.SerializeToString,
@@ -92,6 +117,11 @@ class DriverServiceStub(object):
                 '/megascale.v1.DriverService/EvictNode',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.EvictNodeRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.EvictNodeResponse.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/megascale.v1.DriverService/DrainNode',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.DrainNodeResponse.FromString,
                 _registered_method=True)
         self.CordonNode = channel.unary_unary(
                 '/megascale.v1.DriverService/CordonNode',
@@ -128,6 +158,16 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.ListCheckpointsResponse.FromString,
                 _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/megascale.v1.DriverService/SetPolicy',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.FromString,
+                _registered_method=True)
+        self.ResetBreaker = channel.unary_unary(
+                '/megascale.v1.DriverService/ResetBreaker',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerResponse.FromString,
+                _registered_method=True)
         self.GetClusterInfo = channel.unary_unary(
                 '/megascale.v1.DriverService/GetClusterInfo',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.GetClusterInfoRequest.SerializeToString,
@@ -159,6 +199,7 @@ class DriverServiceServicer(object):
         with its problem and the remedy.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
+        - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
         """
@@ -213,6 +254,106 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SuspendJob(self, request, context):
+        """Frees the nodes of a job until ResumeJob. A running job first saves: all its ranks take a
+        snapshot after the same step, wait until that is a complete checkpoint, and end; no completed
+        step is lost. It stays RUNNING until then, and goes on training if it cannot save, which
+        withdraws the order. A job that does not train yet stops at once. Suspending a suspended job
+        changes nothing.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
+        - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
+        lost.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeJob(self, request, context):
+        """Lets a suspended job have nodes again: it goes back to the queue, and restores its newest
+        checkpoint. An order to suspend that has not been carried out is withdrawn. Resuming a job that
+        is not suspended changes nothing.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteJob(self, request, context):
+        """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
+        ranks stay. Its name may be used again, with another checkpoint.uri.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_NOT_ENDED): the job has not ended; CancelJob ends it.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartJob(self, request, context):
+        """Begins a new attempt of a job, also of one that has failed or was cancelled; its restart budgets
+        start anew, and the restart costs none of them. A running job with checkpoints saves first,
+        unless `now` is set. With `from_step` it goes back to that checkpoint: nothing above it that
+        earlier attempts wrote is restored any more.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, from_step is negative, or the
+        request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
+        - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateJob(self, request, context):
+        """Gives a job a new configuration. The attempt that runs goes on as it is, and the next one uses
+        the new configuration; with `restart` that one begins as soon as the present one has saved.
+        The model, the layout and the folder of the checkpoints cannot change.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_JOB_SPEC): values of the spec are refused, or change what cannot change;
+        BadRequest lists each field with its problem and the remedy.
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason or the specification is missing, or the request_id
+        is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
         """
@@ -289,8 +430,26 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EvictNode(self, request, context):
-        """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode.
-        Evicting a quarantined node changes nothing.
+        """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode. A job
+        that can save does so first, unless `now` is set; the node is DRAINING until then. Evicting a
+        quarantined node changes nothing.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """Empties a node: its job saves, leaves it and goes on elsewhere, and the node gets no work until
+        UncordonNode. It is DRAINING until then. A job that cannot save in time leaves it all the same.
+        A node without a job that can save is empty at once. Draining such a node again changes nothing.
 
         Callers: operator
         Errors:
@@ -354,7 +513,8 @@ class DriverServiceServicer(object):
 
     def ListEvents(self, request, context):
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
-        The driver holds at least the newest 50,000 lines.
+        A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
+        5,000 of the cluster's log and 500 of each job's.
 
         Callers: client, operator
         Errors:
@@ -411,6 +571,37 @@ class DriverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPolicy(self, request, context):
+        """Has a rule of the driver observed, so that it only writes what it would do, or enforced again.
+        GetClusterInfo lists the rules.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
+        request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetBreaker(self, request, context):
+        """Has the driver enforce inferred verdicts again before the window of its breaker has passed.
+        Nodes that are silent now are observed for a full term first.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetClusterInfo(self, request, context):
         """Returns the leader, the time since when it leads, and the state of the cluster in figures.
 
@@ -448,6 +639,31 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.CancelJobRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.CancelJobResponse.SerializeToString,
             ),
+            'SuspendJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.SuspendJob,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.SuspendJobRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.SuspendJobResponse.SerializeToString,
+            ),
+            'ResumeJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeJob,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.ResumeJobRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.ResumeJobResponse.SerializeToString,
+            ),
+            'DeleteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteJob,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.DeleteJobRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.DeleteJobResponse.SerializeToString,
+            ),
+            'RestartJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartJob,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.RestartJobRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.RestartJobResponse.SerializeToString,
+            ),
+            'UpdateJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateJob,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.UpdateJobRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.UpdateJobResponse.SerializeToString,
+            ),
             'ProfileJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ProfileJob,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.FromString,
@@ -472,6 +688,11 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.EvictNode,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.EvictNodeRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.EvictNodeResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.DrainNodeRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.DrainNodeResponse.SerializeToString,
             ),
             'CordonNode': grpc.unary_unary_rpc_method_handler(
                     servicer.CordonNode,
@@ -507,6 +728,16 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'ResetBreaker': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetBreaker,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerResponse.SerializeToString,
             ),
             'GetClusterInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetClusterInfo,
@@ -669,6 +900,141 @@ class DriverService(object):
             _registered_method=True)
 
     @staticmethod
+    def SuspendJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/SuspendJob',
+            megascale_dot_v1_dot_driver__pb2.SuspendJobRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.SuspendJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/ResumeJob',
+            megascale_dot_v1_dot_driver__pb2.ResumeJobRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.ResumeJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/DeleteJob',
+            megascale_dot_v1_dot_driver__pb2.DeleteJobRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.DeleteJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/RestartJob',
+            megascale_dot_v1_dot_driver__pb2.RestartJobRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.RestartJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/UpdateJob',
+            megascale_dot_v1_dot_driver__pb2.UpdateJobRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.UpdateJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ProfileJob(request,
             target,
             options=(),
@@ -793,6 +1159,33 @@ class DriverService(object):
             '/megascale.v1.DriverService/EvictNode',
             megascale_dot_v1_dot_driver__pb2.EvictNodeRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.EvictNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/DrainNode',
+            megascale_dot_v1_dot_driver__pb2.DrainNodeRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.DrainNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -982,6 +1375,60 @@ class DriverService(object):
             '/megascale.v1.DriverService/ListCheckpoints',
             megascale_dot_v1_dot_driver__pb2.ListCheckpointsRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/SetPolicy',
+            megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetBreaker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/ResetBreaker',
+            megascale_dot_v1_dot_driver__pb2.ResetBreakerRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.ResetBreakerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -105,6 +105,86 @@ _DriverServiceCancelJobType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceSuspendJobType = typing_extensions.TypeVar(
+    '_DriverServiceSuspendJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SuspendJobRequest,
+        megascale.v1.driver_pb2.SuspendJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SuspendJobRequest,
+        megascale.v1.driver_pb2.SuspendJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SuspendJobRequest,
+        megascale.v1.driver_pb2.SuspendJobResponse,
+    ],
+)
+
+_DriverServiceResumeJobType = typing_extensions.TypeVar(
+    '_DriverServiceResumeJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResumeJobRequest,
+        megascale.v1.driver_pb2.ResumeJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResumeJobRequest,
+        megascale.v1.driver_pb2.ResumeJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResumeJobRequest,
+        megascale.v1.driver_pb2.ResumeJobResponse,
+    ],
+)
+
+_DriverServiceDeleteJobType = typing_extensions.TypeVar(
+    '_DriverServiceDeleteJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DeleteJobRequest,
+        megascale.v1.driver_pb2.DeleteJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DeleteJobRequest,
+        megascale.v1.driver_pb2.DeleteJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DeleteJobRequest,
+        megascale.v1.driver_pb2.DeleteJobResponse,
+    ],
+)
+
+_DriverServiceRestartJobType = typing_extensions.TypeVar(
+    '_DriverServiceRestartJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.RestartJobRequest,
+        megascale.v1.driver_pb2.RestartJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.RestartJobRequest,
+        megascale.v1.driver_pb2.RestartJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.RestartJobRequest,
+        megascale.v1.driver_pb2.RestartJobResponse,
+    ],
+)
+
+_DriverServiceUpdateJobType = typing_extensions.TypeVar(
+    '_DriverServiceUpdateJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.UpdateJobRequest,
+        megascale.v1.driver_pb2.UpdateJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.UpdateJobRequest,
+        megascale.v1.driver_pb2.UpdateJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.UpdateJobRequest,
+        megascale.v1.driver_pb2.UpdateJobResponse,
+    ],
+)
+
 _DriverServiceProfileJobType = typing_extensions.TypeVar(
     '_DriverServiceProfileJobType',
     grpc.UnaryUnaryMultiCallable[
@@ -182,6 +262,22 @@ _DriverServiceEvictNodeType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.EvictNodeRequest,
         megascale.v1.driver_pb2.EvictNodeResponse,
+    ],
+)
+
+_DriverServiceDrainNodeType = typing_extensions.TypeVar(
+    '_DriverServiceDrainNodeType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DrainNodeRequest,
+        megascale.v1.driver_pb2.DrainNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DrainNodeRequest,
+        megascale.v1.driver_pb2.DrainNodeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DrainNodeRequest,
+        megascale.v1.driver_pb2.DrainNodeResponse,
     ],
 )
 
@@ -297,6 +393,38 @@ _DriverServiceListCheckpointsType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceSetPolicyType = typing_extensions.TypeVar(
+    '_DriverServiceSetPolicyType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetPolicyRequest,
+        megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetPolicyRequest,
+        megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetPolicyRequest,
+        megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+)
+
+_DriverServiceResetBreakerType = typing_extensions.TypeVar(
+    '_DriverServiceResetBreakerType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResetBreakerRequest,
+        megascale.v1.driver_pb2.ResetBreakerResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResetBreakerRequest,
+        megascale.v1.driver_pb2.ResetBreakerResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResetBreakerRequest,
+        megascale.v1.driver_pb2.ResetBreakerResponse,
+    ],
+)
+
 _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     '_DriverServiceGetClusterInfoType',
     grpc.UnaryUnaryMultiCallable[
@@ -313,7 +441,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -348,6 +476,26 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.CancelJobResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SuspendJobRequest,
+            megascale.v1.driver_pb2.SuspendJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ResumeJobRequest,
+            megascale.v1.driver_pb2.ResumeJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.DeleteJobRequest,
+            megascale.v1.driver_pb2.DeleteJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.RestartJobRequest,
+            megascale.v1.driver_pb2.RestartJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.UpdateJobRequest,
+            megascale.v1.driver_pb2.UpdateJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ProfileJobRequest,
             megascale.v1.driver_pb2.ProfileJobResponse,
         ],
@@ -366,6 +514,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.EvictNodeRequest,
             megascale.v1.driver_pb2.EvictNodeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.DrainNodeRequest,
+            megascale.v1.driver_pb2.DrainNodeResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.CordonNodeRequest,
@@ -394,6 +546,14 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ListCheckpointsRequest,
             megascale.v1.driver_pb2.ListCheckpointsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetPolicyRequest,
+            megascale.v1.driver_pb2.SetPolicyResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ResetBreakerRequest,
+            megascale.v1.driver_pb2.ResetBreakerResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetClusterInfoRequest,
@@ -424,6 +584,26 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.CancelJobResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SuspendJobRequest,
+            megascale.v1.driver_pb2.SuspendJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ResumeJobRequest,
+            megascale.v1.driver_pb2.ResumeJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.DeleteJobRequest,
+            megascale.v1.driver_pb2.DeleteJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.RestartJobRequest,
+            megascale.v1.driver_pb2.RestartJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.UpdateJobRequest,
+            megascale.v1.driver_pb2.UpdateJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ProfileJobRequest,
             megascale.v1.driver_pb2.ProfileJobResponse,
         ],
@@ -442,6 +622,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.EvictNodeRequest,
             megascale.v1.driver_pb2.EvictNodeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.DrainNodeRequest,
+            megascale.v1.driver_pb2.DrainNodeResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.CordonNodeRequest,
@@ -472,6 +656,14 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.ListCheckpointsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetPolicyRequest,
+            megascale.v1.driver_pb2.SetPolicyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ResetBreakerRequest,
+            megascale.v1.driver_pb2.ResetBreakerResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetClusterInfoRequest,
             megascale.v1.driver_pb2.GetClusterInfoResponse,
         ],
@@ -489,6 +681,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       with its problem and the remedy.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
+    - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
     """
@@ -531,6 +724,91 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
     - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    SuspendJob: _DriverServiceSuspendJobType
+    """Frees the nodes of a job until ResumeJob. A running job first saves: all its ranks take a
+    snapshot after the same step, wait until that is a complete checkpoint, and end; no completed
+    step is lost. It stays RUNNING until then, and goes on training if it cannot save, which
+    withdraws the order. A job that does not train yet stops at once. Suspending a suspended job
+    changes nothing.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
+    - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
+      lost.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    ResumeJob: _DriverServiceResumeJobType
+    """Lets a suspended job have nodes again: it goes back to the queue, and restores its newest
+    checkpoint. An order to suspend that has not been carried out is withdrawn. Resuming a job that
+    is not suspended changes nothing.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    DeleteJob: _DriverServiceDeleteJobType
+    """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
+    ranks stay. Its name may be used again, with another checkpoint.uri.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_NOT_ENDED): the job has not ended; CancelJob ends it.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    RestartJob: _DriverServiceRestartJobType
+    """Begins a new attempt of a job, also of one that has failed or was cancelled; its restart budgets
+    start anew, and the restart costs none of them. A running job with checkpoints saves first,
+    unless `now` is set. With `from_step` it goes back to that checkpoint: nothing above it that
+    earlier attempts wrote is restored any more.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, from_step is negative, or the
+      request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
+    - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
+    - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    UpdateJob: _DriverServiceUpdateJobType
+    """Gives a job a new configuration. The attempt that runs goes on as it is, and the next one uses
+    the new configuration; with `restart` that one begins as soon as the present one has saved.
+    The model, the layout and the folder of the checkpoints cannot change.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_JOB_SPEC): values of the spec are refused, or change what cannot change;
+      BadRequest lists each field with its problem and the remedy.
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason or the specification is missing, or the request_id
+      is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+    - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
     """
@@ -592,8 +870,23 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     """
 
     EvictNode: _DriverServiceEvictNodeType
-    """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode.
-    Evicting a quarantined node changes nothing.
+    """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode. A job
+    that can save does so first, unless `now` is set; the node is DRAINING until then. Evicting a
+    quarantined node changes nothing.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    DrainNode: _DriverServiceDrainNodeType
+    """Empties a node: its job saves, leaves it and goes on elsewhere, and the node gets no work until
+    UncordonNode. It is DRAINING until then. A job that cannot save in time leaves it all the same.
+    A node without a job that can save is empty at once. Draining such a node again changes nothing.
 
     Callers: operator
     Errors:
@@ -645,7 +938,8 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
 
     ListEvents: _DriverServiceListEventsType
     """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
-    The driver holds at least the newest 50,000 lines.
+    A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
+    5,000 of the cluster's log and 500 of each job's.
 
     Callers: client, operator
     Errors:
@@ -690,6 +984,31 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - UNAVAILABLE (NO_NODE): no node is alive.
     """
 
+    SetPolicy: _DriverServiceSetPolicyType
+    """Has a rule of the driver observed, so that it only writes what it would do, or enforced again.
+    GetClusterInfo lists the rules.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
+      request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    ResetBreaker: _DriverServiceResetBreakerType
+    """Has the driver enforce inferred verdicts again before the window of its breaker has passed.
+    Nodes that are silent now are observed for a full term first.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
     GetClusterInfo: _DriverServiceGetClusterInfoType
     """Returns the leader, the time since when it leads, and the state of the cluster in figures.
 
@@ -718,6 +1037,26 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
         megascale.v1.driver_pb2.CancelJobResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SuspendJobRequest,
+        megascale.v1.driver_pb2.SuspendJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResumeJobRequest,
+        megascale.v1.driver_pb2.ResumeJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DeleteJobRequest,
+        megascale.v1.driver_pb2.DeleteJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.RestartJobRequest,
+        megascale.v1.driver_pb2.RestartJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.UpdateJobRequest,
+        megascale.v1.driver_pb2.UpdateJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ProfileJobRequest,
         megascale.v1.driver_pb2.ProfileJobResponse,
     ],
@@ -736,6 +1075,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.EvictNodeRequest,
         megascale.v1.driver_pb2.EvictNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DrainNodeRequest,
+        megascale.v1.driver_pb2.DrainNodeResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.CordonNodeRequest,
@@ -764,6 +1107,14 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ListCheckpointsRequest,
         megascale.v1.driver_pb2.ListCheckpointsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetPolicyRequest,
+        megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResetBreakerRequest,
+        megascale.v1.driver_pb2.ResetBreakerResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.GetClusterInfoRequest,
@@ -800,6 +1151,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           with its problem and the remedy.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
+        - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
         """
@@ -862,6 +1214,116 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def SuspendJob(
+        self,
+        request: megascale.v1.driver_pb2.SuspendJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.SuspendJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SuspendJobResponse]]:
+        """Frees the nodes of a job until ResumeJob. A running job first saves: all its ranks take a
+        snapshot after the same step, wait until that is a complete checkpoint, and end; no completed
+        step is lost. It stays RUNNING until then, and goes on training if it cannot save, which
+        withdraws the order. A job that does not train yet stops at once. Suspending a suspended job
+        changes nothing.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
+        - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
+          lost.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def ResumeJob(
+        self,
+        request: megascale.v1.driver_pb2.ResumeJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.ResumeJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ResumeJobResponse]]:
+        """Lets a suspended job have nodes again: it goes back to the queue, and restores its newest
+        checkpoint. An order to suspend that has not been carried out is withdrawn. Resuming a job that
+        is not suspended changes nothing.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def DeleteJob(
+        self,
+        request: megascale.v1.driver_pb2.DeleteJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.DeleteJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.DeleteJobResponse]]:
+        """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
+        ranks stay. Its name may be used again, with another checkpoint.uri.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_NOT_ENDED): the job has not ended; CancelJob ends it.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def RestartJob(
+        self,
+        request: megascale.v1.driver_pb2.RestartJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.RestartJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.RestartJobResponse]]:
+        """Begins a new attempt of a job, also of one that has failed or was cancelled; its restart budgets
+        start anew, and the restart costs none of them. A running job with checkpoints saves first,
+        unless `now` is set. With `from_step` it goes back to that checkpoint: nothing above it that
+        earlier attempts wrote is restored any more.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, from_step is negative, or the
+          request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
+        - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def UpdateJob(
+        self,
+        request: megascale.v1.driver_pb2.UpdateJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.UpdateJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.UpdateJobResponse]]:
+        """Gives a job a new configuration. The attempt that runs goes on as it is, and the next one uses
+        the new configuration; with `restart` that one begins as soon as the present one has saved.
+        The model, the layout and the folder of the checkpoints cannot change.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_JOB_SPEC): values of the spec are refused, or change what cannot change;
+          BadRequest lists each field with its problem and the remedy.
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason or the specification is missing, or the request_id
+          is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
         """
@@ -948,8 +1410,28 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         request: megascale.v1.driver_pb2.EvictNodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[megascale.v1.driver_pb2.EvictNodeResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.EvictNodeResponse]]:
-        """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode.
-        Evicting a quarantined node changes nothing.
+        """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode. A job
+        that can save does so first, unless `now` is set; the node is DRAINING until then. Evicting a
+        quarantined node changes nothing.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def DrainNode(
+        self,
+        request: megascale.v1.driver_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.DrainNodeResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.DrainNodeResponse]]:
+        """Empties a node: its job saves, leaves it and goes on elsewhere, and the node gets no work until
+        UncordonNode. It is DRAINING until then. A job that cannot save in time leaves it all the same.
+        A node without a job that can save is empty at once. Draining such a node again changes nothing.
 
         Callers: operator
         Errors:
@@ -1021,7 +1503,8 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[megascale.v1.driver_pb2.ListEventsResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ListEventsResponse]]:
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
-        The driver holds at least the newest 50,000 lines.
+        A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
+        5,000 of the cluster's log and 500 of each job's.
 
         Callers: client, operator
         Errors:
@@ -1079,6 +1562,41 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (REFUSED_BY_NODE): the daemon does not support the checkpoint folder.
         - UNAVAILABLE (NODE_UNREACHABLE): no daemon that was called answers, or storage fails.
         - UNAVAILABLE (NO_NODE): no node is alive.
+        """
+
+    @abc.abstractmethod
+    def SetPolicy(
+        self,
+        request: megascale.v1.driver_pb2.SetPolicyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.SetPolicyResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SetPolicyResponse]]:
+        """Has a rule of the driver observed, so that it only writes what it would do, or enforced again.
+        GetClusterInfo lists the rules.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
+          request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def ResetBreaker(
+        self,
+        request: megascale.v1.driver_pb2.ResetBreakerRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.ResetBreakerResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ResetBreakerResponse]]:
+        """Has the driver enforce inferred verdicts again before the window of its breaker has passed.
+        Nodes that are silent now are observed for a full term first.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
         """
 
     @abc.abstractmethod

@@ -181,7 +181,10 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
 @typing.final
 class ProtocolRange(google.protobuf.message.Message):
-    """Range of the link protocol versions that a side speaks, both ends included."""
+    """Range of the link protocol versions that a side speaks, both ends included. The link uses the
+    highest that both have. 1: every node gets the whole rank table. 2: it gets its own ranks and the
+    digest of the table.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -338,10 +341,15 @@ class DesiredState(google.protobuf.message.Message):
     PHASE_FIELD_NUMBER: builtins.int
     ASSIGNMENT_FIELD_NUMBER: builtins.int
     PROFILE_FIELD_NUMBER: builtins.int
+    LEAVE_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Number of this desired state within the epoch; an agent refuses a lower one."""
     phase: Global___DesiredPhase.ValueType
     """What to do."""
+    leave: builtins.str
+    """Id of an order: save the state after one of the next steps, all ranks the same, and end. Empty:
+    there is none, or it is withdrawn. With START.
+    """
     @property
     def epoch(self) -> megascale.v1.types_pb2.Epoch:
         """Epoch of the driver; an agent refuses a lower one than it has received before."""
@@ -362,9 +370,10 @@ class DesiredState(google.protobuf.message.Message):
         phase: Global___DesiredPhase.ValueType = ...,
         assignment: Global___AttemptAssignment | None = ...,
         profile: Global___ProfileCommand | None = ...,
+        leave: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "profile", b"profile"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "phase", b"phase", "profile", b"profile", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "leave", b"leave", "phase", b"phase", "profile", b"profile", "version", b"version"]) -> None: ...
 
 Global___DesiredState: typing_extensions.TypeAlias = DesiredState
 
@@ -427,6 +436,9 @@ class AttemptAssignment(google.protobuf.message.Message):
     COMMITTER_ENDPOINT_FIELD_NUMBER: builtins.int
     REPLICA_TARGET_FIELD_NUMBER: builtins.int
     REPLICA_SOURCES_FIELD_NUMBER: builtins.int
+    FLEET_FAILURES_FIELD_NUMBER: builtins.int
+    FLEET_DEVICE_HOURS_FIELD_NUMBER: builtins.int
+    RANK_TABLE_DIGEST_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -439,6 +451,16 @@ class AttemptAssignment(google.protobuf.message.Message):
     """Address of the checkpoint daemon that commits for this attempt. With START."""
     replica_target: builtins.str
     """Address (host:port) of the replica server of the node's peer; empty: no replicas. With START."""
+    fleet_failures: builtins.int
+    """Faults that ended attempts, over all jobs of the fleet, when the attempt started. With START,
+    for jobs with `checkpoint.interval: auto`.
+    """
+    fleet_device_hours: builtins.float
+    """Hours that devices trained meanwhile, over all jobs of the fleet. With START, likewise."""
+    rank_table_digest: builtins.str
+    """Digest of the attempt's rank table (which rank runs on which node), the same for all its nodes.
+    The ranks compare it when they meet. The table itself is in `nodes` of the job.
+    """
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
         """Specification of the job."""
@@ -453,7 +475,9 @@ class AttemptAssignment(google.protobuf.message.Message):
 
     @property
     def rank_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Node of each global rank: entry r is the node of rank r."""
+        """Node of each global rank: entry r is the node of rank r. Only with link protocol 1: a node
+        needs its own ranks, and the table of a large job is larger than all else in this message.
+        """
 
     @property
     def restore(self) -> Global___RestorePlan:
@@ -480,9 +504,12 @@ class AttemptAssignment(google.protobuf.message.Message):
         committer_endpoint: builtins.str = ...,
         replica_target: builtins.str = ...,
         replica_sources: collections.abc.Iterable[Global___ReplicaSource] | None = ...,
+        fleet_failures: builtins.int = ...,
+        fleet_device_hours: builtins.float = ...,
+        rank_table_digest: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "job", b"job", "rank_nodes", b"rank_nodes", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
 
 Global___AttemptAssignment: typing_extensions.TypeAlias = AttemptAssignment
 
@@ -519,6 +546,7 @@ class RestorePlan(google.protobuf.message.Message):
     WRITTEN_BY_ATTEMPT_FIELD_NUMBER: builtins.int
     MANIFEST_URI_FIELD_NUMBER: builtins.int
     MANIFEST_XXH3_FIELD_NUMBER: builtins.int
+    OLDER_FIELD_NUMBER: builtins.int
     source: megascale.v1.types_pb2.RestoreSource.ValueType
     """Where the state is."""
     step: builtins.int
@@ -529,6 +557,12 @@ class RestorePlan(google.protobuf.message.Message):
     """Address of the manifest. With source STORAGE; with MEMORY where the step is committed as well."""
     manifest_xxh3: builtins.str
     """xxh3-128 of the manifest as its COMMIT record has it, hexadecimal; empty: not known."""
+    @property
+    def older(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RestorePlan]:
+        """Committed checkpoints that the attempt falls to, newest first, where the state turns out to be
+        damaged; they have no older ones of their own.
+        """
+
     def __init__(
         self,
         *,
@@ -537,8 +571,9 @@ class RestorePlan(google.protobuf.message.Message):
         written_by_attempt: builtins.int = ...,
         manifest_uri: builtins.str = ...,
         manifest_xxh3: builtins.str = ...,
+        older: collections.abc.Iterable[Global___RestorePlan] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "manifest_xxh3", b"manifest_xxh3", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "manifest_xxh3", b"manifest_xxh3", "older", b"older", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
 
 Global___RestorePlan: typing_extensions.TypeAlias = RestorePlan
 
@@ -559,6 +594,8 @@ class WorkerStatus(google.protobuf.message.Message):
     STATUS_AGE_FIELD_NUMBER: builtins.int
     EXITED_AT_FIELD_NUMBER: builtins.int
     OPERATIONS_FIELD_NUMBER: builtins.int
+    RESTORED_STEP_FIELD_NUMBER: builtins.int
+    RESTORE_PROBLEM_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Global rank."""
     state: Global___WorkerState.ValueType
@@ -578,6 +615,10 @@ class WorkerStatus(google.protobuf.message.Message):
     """Last completed step, from the status page."""
     phase: builtins.str
     """Phase, from the status page: STARTING, WARMUP, COMPILE, STEP, EVAL, SNAPSHOT, RESTORE, DONE."""
+    restored_step: builtins.int
+    """Step that was restored in place of the planned one, which is damaged; absent: the planned one."""
+    restore_problem: builtins.str
+    """What is wrong with the planned one."""
     @property
     def status_age(self) -> google.protobuf.duration_pb2.Duration:
         """Time since the status page was last written."""
@@ -606,9 +647,12 @@ class WorkerStatus(google.protobuf.message.Message):
         status_age: google.protobuf.duration_pb2.Duration | None = ...,
         exited_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         operations: collections.abc.Iterable[Global___OperationCounts] | None = ...,
+        restored_step: builtins.int | None = ...,
+        restore_problem: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["exited_at", b"exited_at", "status_age", b"status_age"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "error_kind", b"error_kind", "exit_status", b"exit_status", "exited_at", b"exited_at", "operations", b"operations", "phase", b"phase", "pid", b"pid", "rank", b"rank", "state", b"state", "status_age", b"status_age", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_restored_step", b"_restored_step", "exited_at", b"exited_at", "restored_step", b"restored_step", "status_age", b"status_age"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_restored_step", b"_restored_step", "error", b"error", "error_kind", b"error_kind", "exit_status", b"exit_status", "exited_at", b"exited_at", "operations", b"operations", "phase", b"phase", "pid", b"pid", "rank", b"rank", "restore_problem", b"restore_problem", "restored_step", b"restored_step", "state", b"state", "status_age", b"status_age", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_restored_step", b"_restored_step"]) -> typing.Literal["restored_step"] | None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 
@@ -868,6 +912,7 @@ class Heartbeat(google.protobuf.message.Message):
     ACK_RECEIVED_AT_FIELD_NUMBER: builtins.int
     TRACES_FIELD_NUMBER: builtins.int
     CHECKPOINT_DAEMON_FIELD_NUMBER: builtins.int
+    FINISHED_STEP_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """Number of this heartbeat; counts from 1 for every start of the agent."""
     desired_version: builtins.int
@@ -884,6 +929,10 @@ class Heartbeat(google.protobuf.message.Message):
     """
     store_endpoint: builtins.str
     """Address (host:port) of the rendezvous store. With PREPARED on the node of rank 0."""
+    finished_step: builtins.int
+    """With FINISHED: the step after which the workers ended; below the last step of the job by an
+    order to leave, and then its checkpoint is complete. 0: not known.
+    """
     @property
     def epoch_seen(self) -> megascale.v1.types_pb2.Epoch:
         """Highest epoch that the node has received."""
@@ -958,9 +1007,10 @@ class Heartbeat(google.protobuf.message.Message):
         ack_received_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         traces: collections.abc.Iterable[Global___TraceReport] | None = ...,
         checkpoint_daemon: Global___CheckpointDaemonState | None = ...,
+        finished_step: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "checkpoint_daemon", b"checkpoint_daemon", "epoch_seen", b"epoch_seen", "host", b"host", "sent_at", b"sent_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "finished_step", b"finished_step", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 

@@ -182,6 +182,8 @@ class _JobPhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """Given up; phase_reason has the last failure."""
     JOB_PHASE_CANCELLED: _JobPhase.ValueType  # 8
     """Cancelled on request."""
+    JOB_PHASE_SUSPENDED: _JobPhase.ValueType  # 9
+    """Has saved and left its nodes on request; runs again after ResumeJob."""
 
 class JobPhase(_JobPhase, metaclass=_JobPhaseEnumTypeWrapper):
     """Phase of a job."""
@@ -203,6 +205,8 @@ JOB_PHASE_FAILED: JobPhase.ValueType  # 7
 """Given up; phase_reason has the last failure."""
 JOB_PHASE_CANCELLED: JobPhase.ValueType  # 8
 """Cancelled on request."""
+JOB_PHASE_SUSPENDED: JobPhase.ValueType  # 9
+"""Has saved and left its nodes on request; runs again after ResumeJob."""
 Global___JobPhase: typing_extensions.TypeAlias = JobPhase
 
 class _JobConditionType:
@@ -290,6 +294,30 @@ TRACE_STATE_FAILED: TraceState.ValueType  # 4
 TRACE_STATE_LOST: TraceState.ValueType  # 5
 """The attempt ended first, or the node has not reported in time."""
 Global___TraceState: typing_extensions.TypeAlias = TraceState
+
+class _PolicyMode:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PolicyModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PolicyMode.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POLICY_MODE_UNSPECIFIED: _PolicyMode.ValueType  # 0
+    """Not a mode."""
+    POLICY_MODE_ENFORCE: _PolicyMode.ValueType  # 1
+    """Verdicts take effect."""
+    POLICY_MODE_OBSERVE: _PolicyMode.ValueType  # 2
+    """Verdicts are only written to the audit log."""
+
+class PolicyMode(_PolicyMode, metaclass=_PolicyModeEnumTypeWrapper):
+    """Whether the verdicts of a rule take effect."""
+
+POLICY_MODE_UNSPECIFIED: PolicyMode.ValueType  # 0
+"""Not a mode."""
+POLICY_MODE_ENFORCE: PolicyMode.ValueType  # 1
+"""Verdicts take effect."""
+POLICY_MODE_OBSERVE: PolicyMode.ValueType  # 2
+"""Verdicts are only written to the audit log."""
+Global___PolicyMode: typing_extensions.TypeAlias = PolicyMode
 
 @typing.final
 class Epoch(google.protobuf.message.Message):
@@ -409,6 +437,8 @@ class StepRecord(google.protobuf.message.Message):
     COMPLETED_AT_FIELD_NUMBER: builtins.int
     EVALUATION_LOSS_FIELD_NUMBER: builtins.int
     SNAPSHOT_TIME_FIELD_NUMBER: builtins.int
+    CHECKPOINT_INTERVAL_STEPS_FIELD_NUMBER: builtins.int
+    CHECKPOINT_COST_S_FIELD_NUMBER: builtins.int
     attempt: builtins.int
     """Number of the attempt."""
     step: builtins.int
@@ -439,6 +469,10 @@ class StepRecord(google.protobuf.message.Message):
     """The same with full attention (72 L s h^2 (1 + s/6h + V/12hL))."""
     evaluation_loss: builtins.float
     """Mean cross entropy on held-out data after this step, where it was evaluated."""
+    checkpoint_interval_steps: builtins.int
+    """Steps between two saves as the run has decided; 0 unless checkpoint.interval is auto."""
+    checkpoint_cost_s: builtins.float
+    """What a save costs the run, as it has measured; absent before the first."""
     @property
     def step_time(self) -> google.protobuf.duration_pb2.Duration:
         """Wall-clock time of the step."""
@@ -471,9 +505,13 @@ class StepRecord(google.protobuf.message.Message):
         completed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         evaluation_loss: builtins.float | None = ...,
         snapshot_time: google.protobuf.duration_pb2.Duration | None = ...,
+        checkpoint_interval_steps: builtins.int = ...,
+        checkpoint_cost_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "completed_at", b"completed_at", "evaluation_loss", b"evaluation_loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "snapshot_time", b"snapshot_time", "step_time", b"step_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "attempt", b"attempt", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "evaluation_loss", b"evaluation_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "skipped_updates", b"skipped_updates", "snapshot_time", b"snapshot_time", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "checkpoint_cost_s", b"checkpoint_cost_s", "completed_at", b"completed_at", "evaluation_loss", b"evaluation_loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "snapshot_time", b"snapshot_time", "step_time", b"step_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "attempt", b"attempt", "checkpoint_cost_s", b"checkpoint_cost_s", "checkpoint_interval_steps", b"checkpoint_interval_steps", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "evaluation_loss", b"evaluation_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "skipped_updates", b"skipped_updates", "snapshot_time", b"snapshot_time", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s"]) -> typing.Literal["checkpoint_cost_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_evaluation_loss", b"_evaluation_loss"]) -> typing.Literal["evaluation_loss"] | None: ...
     @typing.overload

@@ -6,6 +6,7 @@ import asyncio
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -50,10 +51,21 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._parts: weakref.WeakSet[Cancellation] = weakref.WeakSet()
+
+    def part(self) -> Cancellation:
+        """One that is cancelled with this one, and can be cancelled alone."""
+        part = Cancellation()
+        self._parts.add(part)
+        if self._event.is_set():
+            part.cancel()
+        return part
 
     def cancel(self) -> None:
         """Ask the thread to stop."""
         self._event.set()
+        for part in list(self._parts):
+            part.cancel()
 
     def check(self) -> None:
         """Raise SupersededError when cancelled."""

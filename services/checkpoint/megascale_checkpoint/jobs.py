@@ -15,10 +15,12 @@ from typing import Protocol
 from megascale.v1 import link_pb2
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
+from megascale_checkpoint.persist_pace import PersistPace
 from megascale_checkpoint.rank_restore import ReplicaReader
 from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.staging import StagingFolder
+from megascale_checkpoint.write_limit import LIMITS
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
 from megascale_common.sizes.staging import KEPT_SLOTS
@@ -65,6 +67,7 @@ class JobCheckpoints:
         failure: the newest since the newest commit.
         failures: persists and commits that failed.
         damaged: sealed slots that were found damaged, the newest KEPT_DAMAGED.
+        pace: how fast the job is persisted, as its steps allow; of the newest attempt.
     """
 
     name: str
@@ -79,6 +82,8 @@ class JobCheckpoints:
     persists: WorkTotal = field(default_factory=WorkTotal)
     restores: dict[str, WorkTotal] = field(default_factory=dict)
     damaged: list[link_pb2.DamagedSnapshot] = field(default_factory=list)
+    pace: PersistPace = field(default_factory=lambda: PersistPace(0.0))
+    _paced: tuple[int, int] = (0, 0)  # the attempt of ``pace``, and the bytes written until then
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
         """A checkpoint is complete."""
@@ -129,6 +134,18 @@ class JobCheckpoints:
         while len(self.busy_ranks) > KEPT_BUSY_STEPS:
             self.skipped_before += bool(self.busy_ranks.pop(next(iter(self.busy_ranks))))
         self.changed.notify()
+
+    def note_step(self, given: RegisteredRank, step: int, time_s: float) -> bool:
+        """A step of this node took ``time_s``; returns whether a state is written beside it."""
+        attempt, before = self._paced
+        if given.attempt != attempt:
+            self.pace, before = PersistPace(given.max_step_slowdown), LIMITS.taken(self.name)
+        written = LIMITS.taken(self.name)
+        writing = any(snapshots.persisting is not None for snapshots in self.ranks.values())
+        self._paced = given.attempt, written
+        self.pace.add(step, time_s, writing=writing, written=written - before)
+        LIMITS.set_pace(self.name, self.pace.limit, hold=self.pace.hold, step_s=time_s)
+        return writing and not self.pace.hold
 
     def progress(self) -> link_pb2.CheckpointProgress:
         """The job's progress, as heartbeats carry it to the driver."""
@@ -188,6 +205,7 @@ class Jobs:
         without_ranks = [other for other, job in self._jobs.items() if not job.ranks]
         for other in without_ranks[:-KEPT_JOBS]:
             del self._jobs[other]
+            LIMITS.forget(other)
             if other in self._job_pools:
                 self._job_pools.pop(other).close()
         return self._jobs[name]
@@ -297,11 +315,12 @@ class Jobs:
         snapshots = job.ranks.pop(rank, None)
         if snapshots is not None:
             snapshots.owner = None
-            if await snapshots.stop(0.0):
-                await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
-            else:
-                # Its memory stays accounted for: the thread still reads it.
-                log.error("slots are lost: a storage holds a thread", job=job.name, rank=rank)
+            free = self._staging.free
+            if not await snapshots.stop(0.0):
+                # The thread still maps it, and what it may yet read there counts for nothing.
+                log.warning("a storage holds a thread", job=job.name, rank=rank)
+                free = self._staging.free_unread
+            await in_pool(self._pools.memory, free, snapshots.memories)
 
     def _pools_of(self, job: str) -> Pools:
         if job not in self._job_pools:

@@ -8,11 +8,13 @@ writing or reading are released; sealed slots are kept.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megascale_checkpoint.accepting import accept_all
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.rank_snapshots import RankSnapshots
 from megascale_checkpoint.registration import (
@@ -29,6 +31,7 @@ from megascale_common.node.messages import (
     Busy,
     DaemonAnswer,
     Drained,
+    Pace,
     Registered,
     Released,
     RequestFailed,
@@ -43,7 +46,6 @@ MAX_CONNECTIONS = 64  # workers of one node, and those of the previous attempt t
 READ_BYTES = 1 << 16
 SEND_TIMEOUT_S = 10.0  # answers are short: a worker that does not read one is stuck
 MOST_DRAIN_S = 3600.0
-ACCEPT_PAUSE_S = 0.2  # after running out of descriptors: a worker that exits frees some
 
 
 class LocalServer:
@@ -59,24 +61,15 @@ class LocalServer:
 
     async def serve(self) -> None:
         """Accept workers until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._listener)
-            except OSError as error:
-                log.error("cannot accept a worker", error=str(error))
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            if len(self._connections) >= MAX_CONNECTIONS:
-                log.warning("connection refused: too many", limit=MAX_CONNECTIONS)
-                sock.close()
-                continue
-            sock.setblocking(False)
-            self._accepted += 1
-            connection = _WorkerConnection(sock, self._jobs, self._accepted)
-            task = asyncio.create_task(connection.serve())
-            self._connections[task] = connection
-            task.add_done_callback(self._connections.pop)
+        await accept_all(self._listener, "a worker", self._connections, MAX_CONNECTIONS, self._take)
+
+    def _take(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._accepted += 1
+        connection = _WorkerConnection(sock, self._jobs, self._accepted)
+        task = asyncio.create_task(connection.serve())
+        self._connections[task] = connection
+        task.add_done_callback(self._connections.pop)
 
     async def close(self) -> None:
         """Stop listening and end all connections."""
@@ -107,6 +100,7 @@ class _WorkerConnection:
             "seal": self._seal,
             "release": self._release,
             "drain": self._drain,
+            "step_time": self._step_time,
         }
 
     async def serve(self) -> None:
@@ -221,6 +215,17 @@ class _WorkerConnection:
             answer["error"] = problem
             answer["waiting"] = waiting
         return answer
+
+    async def _step_time(self, message: Message) -> Pace:
+        step, time_s = field(message, "step", int), field(message, "time_s", float)
+        if step < 1 or not 0 <= time_s < math.inf:
+            raise RequestError(
+                f"step_time.step is {step} and time_s {time_s}; give a step and its seconds"
+            )
+        snapshots = self._current()
+        job = self._jobs.job(snapshots.registration.job)
+        writing = job.note_step(snapshots.registration, step, time_s)
+        return Pace(kind="pace", persisting=writing, persist_s=snapshots.persist_s)
 
     def _current(self) -> RankSnapshots:
         """The rank's snapshots, as long as this connection owns them.

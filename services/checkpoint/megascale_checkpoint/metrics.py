@@ -36,6 +36,7 @@ class CheckpointMetrics(Collector):
         yield from self._progress()
         yield from self._ranks()
         yield from self._work()
+        yield from self._pace()
         yield from self._replication()
 
     def _progress(self) -> Iterator[Metric]:
@@ -127,6 +128,23 @@ class CheckpointMetrics(Collector):
                 restore.add_metric([job.name, source], work.count, work.sum_s)
                 read.add_metric([job.name, source], work.size_bytes)
         yield from (persist, size, restore, read)
+
+    def _pace(self) -> Iterator[Metric]:
+        limit = GaugeMetricFamily(
+            f"{_PREFIX}_write_limit_bytes_per_second",
+            "What slow steps leave of the bandwidth to storage on this node; 0: all of it.",
+            labels=["job"],
+        )
+        slowdown = GaugeMetricFamily(
+            f"{_PREFIX}_step_slowdown_ratio",
+            "By which share steps took longer beside a write to storage, when last compared.",
+            labels=["job"],
+        )
+        for job in self._jobs.all():
+            if job.ranks:
+                limit.add_metric([job.name], job.pace.limit)
+                slowdown.add_metric([job.name], job.pace.slowdown)
+        yield from (limit, slowdown)
 
     def _replication(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(

@@ -128,9 +128,10 @@ def write_rank_file(
 
     # The file's checksum is computed from the bytes as they are written, in one pass over the slot.
     def chunks() -> Iterator[memoryview]:
-        written = file_chunks(encode_header(origin, pieces), pieces, image)
+        written = file_chunks(encode_header(origin, pieces, image), pieces, image)
         limit = registration.max_write_mib_per_s
-        for chunk in LIMITS.paced(registration.job, limit, written, cancelled):
+        held = progress.moved if progress is not None else lambda: None
+        for chunk in LIMITS.paced(registration.job, limit, written, cancelled, held):
             cancelled.check()
             hasher.update(chunk)
             yield chunk

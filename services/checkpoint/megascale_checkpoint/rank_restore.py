@@ -7,13 +7,14 @@ ended. :mod:`megascale_checkpoint.rank_snapshots` owns the slots.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from megascale_checkpoint import restore
-from megascale_checkpoint.checksums import verify_image
+from megascale_checkpoint.checksums import shares, verify_image
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.replicas.protocol import SealedState, StateKey
@@ -33,7 +34,7 @@ from megascale_common.sizes.read_rounds import Read
 T = TypeVar("T")
 SLOT_WAIT_S = 30.0  # what persists for the attempt before has been asked to stop
 PEER = "peer"  # as a source of restores in metrics; to its rank the state is memory then
-READERS = 4  # threads that fill one window
+READERS = 4  # threads that fill one window, or verify one slot
 
 
 class RestoreListener(Protocol):
@@ -164,15 +165,16 @@ class RankRestores:
         slot = await self._take_slot()
         return StoredReads(slot, stored, cancelled, began_s)
 
-    async def index(
-        self, reads: StoredReads, file: int, first: int, count: int
-    ) -> tuple[Runs, int]:
+    async def index(self, reads: StoredReads, file: int, first: int, most: int) -> tuple[Runs, int]:
         """Part of the index of a file, and the next piece to ask for (-1: none is left).
+
+        It has at most ``most`` units, or those of one piece.
 
         Raises: as :meth:`StoredCheckpoint.index`.
         """
 
         def read() -> tuple[Runs, int]:
+            count = reads.stored.fitting(file, first, most)
             following, all_pieces = first + count, reads.stored.piece_count(file)
             runs = reads.stored.index(file, first, count)
             return runs, following if following < all_pieces else -1
@@ -336,14 +338,15 @@ class RankRestores:
         memory = self._slots.memories[slot.index]
         layout = self._slots.registration.layout
         try:
-            await in_pool(
-                self._pools.memory,
-                verify_image,
-                layout,
-                memory.view,
-                seal.checksums,
-                str(memory.path),
-            )
+            what = (layout, memory.view, seal.checksums, str(memory.path))
+            work = [
+                in_pool(self._pools.memory, verify_image, *what, share)
+                for share in shares(layout, READERS)
+            ]
+            # All threads end before an error is raised: none may read the slot afterwards.
+            for problem in await asyncio.gather(*work, return_exceptions=True):
+                if problem is not None:
+                    raise problem
         except BaseException:
             self._slots.table.release(slot.index)
             raise
@@ -357,7 +360,7 @@ class RankRestores:
         try:
             filled = await in_pool(
                 self._pools.storage,
-                restore.fill,
+                functools.partial(restore.fill, checked=plan.checked),
                 plan.manifest_uri,
                 plan.step,
                 given.rank,

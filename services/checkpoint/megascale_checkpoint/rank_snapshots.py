@@ -12,6 +12,7 @@ releases the slot.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections import deque
 from dataclasses import replace
@@ -35,6 +36,10 @@ log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
 SEALING_THREADS = 4  # for one state: checksums run at some 20 GB/s in each
 STORE_SILENT_S = 20.0  # without a byte taken: the storage is reported as hung
+# Without a byte taken: its thread is left alone, and the slot is free again. A sync of what a slow
+# disk has in its cache may take minutes.
+GIVEN_UP_S = 300.0
+MOST_LEFT_ALONE = 2  # threads of one rank that a storage holds
 STOP_S = 5.0  # for threads to see that they are cancelled; one in a hung storage does not
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0  # pauses of a Drain between two writes of a step
 
@@ -67,10 +72,11 @@ class Owner(Protocol):
 class RankSnapshots:
     """The snapshots of one (job, rank), kept across workers and attempts of the same layout.
 
-    ``store_silent_s``: a storage that takes nothing for so long is reported.
+    ``store_silent_s``: a storage that takes nothing for so long is reported; after ``given_up_s``
+    the slot that it holds is free again.
     """
 
-    store_silent_s = STORE_SILENT_S
+    store_silent_s, given_up_s = STORE_SILENT_S, GIVEN_UP_S
 
     def __init__(
         self,
@@ -86,9 +92,11 @@ class RankSnapshots:
         self.owner: Owner | None = None
         self.persisting: persist.Progress | None = None
         self.durable_step = 0  # the newest whose file this rank has written
+        self.persist_s = 0.0  # how long that took
         self._listener, self._pools, self._committer = listener, pools, committer
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
+        self._left_alone: set[asyncio.Future[persist.Prepared]] = set()
         self._seals: set[asyncio.Task[None]] = set()
         self._reports: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._committed: deque[tuple[int, int]] = deque(maxlen=KEPT_FAILURES)
@@ -273,7 +281,7 @@ class RankSnapshots:
             task.cancel()
         ending = [*tasks, *self._seals, *self.restores.cancel()]
         _, stuck = await asyncio.wait(ending, timeout=STOP_S)
-        return not stuck
+        return not stuck and not self._left_alone
 
     async def _seal(
         self, registration: RegisteredRank, index: int, step: int, small_state: dict[str, Any]
@@ -343,7 +351,7 @@ class RankSnapshots:
             self._listener.changed.notify()
             return
         sealed = slot.seal
-        registration, cancelled = self.registration, self._cancelled
+        registration, cancelled = self.registration, self._cancelled.part()
         slot.busy += 1  # before the thread starts: from now on nobody may acquire the slot
         began_s = time.monotonic()
         image = self.memories[slot.index].view
@@ -356,7 +364,7 @@ class RankSnapshots:
         try:
             # The thread reads the slot until it sees the cancellation: the slot must not be written
             # or freed before.
-            prepared = await _finish(running, cancelled)
+            prepared = await self._finish(running, cancelled, progress)
         except SupersededError:
             log.info(
                 "persist superseded", job=registration.job, attempt=seal.attempt, step=seal.step
@@ -374,7 +382,8 @@ class RankSnapshots:
             self._forget(key)
             self.durable_step = seal.step
             size_bytes = sum(file.size_bytes for file in prepared.request.files)
-            self._listener.note_persisted(time.monotonic() - began_s, size_bytes)
+            self.persist_s = time.monotonic() - began_s
+            self._listener.note_persisted(self.persist_s, size_bytes)
             # Not awaited: the commit waits for all ranks, and the next step can be persisted
             # meanwhile. The slot is free already, because the file is durable.
             task = asyncio.create_task(self._report(key, prepared, registration.committer_endpoint))
@@ -387,6 +396,46 @@ class RankSnapshots:
                 slot.busy -= 1
                 slot.pending = False
             self._listener.changed.notify()
+
+    async def _finish(
+        self,
+        running: asyncio.Future[persist.Prepared],
+        cancelled: Cancellation,
+        progress: persist.Progress,
+    ) -> persist.Prepared:
+        """The result of a thread; if the caller is cancelled, wait until the thread has ended.
+
+        Raises:
+            OSError: the storage holds it for too long. It is asked to stop, and what it may still
+                read or write counts for nothing: its file is reported by nobody.
+        """
+        try:
+            while not running.done():
+                left_s = max(self.given_up_s - progress.still_s, self.given_up_s / 10)
+                await asyncio.wait([running], timeout=left_s)
+                given_up = not running.done() and progress.still_s >= self.given_up_s
+                if given_up and len(self._left_alone) < MOST_LEFT_ALONE:
+                    cancelled.cancel()
+                    self._left_alone.add(running)
+                    running.add_done_callback(self._ended_at_last)
+                    text = (
+                        f"the storage {self.registration.uri} has taken nothing for "
+                        f"{progress.still_s:.0f} s: the step is given up, and its slot is free"
+                    )
+                    raise OSError(errno.ETIMEDOUT, text)
+            return running.result()
+        except asyncio.CancelledError:
+            cancelled.cancel()
+            await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()  # marks it as retrieved, or asyncio would log a warning
+            raise
+
+    def _ended_at_last(self, running: asyncio.Future[persist.Prepared]) -> None:
+        self._left_alone.discard(running)
+        if not running.cancelled():
+            running.exception()  # marks it as retrieved
+        self._listener.changed.notify()
 
     @staticmethod
     def _progress_of(registration: RegisteredRank) -> persist.Progress:
@@ -419,17 +468,3 @@ class RankSnapshots:
         finally:
             self._reports.pop(key, None)
             self._listener.changed.notify()
-
-
-async def _finish(
-    running: asyncio.Future[persist.Prepared], cancelled: Cancellation
-) -> persist.Prepared:
-    """The result of a thread; if the caller is cancelled, wait until the thread has ended."""
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        cancelled.cancel()
-        await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # marks it as retrieved, or asyncio would log a warning
-        raise

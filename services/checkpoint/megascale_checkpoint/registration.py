@@ -51,6 +51,7 @@ class RegisteredRank:
         replica_bytes_per_s: what all ranks of the node together may send to peers; 0: no limit.
         layout_info: the sizes of tp, cp, dp and pp, for the manifest.
         max_write_mib_per_s: most that the job's ranks of this node write to storage; 0: no limit.
+        max_step_slowdown: share by which steps may take longer beside a write; 0: any.
     """
 
     job: str
@@ -65,6 +66,7 @@ class RegisteredRank:
     layout_info: dict[str, int]
     in_flight: int = 1
     max_write_mib_per_s: float = 0.0
+    max_step_slowdown: float = 0.0
     replica_target: str = ""
     replica_source: str = ""
     replica_bytes_per_s: int = 0
@@ -138,6 +140,7 @@ def parse(message: Mapping[str, Any]) -> RegisteredRank:
         max_write_mib_per_s=field(
             {"max_write_mib_per_s": 0.0, **message}, "max_write_mib_per_s", float
         ),
+        max_step_slowdown=field({"max_step_slowdown": 0.0, **message}, "max_step_slowdown", float),
         **_replicas(message.get("replicas", {"target": "", "source": "", "bytes_per_s": 0})),
     )
     _check(registration)
@@ -173,6 +176,8 @@ def _check(given: RegisteredRank) -> None:
         raise RequestError(
             f"register.max_write_mib_per_s is {given.max_write_mib_per_s}; give 0 or more"
         )
+    if not 0 <= given.max_step_slowdown <= 1:
+        raise RequestError(f"register.max_step_slowdown is {given.max_step_slowdown}; give 0 to 1")
     if given.attempt < 1:
         raise RequestError(f"register.attempt is {given.attempt}; attempts count from 1")
     if not 0 <= given.rank < given.world_size:

@@ -52,6 +52,8 @@ def fill(
     image: memoryview,
     cancelled: Cancellation | None = None,
     manifest_xxh3: str = "",
+    *,
+    checked: bool = True,
 ) -> Filled:
     """Read a checkpoint into ``image``, a slot of ``layout``. Blocking.
 
@@ -64,7 +66,9 @@ def fill(
         SupersededError: cancelled.
         OSError: the storage does not answer.
     """
-    plan = RestorePlan(RestoreSource.STORAGE, job_step, 0, manifest_uri, manifest_xxh3)
+    plan = RestorePlan(
+        RestoreSource.STORAGE, job_step, 0, manifest_uri, manifest_xxh3, checked=checked
+    )
     stored = StoredCheckpoint.open(plan, cancelled or Cancellation())
     # A piece may be shorter than its place in the slot; the trainer relies on zeros in the padding.
     np.frombuffer(image, np.uint8)[:] = 0

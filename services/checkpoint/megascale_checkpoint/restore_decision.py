@@ -6,6 +6,7 @@ each rank's slot.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.errors import DamagedError, NotFoundError, UnusableError
 
 MAX_NAMED = 20  # damaged files that one answer lists
+MOST_OLDER = 3  # checkpoints that an attempt may fall to while it restores
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class RestoreDecision:
             "attempt": plan.written_by_attempt,
             "manifest_uri": plan.manifest_uri,
             "manifest_xxh3": plan.manifest_xxh3,
+            "older": [older.to_mapping() for older in plan.older],
             "passed_over": list(self.passed_over),
         }
 
@@ -55,6 +58,7 @@ class RestoreDecision:
             values["attempt"],
             values["manifest_uri"],
             values.get("manifest_xxh3", ""),  # older builds wrote none
+            tuple(RestorePlan.from_mapping(older) for older in values.get("older", ())),
         )
         return cls(plan, tuple(values["passed_over"]))
 
@@ -80,10 +84,10 @@ def decide(
     in_memory = sealed.step > 0 and sealed.step not in refused_steps
     after_step = sealed.step if in_memory else 0
     committed = _newest_whole(log, uri, after_step, refused_steps, passed_over)
+    if committed is None and in_memory:
+        committed = _with_stored_copy(log, uri, sealed)
     if committed is not None:
-        return RestoreDecision(committed, tuple(passed_over[:MAX_NAMED]))
-    if in_memory:
-        plan = _with_stored_copy(log, uri, sealed)
+        plan = replace(committed, older=_older(log, uri, committed.step, refused_steps))
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     _refuse_to_start_over(log, uri, refused_steps, passed_over)
     if load_uri:
@@ -98,7 +102,14 @@ def decide(
                 f"from{damaged}; give the folder of a job that has committed one, or leave it out"
             )
         # Attempt numbers of two jobs are unrelated: no attempt of this job wrote the state.
-        plan = replace(loaded, written_by_attempt=0)
+        plan = replace(
+            loaded,
+            written_by_attempt=0,
+            older=tuple(
+                replace(older, written_by_attempt=0)
+                for older in _older(other, load_uri, loaded.step, refused_steps)
+            ),
+        )
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     return RestoreDecision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
 
@@ -135,6 +146,25 @@ def _stored_copy(log: CommitLog, sealed: SealedStep) -> Record | None:
         if record.attempt == sealed.attempt or adopted:
             return record
     return None
+
+
+def _older(
+    log: CommitLog, uri: str, step: int, refused_steps: frozenset[int]
+) -> tuple[RestorePlan, ...]:
+    """Commits below ``step``, newest first; of their files nothing is known yet."""
+    found = (
+        RestorePlan(
+            RestoreSource.STORAGE,
+            record.step,
+            record.attempt,
+            join(uri, record.values["manifest"]),
+            record.values["manifest_xxh3"],
+            checked=False,
+        )
+        for record in log.commits()
+        if record.step < step and record.step not in refused_steps
+    )
+    return tuple(itertools.islice(found, MOST_OLDER))
 
 
 def _refuse_to_start_over(

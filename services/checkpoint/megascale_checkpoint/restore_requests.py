@@ -16,7 +16,7 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node.framing import Message
 from megascale_common.node.messages import DaemonAnswer, ErrorKind, Refused, Restored
 from megascale_common.node.restore_messages import (
-    INDEX_PIECES,
+    INDEX_UNITS,
     MOST_READS,
     DidRead,
     MemoryState,
@@ -120,7 +120,7 @@ class RestoreRequests:
             raise RequestError(
                 f"restore_index.file is {file} and first {first}; there are {files} files"
             )
-        work = self._restores().index(reads, file, first, INDEX_PIECES)
+        work = self._restores().index(reads, file, first, INDEX_UNITS)
         found = await self._with_slot(reads, work)
         if not isinstance(found, tuple):
             return found

@@ -2,7 +2,8 @@
 
 Each 1-D tensor is one primary piece. Its metadata name the flat range, the box and the global
 parameter that it covers, so any later layout finds what it needs, and hold its checksum, so a piece
-is verified without reading the whole file. The header has a checksum of its own, because otherwise
+is verified without reading the whole file; a large one has those of its chunks as well, so that
+several readers share it. The header has a checksum of its own, because otherwise
 a flipped bit in an offset would go undetected.
 """
 
@@ -25,6 +26,7 @@ from megascale_checkpoint.checksums import (
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.piece_runs import chunk_bytes
 
 FORMAT = "megascale-shard-1"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}  # safetensors' names
@@ -50,6 +52,7 @@ class StoredPiece:
     piece: ShardPiece
     checksum: str
     file: str
+    chunks: tuple[str, ...] = ()
 
 
 def primary(layout: ShardLayout, checksums: tuple[str, ...]) -> list[tuple[ShardPiece, str]]:
@@ -63,8 +66,21 @@ def primary(layout: ShardLayout, checksums: tuple[str, ...]) -> list[tuple[Shard
     return sorted(chosen, key=lambda item: item[0].slot_offset_bytes)
 
 
-def encode_header(origin: Origin, pieces: list[tuple[ShardPiece, str]]) -> bytes:
-    """Length and JSON of a safetensors header, padded with spaces to ALIGNMENT."""
+def chunk_checksums(view: memoryview) -> list[str]:
+    """Checksums of the chunks of a piece; none of one that is not divided."""
+    length = chunk_bytes(len(view))
+    if len(view) <= length:
+        return []
+    return [checksum(view[begin : begin + length]) for begin in range(0, len(view), length)]
+
+
+def encode_header(
+    origin: Origin, pieces: list[tuple[ShardPiece, str]], image: memoryview | None = None
+) -> bytes:
+    """Length and JSON of a safetensors header, padded with spaces to ALIGNMENT.
+
+    With the slot ``image`` large pieces get the checksums of their chunks.
+    """
     header: dict[str, Any] = {}
     metadata = {
         "format": FORMAT,
@@ -78,17 +94,18 @@ def encode_header(origin: Origin, pieces: list[tuple[ShardPiece, str]]) -> bytes
             "shape": [piece.flat_stop - piece.flat_start],
             "data_offsets": [offset, offset + piece.size_bytes],
         }
-        metadata[key] = json.dumps(
-            {
-                "name": piece.name,
-                "state": piece.state,
-                "global_shape": piece.global_shape,
-                "start": piece.start,
-                "stop": piece.stop,
-                "flat": [piece.flat_start, piece.flat_stop],
-                RECORD_CHECKSUM: digest,
-            }
-        )
+        described = {
+            "name": piece.name,
+            "state": piece.state,
+            "global_shape": piece.global_shape,
+            "start": piece.start,
+            "stop": piece.stop,
+            "flat": [piece.flat_start, piece.flat_stop],
+            RECORD_CHECKSUM: digest,
+        }
+        if image is not None and (chunks := chunk_checksums(piece_view(piece, image))):
+            described["chunks"] = chunks
+        metadata[key] = json.dumps(described)
         offset += piece.size_bytes
     header["__metadata__"] = metadata
     # Safetensors allows strings only in __metadata__, so the checksum of all the rest goes there.
@@ -183,4 +200,5 @@ def _piece(key: str, entry: dict[str, Any], described: str, start: int, file: st
         slot_offset_bytes=start + entry["data_offsets"][0],
         primary=True,
     )
-    return StoredPiece(piece, values[RECORD_CHECKSUM], file)
+    # Absent in files of older builds, and of small pieces.
+    return StoredPiece(piece, values[RECORD_CHECKSUM], file, tuple(values.get("chunks", ())))

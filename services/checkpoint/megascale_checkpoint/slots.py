@@ -15,6 +15,7 @@ a slot that is being read is not written; the newest sealed slot is never handed
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ class Slot:
         pending: waits to be persisted.
         adopter: the attempt that persists the state in place of the one that sealed it; 0: none.
         busy: number of readers (persistence, a restoring worker).
+        copied: a copy to a peer reads the slot; returns whether it must be let to its end.
     """
 
     index: int
@@ -71,6 +73,7 @@ class Slot:
     pending: bool = False
     adopter: int = 0
     busy: int = 0
+    copied: Callable[[], bool] | None = None
 
     @property
     def in_use(self) -> bool:
@@ -240,14 +243,21 @@ class SlotTable:
             s
             for s in self.slots
             if s.phase is SlotPhase.SEALED and not s.pending and not s.busy and s.seal
+            if s.copied is None or not s.copied()
         ]
         # A restart restores the newest seal, so it is kept even when all other slots are taken, and
         # the snapshot is skipped instead.
         if spare_newest:
             idle = [slot for slot in idle if slot.seal is not sealed[-1]]
-        return min(idle, key=lambda slot: slot.seal.age if slot.seal else (0, 0), default=None)
+        # One that a copy reads is the last choice, because the copy would end.
+        return min(
+            idle,
+            key=lambda slot: (slot.copied is not None, slot.seal.age if slot.seal else (0, 0)),
+            default=None,
+        )
 
     @staticmethod
     def _reuse(slot: Slot, phase: SlotPhase, step: int) -> None:
         slot.phase, slot.step, slot.seal = phase, step, None
         slot.persist, slot.pending, slot.adopter, slot.busy = False, False, 0, 0
+        slot.copied = None

@@ -34,6 +34,7 @@ OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
 FULL_HOST_RANKS = 8  # ranks of a full host, for the choice between three slots and two
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
+MADV_REMOVE = 9  # frees the pages of a tmpfs file, and leaves a hole
 
 
 def default_base() -> Path:
@@ -49,16 +50,27 @@ class SlotMemory:
         self._closed = False
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Reserve the pages now: a full tmpfs raises an error here, while a hole in the file
-            # would kill the writer with SIGBUS later.
-            os.posix_fallocate(self.descriptor, 0, size_bytes)
+            os.ftruncate(self.descriptor, size_bytes)
             self._map = mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED)
+            # Huge pages, where the mount gives them (huge=advise or within_size): mapping and
+            # pinning 4 KiB pages costs a restarted rank several times what the copy does.
+            with suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            view = memoryview(self._map)
+            _populate(view)
+            # Reserve what is not there yet: a full tmpfs raises an error here, while a hole in the
+            # file would kill the writer with SIGBUS later.
+            os.posix_fallocate(self.descriptor, 0, size_bytes)
         except OSError:
             os.close(self.descriptor)
             path.unlink()
             raise
-        self.view = memoryview(self._map)
-        _populate(self.view)
+        self.view = view
+
+    def empty(self) -> None:
+        """Give the pages back to the system, although others may map them; the content is lost."""
+        if not self._closed:
+            _advise(self.view, MADV_REMOVE)
 
     def close(self) -> None:
         """Unmap and remove the file, once; its memory is freed when no process maps it any more."""
@@ -166,6 +178,15 @@ class StagingFolder:
             self._unreserve(slot.size_bytes)
             slot.close()
 
+    def free_unread(self, slots: list[SlotMemory]) -> None:
+        """As :meth:`free`, for slots that a thread may never unmap: their pages go all the same.
+
+        Whoever reads them later finds zeros.
+        """
+        for slot in slots:
+            slot.empty()
+        self.free(slots)
+
     def room_bytes(self) -> int:
         """Bytes that may still be allocated within the limit, the file system, host memory
         and the memory cgroups of this process."""
@@ -220,10 +241,12 @@ def _populate(view: memoryview) -> None:
     """Map all pages of ``view`` now. Does nothing on an older kernel."""
     # Through ctypes, which releases the interpreter lock meanwhile: with MAP_POPULATE, mmap holds
     # it for seconds.
+    _advise(view, MADV_POPULATE_WRITE)
+
+
+def _advise(view: memoryview, advice: int) -> None:
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(address), ctypes.c_size_t(len(view)), MADV_POPULATE_WRITE
-    )
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(view)), advice)
 
 
 def _private_folder(base: Path) -> None:

@@ -1,8 +1,8 @@
 """One committed checkpoint on storage, read in parts: the index of its files, and verified bytes.
 
 The manifest is compared with the hash of its COMMIT record before anything is read. A unit (a
-stored piece) is verified against its checksum when its last byte is read; a large one may be read
-in several parts, from first to last.
+stored piece, or a chunk of a large one) is verified against its checksum when its last byte is
+read; it may be read in several parts, from first to last.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ class StoredCheckpoint:
         """Read and verify the manifest of ``plan``.
 
         Raises:
-            DamagedError: it is not the one that was committed, or of another step.
+            DamagedError: it is not the one that was committed, or of another step; or the plan is
+                not ``checked``, and there is none.
             RequestError: there is none on this node, or the uri is not supported.
             OSError: the storage does not answer.
         """
         try:
             storage, manifest = manifests.load(plan.manifest_uri, plan.manifest_xxh3)
         except MissingFileError as error:
+            if not plan.checked:
+                raise  # nobody has looked at it since it was committed
             # The committer has just read the manifest on its node, so this node's folder is at
             # fault and the checkpoint must not be marked as damaged.
             raise RequestError(
@@ -75,11 +78,25 @@ class StoredCheckpoint:
         """
         pieces = self._pieces(number)
         pieces = pieces[first : len(pieces) if count is None else first + count]
-        return runs_of((p.piece for p in pieces), number, [p.checksum for p in pieces])
+        sums, chunks = [p.checksum for p in pieces], [p.chunks for p in pieces]
+        return runs_of((p.piece for p in pieces), number, sums, chunks)
 
     def piece_count(self, number: int) -> int:
         """How many pieces file ``number`` holds. Raises as :meth:`index`."""
         return len(self._pieces(number))
+
+    def fitting(self, number: int, first: int, most: int) -> int:
+        """How many pieces of file ``number``, from ``first`` on, have ``most`` units together.
+
+        At least one, if there is one. Raises as :meth:`index`.
+        """
+        count = units = 0
+        for stored in self._pieces(number)[first:]:
+            units += max(1, len(stored.chunks))
+            if count and units > most:
+                break
+            count += 1
+        return count
 
     def read(self, read: Read, target: memoryview) -> None:
         """Fill ``target`` with a part of a unit; parts of one unit are read in order.
@@ -125,7 +142,8 @@ class StoredCheckpoint:
     def _name(self, read: Read) -> str:
         """The piece of a unit, for people; its header may have been read by another node alone."""
         for stored in self._headers.get(read.file, ()):
-            if stored.piece.slot_offset_bytes == read.first:
+            begin = stored.piece.slot_offset_bytes
+            if begin <= read.first < begin + stored.piece.size_bytes:
                 return f"{stored.piece.name} ({stored.piece.state})"
         return f"the piece at byte {read.first}"
 

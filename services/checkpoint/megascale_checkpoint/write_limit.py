@@ -1,13 +1,15 @@
 """The bandwidth limit of stage 2: what one job writes to storage from one node.
 
-The ranks of a job on a node share one token bucket, which lives in the node's daemon.
+The ranks of a job on a node share one token bucket, which lives in the node's daemon. Its rate is
+the job's own limit, or the lower one that steps beside it allow for now
+(:mod:`megascale_checkpoint.persist_pace`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megascale_checkpoint.concurrency import Cancellation
@@ -16,6 +18,9 @@ MIB = 2**20
 BURST_S = 0.25  # how much of a second's bytes may be written at once after a pause
 LEAST_CHUNK_BYTES = 64 * 1024
 KEPT_JOBS = 64
+HELD_PAUSE_S = 0.05  # between two looks at whether writing is still held
+# A pace ends when no step has come for so long: the run has ended, or waits for the write itself.
+PACE_STEPS, LEAST_PACE_S = 5.0, 2.0
 
 
 @dataclass(slots=True)
@@ -40,12 +45,42 @@ class TokenBucket:
         return max(LEAST_CHUNK_BYTES, int(self.bytes_per_s * BURST_S))
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What steps allow for now: bytes per second (0: any), or nothing while ``hold``."""
+
+    bytes_per_s: float
+    hold: bool
+    until_s: float
+
+
 class WriteLimits:
     """The buckets of a daemon's jobs; for any number of threads."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, TokenBucket] = {}
+        self._paces: dict[str, Pace] = {}
+        self._taken: dict[str, int] = {}
         self._lock = threading.Lock()
+
+    def set_pace(self, job: str, bytes_per_s: float, *, hold: bool, step_s: float) -> None:
+        """What the steps of ``job``, of ``step_s`` each, allow until the next of them."""
+        until_s = time.monotonic() + max(LEAST_PACE_S, PACE_STEPS * step_s)
+        with self._lock:
+            self._paces[job] = Pace(bytes_per_s, hold, until_s)
+            while len(self._paces) > KEPT_JOBS:
+                del self._paces[next(iter(self._paces))]
+
+    def taken(self, job: str) -> int:
+        """Bytes that were given to the storage for ``job`` so far."""
+        with self._lock:
+            return self._taken.get(job, 0)
+
+    def forget(self, job: str) -> None:
+        """The job has no slots here any more."""
+        with self._lock:
+            for kept in (self._buckets, self._paces, self._taken):
+                kept.pop(job, None)
 
     def paced(
         self,
@@ -53,31 +88,46 @@ class WriteLimits:
         mib_per_s: float,
         chunks: Iterable[memoryview],
         cancelled: Cancellation,
+        held: Callable[[], None] = lambda: None,
     ) -> Iterator[memoryview]:
         """The chunks, perhaps in smaller ones, no faster than the job's limit; 0 is no limit.
+
+        ``held`` is called again and again while the pace of the job holds writing.
 
         Raises:
             SupersededError: cancelled while it waits.
         """
-        if not mib_per_s:
-            yield from chunks
-            return
         for chunk in chunks:
             rest = chunk
             while rest:
-                size, wait_s = self._take(job, mib_per_s * MIB, len(rest))
-                cancelled.pause(wait_s)
+                while (pace := self._pace(job)) is not None and pace.hold:
+                    held()
+                    cancelled.pause(HELD_PAUSE_S)
+                slowed = pace.bytes_per_s if pace is not None else 0.0
+                rate = min((each for each in (mib_per_s * MIB, slowed) if each), default=0.0)
+                size, wait_s = self._take(job, rate, len(rest))
+                if wait_s:
+                    cancelled.pause(wait_s)
                 yield rest[:size]
                 rest = rest[size:]
 
+    def _pace(self, job: str) -> Pace | None:
+        with self._lock:
+            pace = self._paces.get(job)
+            return pace if pace is not None and time.monotonic() < pace.until_s else None
+
     def _take(self, job: str, bytes_per_s: float, wanted: int) -> tuple[int, float]:
         with self._lock:
+            if not bytes_per_s:
+                self._taken[job] = self._taken.get(job, 0) + wanted
+                return wanted, 0.0
             bucket = self._buckets.pop(job, None) or TokenBucket(bytes_per_s)
             self._buckets[job] = bucket  # the least recently used one is the first
             while len(self._buckets) > KEPT_JOBS:
                 del self._buckets[next(iter(self._buckets))]
             bucket.bytes_per_s = bytes_per_s  # a later attempt may have another limit
             size = min(wanted, bucket.chunk_bytes)
+            self._taken[job] = self._taken.get(job, 0) + size
             return size, bucket.take(size, time.monotonic())
 
 

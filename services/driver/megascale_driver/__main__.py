@@ -12,12 +12,14 @@ import gc
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 
 from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.keeper_process import KeeperProcess
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
@@ -30,10 +32,12 @@ from megascale_common.service.start import ends_with_a_sentence, read_token, wri
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
+from megascale_driver.journal.trimming import DAY_S, Retention
 from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
 from megascale_driver.metrics import DriverMetrics
 from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
+from megascale_driver.queue_options import add_queue_options
 from megascale_driver.service import DriverService
 
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
@@ -82,38 +86,61 @@ async def _serve(options: argparse.Namespace, token: str) -> None:
     endpoints = options.etcd.split(",")
     check_endpoints("--etcd", endpoints)
     async with EtcdClient(endpoints, prefix=prefix.rstrip("/") + "/") as client:
-        policy = Policy.for_interval(
-            options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
-        )
-        engine = Engine(policy, SystemClock(), token, "")
-        server = RpcServer(token, tls=tls)
+        with KeeperProcess(endpoints) as keeper:
+            await _serve_until(stop, options, token, client, keeper, tls)
 
-        async def set_serving(leads: bool) -> None:
-            for name in SERVICES:
-                await server.set_serving(name, leads)
 
-        leader = Leader(client, engine, set_serving)
-        service = DriverService(engine, leader, options.cluster)
-        driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
-        link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(
-            LinkService(engine, leader, options.cluster), server.server
-        )
-        try:
-            engine.address = await server.start(options.bind, SERVICES, serving=False)
-            metrics = await _serve_metrics(engine, options)
-            await require_etcd("--etcd", endpoints)
-            if options.address_file is not None:
-                write_address("--address-file", options.address_file, engine.address)
-        except ServiceError:
-            await server.stop(0)
-            raise
-        _log.info("the driver serves", address=engine.address, build=build_version())
-        gc.freeze()  # what start-up created lives as long as the process: never collect it
-        term = asyncio.create_task(leader.run())
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
-        await _shut_down(server, engine, term)
-        await metrics.stop()
+async def _serve_until(
+    stop: asyncio.Event,
+    options: argparse.Namespace,
+    token: str,
+    client: EtcdClient,
+    keeper: KeeperProcess,
+    tls: Tls | None,
+) -> None:
+    policy = Policy.for_interval(
+        options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
+    )
+    policy = replace(
+        policy,
+        quotas=dict(options.quota),
+        preempt=options.preemption,
+        keep_ended_jobs=options.keep_ended_jobs,
+        keep_ended_s=options.keep_ended_days * 86_400.0,
+    )
+    engine = Engine(policy, SystemClock(), token, "")
+    server = RpcServer(token, tls=tls)
+
+    async def set_serving(leads: bool) -> None:
+        if leads:
+            # The state that was just read from etcd lives for the term: never collect it.
+            gc.freeze()
+        for name in SERVICES:
+            await server.set_serving(name, leads)
+
+    leader = Leader(client, engine, set_serving, keeper, retention=_retention(options))
+    service = DriverService(engine, leader, options.cluster)
+    driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
+    link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(
+        LinkService(engine, leader, options.cluster), server.server
+    )
+    try:
+        engine.address = await server.start(options.bind, SERVICES, serving=False)
+        metrics = await _serve_metrics(engine, options)
+        await require_etcd("--etcd", client.endpoints)
+        if options.address_file is not None:
+            write_address("--address-file", options.address_file, engine.address)
+    except ServiceError:
+        await server.stop(0)
+        raise
+    _log.info("the driver serves", address=engine.address, build=build_version())
+    gc.freeze()  # what start-up created lives as long as the process: never collect it
+    keeper.start()  # now, and not with the first lease: a new term must not wait for it
+    term = asyncio.create_task(leader.run())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await _shut_down(server, engine, term)
+    await metrics.stop()
 
 
 async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> MetricsServer:
@@ -179,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
         help="write host:port to this file once it serves",
     )
     _add_metrics_and_limits(parser)
+    add_queue_options(parser)
     _add_tls(parser)
+    _add_retention(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
 
@@ -212,6 +241,49 @@ def _add_metrics_and_limits(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="a step counts as hung after this time at the earliest; default 60",
     )
+
+
+def _add_retention(parser: argparse.ArgumentParser) -> None:
+    kept = Retention()
+    parser.add_argument(
+        "--audit-lines",
+        type=_positive,
+        default=kept.lines,
+        metavar="N",
+        help=f"newest lines of the cluster's log and of each job's that stay in etcd; default "
+        f"{kept.lines}, of a job that has ended {kept.ended_lines} at most",
+    )
+    parser.add_argument(
+        "--audit-days",
+        type=_positive,
+        default=int(kept.age_s / DAY_S),
+        metavar="N",
+        help=f"days for which a line stays there at most; default {kept.age_s / DAY_S:.0f}",
+    )
+    parser.add_argument(
+        "--audit-export",
+        type=Path,
+        metavar="FOLDER",
+        help="append lines to audit-DATE.jsonl in this folder before they are removed from etcd; "
+        "default: they are removed without",
+    )
+
+
+def _retention(options: argparse.Namespace) -> Retention:
+    lines: int = options.audit_lines
+    kept = Retention()
+    return Retention(
+        lines=lines,
+        age_s=options.audit_days * DAY_S,
+        ended_lines=min(lines, kept.ended_lines),
+        export_to=options.audit_export,
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1000000000")
+    return int(text)
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:

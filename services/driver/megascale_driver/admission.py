@@ -17,7 +17,7 @@ from megascale_common.job.config import DataSource, JobConfig
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.node.incarnation import file_view
 from megascale_common.sizes.memory import largest_rank_memory
-from megascale_driver.core.scheduling import capacities
+from megascale_driver.core.candidates import capacities
 from megascale_driver.core.state import Cluster, Liveness
 from megascale_driver.placement import fit
 
@@ -45,7 +45,9 @@ def _shared_folder(config: JobConfig, state: Cluster) -> Iterator[JobProblem]:
     """The checkpoint folder of another job, which has written there or is about to."""
     folder = _path(config.checkpoint.uri)
     for job in state.jobs.values():
-        used = job.restore is not None or job.committed_step or not job.terminal
+        used = job.current.restore is not None or job.committed_step or not job.terminal
+        if job.name == config.name:
+            continue  # an update: it is its own folder
         if folder and used and folder == _path(job.config.checkpoint.uri):
             yield JobProblem(
                 "checkpoint.uri",

@@ -9,19 +9,20 @@ report.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import contextlib
+import math
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megascale.v1 import types_pb2
+from megascale.v1 import link_pb2, types_pb2
 from megascale_common.etcd.election import Leadership
 from megascale_common.service import logs
 from megascale_common.service.clock import Clock
 from megascale_common.service.errors import NotLeaderError
 from megascale_driver import probes, wire
 from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
-from megascale_driver.core import machine
+from megascale_driver.core import hang, machine, plausible
 from megascale_driver.core.events import (
     Audit,
     Effect,
@@ -33,23 +34,36 @@ from megascale_driver.core.events import (
     OpenAttempt,
     OpenFailed,
     Outcome,
+    PagesRead,
     Probe,
     ProbeResult,
+    RankPages,
+    RecordRefused,
+    StreamReset,
     Tick,
 )
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import AttemptPhase, Cluster
+from megascale_driver.core.state import AttemptPhase, Cluster, Job
 from megascale_driver.feeds import JobFeeds
 from megascale_driver.journal.audit_log import AuditLog, canonical
 from megascale_driver.journal.store import Loaded, Store
 from megascale_driver.node_calls import NodeCalls
-from megascale_driver.open_links import OpenLinks
+from megascale_driver.open_links import Link, OpenLinks
+from megascale_driver.orders import Orders
+from megascale_driver.presence.inbox import Inbox
+from megascale_driver.presence.intake import Intake
+from megascale_driver.presence.lane import News
+from megascale_driver.presence.steps import StepLanes
+from megascale_driver.streams import first_of
 
-TICK_INTERVAL_S = 0.25
 CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
 LOOP_BLOCKED_S = 1.0  # beyond, the driver itself stood still: silence of nodes is no evidence
 BATCH_EVENTS = 256  # decided on in one commit
-QUEUE_EVENTS = 100_000  # beyond, heartbeats are dropped: newer ones replace them
+# Status pages of an attempt that stands still are read so often, or less if it has many nodes.
+PAGES_INTERVAL_S = 1.0
+PAGES_NODES_PER_S = 300.0
+PROBES_AT_ONCE = 128  # the others wait: a fleet that is silent must not take all descriptors
+PAGES_AT_ONCE = 32  # nodes, before other tasks get a turn
 
 _ENDS = frozenset({AttemptPhase.FAILED, AttemptPhase.FINISHED})
 
@@ -100,28 +114,67 @@ class Engine:
         self.links = OpenLinks()
         self.observers: list[Observer] = []
         self._token = token
-        self._queue: deque[_Entry] = deque()
+        self._inbox: Inbox[_Entry] = Inbox()
         self._arrived = asyncio.Event()
-        # Of the step records since the last tick.
-        self._steps: dict[str, tuple[int, int]] = {}
-        self._checkpointing_s: dict[str, float] = {}
+        self._retimed = asyncio.Event()  # what the next tick waits for may have changed
+        self.presence = Intake(policy)
+        self._refused_records: set[str] = set()  # jobs that had one in this term
+        self._steps = StepLanes()
+        self._tick_waits = False  # for the core
+        self._pages_at_s: dict[str, float] = {}  # when those of a job were read
         self._tracks: dict[str, DivergenceTrack] = {}
+        self._probing = asyncio.Semaphore(PROBES_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, event: Event) -> None:
         """Queue an event; dropped without a leadership, since a term starts from the open links."""
         if self.term is None:
             return
-        if len(self._queue) >= QUEUE_EVENTS:
-            _log.warning(
-                "the event queue is full; an event is dropped", node=getattr(event, "node", "")
-            )
-            return
-        if self._steps and isinstance(event, NodeReport) and event.report.phase in _ENDS:
-            # The steps that the attempt has completed belong before its end.
-            self._queue.append(_Entry(self._tick_of(event.now_s, blocked=False)))
-        self._queue.append(_Entry(event))
+        node: str = getattr(event, "node", "")
+        if isinstance(event, NodeReport):
+            if self._steps and event.report.phase in _ENDS:
+                # The steps that the attempt has completed belong before its end.
+                self._inbox.put(_Entry(self._tick_of(event.now_s, blocked=False)))
+            self._inbox.put_report(_Entry(event), node)
+        else:
+            self._inbox.put(_Entry(event), node)
         self._arrived.set()
+
+    def opened(self, link: Link) -> None:
+        """A node has opened its link."""
+        now_s = self.clock.now_s()
+        self.presence.lane.opened(now_s, link.node, link.incarnation)
+        self.post(NodeHello(now_s, link.node, link.identity))
+
+    def closed(self, link: Link) -> None:
+        """A node's link broke."""
+        self.presence.lane.closed(link.node, link.incarnation)
+        self.post(StreamReset(self.clock.now_s(), link.node, link.incarnation))
+
+    def heard(self, link: Link, beat: link_pb2.Heartbeat | None, now_s: float) -> None:
+        """A heartbeat has arrived on a link (None: one that cannot be used); most end here."""
+        if self.links.get(link.node) is not link:
+            return  # the node has dialled again meanwhile
+        news = self.presence.take(link, beat, now_s)
+        if news is not News.NONE and self.term is not None:
+            self._report(link, news, self.term.epoch, now_s)
+
+    def _report(self, link: Link, news: News, epoch: types_pb2.Epoch, now_s: float) -> None:
+        """Queue the newest heartbeat of a link for the core."""
+        try:
+            event = self.presence.report(link, epoch, now_s)
+        except ValueError as error:
+            _log.warning("a heartbeat is not understood", node=link.node, error=str(error))
+            return
+        if event is None:
+            return
+        if news is News.DECIDES:
+            self.post(event)
+            return
+        if not self._inbox.put_progress(_Entry(event), link.node, event.report.job):
+            self.presence.lane.forget(link.node)  # a later heartbeat brings it again
+        # Progress waits for the next tick or another event: a fleet's comes in few decisions.
+        self._retimed.set()
 
     async def call(self, event: Event) -> Outcome:
         """Queue a request and wait until it is committed.
@@ -133,18 +186,24 @@ class Engine:
         if self.term is None:
             raise NotLeaderError("this driver does not lead")
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Entry(event, answer))
+        self._inbox.put(_Entry(event, answer))
         self._arrived.set()
         async with asyncio.timeout(CALL_TIMEOUT_S):
             return await answer
 
     def step_done(self, job: str, record: types_pb2.StepRecord) -> bool:
-        """Take in a step record; False if it was known."""
+        """Take in a step record; False if it was known, or cannot be true."""
+        known = self.state.jobs.get(job)
+        if known is not None and (problem := plausible.record(known, record.attempt, record.step)):
+            if job not in self._refused_records:
+                self._refused_records.add(job)  # once a term: a rank sends such records by the step
+                self.post(RecordRefused(self.clock.now_s(), job, problem))
+            return False
         if not self.feeds.of(job).add_step(record):
             return False
-        self._steps[job] = (record.attempt, record.step)
         held_s = record.snapshot_time.ToNanoseconds() / 1e9
-        self._checkpointing_s[job] = self._checkpointing_s.get(job, 0.0) + held_s
+        self._steps.add(job, record.attempt, record.step, held_s)
+        self._retimed.set()
         self._watch_loss(job, record)
         for observer in self.observers:
             observer.step(job, record)
@@ -178,9 +237,8 @@ class Engine:
         finally:
             self.term = None
             ticker.cancel()
-            for entry in self._queue:
+            for entry in self._inbox.clear():
                 _refuse(entry)
-            self._queue.clear()
 
     async def close(self) -> None:
         """Cancel the effects in progress."""
@@ -198,31 +256,33 @@ class Engine:
                 self.feeds.of(line.log).add_event(wire.event_message(line, term.epoch))
         for name, job in loaded.cluster.jobs.items():
             record = self.feeds.of(name).adopt(wire.record_message(job.last_record))
-            if (record.attempt, record.step) > (job.attempt, job.step):
+            if (record.attempt, record.step) > (job.attempt, job.current.step):
                 # Received in a former term of this process, and not stored.
-                self._steps[name] = (record.attempt, record.step)
+                self._steps.add(name, record.attempt, record.step)
             self._publish_job(name)
         # First the start of the term, then for each open link the node's hello and its newest
         # heartbeat. One from before this epoch counts as a report without a desired state.
-        self._queue.clear()
-        self._queue.append(_Entry(LeaderStarted(term.since_s, self.address)))
-        for link in self.links.all():
-            self._queue.append(_Entry(NodeHello(term.since_s, link.node, link.identity)))
-            if link.beat is not None:
-                report = wire.report(link.beat, term.epoch)
-                self._queue.append(
-                    _Entry(NodeReport(term.since_s, link.node, link.identity.incarnation, report))
-                )
+        self._inbox.clear()
+        self._refused_records.clear()
+        self._tick_waits = False
+        self._inbox.put(_Entry(LeaderStarted(term.since_s, self.address)))
+        lane, links = self.presence.lane, self.links.all()
+        lane.begin(term.since_s, loaded.cluster.nodes)
+        for link in links:
+            lane.opened(term.since_s, link.node, link.incarnation)
+            self._inbox.put(_Entry(NodeHello(term.since_s, link.node, link.identity)), link.node)
+            self._report(link, News.DECIDES, term.epoch, term.since_s)
         self._arrived.set()
 
     async def _turn(self, store: Store, leadership: Leadership) -> None:
         """Wait for events, decide on a batch of them, commit, then let out what follows."""
-        if not self._queue:
+        if not self._inbox:
             self._arrived.clear()
             await first_of(self._arrived.wait(), leadership.lease.lost.wait())
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_EVENTS))]
+        batch = self._inbox.take(BATCH_EVENTS)
         old, state = self.state, self.state
         outcomes: list[tuple[_Entry, Outcome]] = []
+        self._tick_waits &= not any(isinstance(entry.event, Tick) for entry in batch)
         # self.state stays the committed one until the commit is confirmed: a request that is
         # answered meanwhile, and a term that ends here, see nothing that may never have been.
         for entry in batch:
@@ -247,6 +307,7 @@ class Engine:
                 _refuse(entry)
             raise
         self.state = state
+        self._retimed.set()
         self._publish(old, outcomes, audit)
 
     async def _commit(
@@ -281,7 +342,9 @@ class Engine:
         """Let out what is committed: audit log, watchers, then commands, effects, answers."""
         assert self.term is not None
         epoch = self.term.epoch
-        self.audit.extend(audit)
+        gone = old.jobs.keys() - self.state.jobs.keys()
+        self.feeds.forget(gone)
+        self.audit.extend(audit, gone)
         for observer in self.observers:
             observer.committed(old, self.state, audit)
         for line in audit:
@@ -293,9 +356,10 @@ class Engine:
             if before is not job and (before is None or _visible(before) != _visible(job)):
                 self._publish_job(name)
         commanded = {name: None for _, outcome in outcomes for name in outcome.commanded}
+        orders = Orders(self.state, epoch) if commanded else None
         for name in commanded:
-            node = self.state.nodes[name]
-            self.links.command(name, wire.desired_state(node, self.state.holder_of(name), epoch))
+            if orders is not None and (link := self.links.get(name)) is not None:
+                link.command(orders.of(name, link.protocol))
         for entry, outcome in outcomes:
             for effect in outcome.effects:
                 self._spawn(self._perform(effect))
@@ -317,7 +381,8 @@ class Engine:
             return
         try:
             if isinstance(effect, Probe):
-                outcome = await probes.probe(effect, self._token)
+                async with self._probing:
+                    outcome = await probes.probe(effect, self._token)
                 self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
             else:
                 self.post(
@@ -335,30 +400,71 @@ class Engine:
 
     async def _tick(self) -> None:
         """Give the core the time, four times a second; detect a blocked event loop."""
-        due_s = self.clock.now_s() + TICK_INTERVAL_S
+        last_s = self.clock.now_s()
         while True:
-            await asyncio.sleep(max(0.0, due_s - self.clock.now_s()))
-            now_s = self.clock.now_s()
+            due_s = await self._until_due(last_s)
+            last_s = now_s = self.clock.now_s()
             blocked = now_s - due_s > LOOP_BLOCKED_S
             if blocked:
                 _log.warning(
                     "the event loop was blocked; silence of nodes is ignored for a while",
                     seconds=now_s - due_s,
                 )
-            due_s = now_s + TICK_INTERVAL_S
-            if blocked or not any(isinstance(entry.event, Tick) for entry in self._queue):
+            if blocked or not self._tick_waits:
+                self._tick_waits = True
                 self.post(self._tick_of(now_s, blocked))
+            self._read_pages(now_s)
+
+    async def _until_due(self, last_s: float) -> float:
+        """Wait until the tick after ``last_s`` is due; when that was."""
+        pace = self.presence.pace
+        while True:
+            now_s = self.clock.now_s()
+            due_s = pace.next_tick_s(last_s, now_s, self.state, bool(self._steps or self._inbox))
+            if not pace.skips:
+                await asyncio.sleep(max(0.0, due_s - now_s))
+                return due_s
+            self._retimed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due_s - now_s if due_s < math.inf else None):
+                    await self._retimed.wait()
+                    continue  # something may be due earlier now
+            return due_s
 
     def _tick_of(self, now_s: float, blocked: bool) -> Tick:
-        steps = tuple((job, attempt, step) for job, (attempt, step) in self._steps.items())
+        lanes = self._steps.take()
         records = {
             job: wire.record_values(record)
-            for job, (attempt, step) in self._steps.items()
+            for job in lanes
             if (record := self.feeds.record_of(job)) is not None
         }
-        held_s, self._checkpointing_s = self._checkpointing_s, {}
-        self._steps.clear()
-        return Tick(now_s, steps, blocked, records, held_s)
+        return Tick(
+            now_s,
+            tuple((job, lane.attempt, lane.step) for job, lane in lanes.items()),
+            blocked,
+            records,
+            {job: lane.held_s for job, lane in lanes.items()},
+            self.presence.lane.due(now_s, self.state.nodes),
+        )
+
+    def _read_pages(self, now_s: float) -> None:
+        """Read the status pages of attempts that stand still: they are in no event."""
+        for job in self.state.jobs.values():
+            every_s = max(PAGES_INTERVAL_S, len(job.slots) / PAGES_NODES_PER_S)
+            if now_s - self._pages_at_s.get(job.name, 0.0) < every_s:
+                continue
+            if hang.stands_still(job, now_s, self.policy):
+                self._pages_at_s[job.name] = now_s
+                self._spawn(self._post_pages(job))
+
+    async def _post_pages(self, job: Job) -> None:
+        links = [link for slot in job.slots if (link := self.links.get(slot.node)) is not None]
+        pages: list[RankPages] = []
+        for first in range(0, len(links), PAGES_AT_ONCE):
+            part = links[first : first + PAGES_AT_ONCE]
+            pages += self.presence.pages(part, job.name, job.attempt)
+            await asyncio.sleep(0)  # acknowledgements go first
+        self.post(PagesRead(self.clock.now_s(), job.name, job.attempt, tuple(pages)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -369,7 +475,7 @@ class Engine:
 def _visible(job: Any) -> tuple[Any, ...]:
     """The part of a job whose change is sent to watchers."""
     return (
-        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.restore,
+        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.current.restore,
         job.committed_step, job.restarts, job.profile,
     )  # fmt: skip
 
@@ -381,16 +487,3 @@ def _refuse(entry: _Entry) -> None:
                 "the leadership ended before the commit was confirmed; send the request again"
             )
         )
-
-
-async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait until one of the waits has ended; the others are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        # Nothing is suppressed here: a cancellation that arrives during this wait must go on to the
-        # caller, or SIGTERM would have no effect.
-        await asyncio.wait(tasks)

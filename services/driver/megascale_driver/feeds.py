@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.service.errors import ExpiredError
@@ -133,6 +133,11 @@ class JobFeeds:
         ended = [feed for feed in self._feeds.values() if feed.ended]
         for feed in ended[:-KEPT_ENDED]:
             feed.shrink()
+
+    def forget(self, jobs: Iterable[str]) -> None:
+        """These jobs are deleted; a watch of one has ended, because the job had."""
+        for job in jobs:
+            self._feeds.pop(job, None)
 
     def record_of(self, job: str) -> types_pb2.StepRecord | None:
         """The newest step record of a job; None before the first."""

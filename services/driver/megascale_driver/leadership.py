@@ -12,18 +12,26 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable
 
-from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutcome
+from megascale_common.etcd.keeper import Keeper
+from megascale_common.etcd.lease import now_s
+from megascale_common.etcd.protocol import Etcd
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.engine import Engine
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
 from megascale_driver.journal.store import LEADER_KEY, Store
+from megascale_driver.journal.trimming import Retention, Trimmer
 
 LEASE_TTL_S = 10
 OBSERVE_INTERVAL_S = 1.0
 RETRY_S = 1.0
+LOOK_UP_S = 0.5
+# Without etcd for so long, a driver that has lost its term may be the only one that is cut off: it
+# lets its nodes go, so that they find a driver that leads. Well before that one, which counts their
+# silence from its start, takes them for dead (60 s).
+CUT_OFF_S = 20.0
 
 _log = logs.get(__name__)
 
@@ -33,21 +41,32 @@ async def _ignore(leads: bool) -> None:
 
 
 class Leader:
-    """Runs the engine's terms; calls ``notify`` with True when one starts, False when it ends."""
+    """Runs the engine's terms; calls ``notify`` with True when one starts, False when it ends.
+
+    ``keeper`` renews the lease, by default a task of the event loop; ``clock`` is the lease's.
+    ``retention`` is what stays of the audit log.
+    """
 
     def __init__(
         self,
-        client: EtcdClient,
+        client: Etcd,
         engine: Engine,
         notify: Callable[[bool], Awaitable[None]] = _ignore,
+        keeper: Keeper | None = None,
+        clock: Callable[[], float] = now_s,
+        retention: Retention | None = None,
     ) -> None:
         self.known_address = ""
         self.etcd_answers = True
+        self._answered_s = clock()  # when etcd did last
         # Set while another driver is known to lead.
         self.superseded = asyncio.Event()
         self._client = client
         self._engine = engine
         self._notify = notify
+        self._keeper = keeper
+        self._clock = clock
+        self._retention = retention if retention is not None else Retention()
 
     @property
     def shows_state(self) -> bool:
@@ -81,7 +100,14 @@ class Leader:
         value = json.dumps(self_description(engine.address)).encode()
         await self._clear_dead_leader(value)
         try:
-            leadership = await campaign(self._client, LEADER_KEY, value, ttl_s=LEASE_TTL_S)
+            leadership = await campaign(
+                self._client,
+                LEADER_KEY,
+                value,
+                ttl_s=LEASE_TTL_S,
+                keeper=self._keeper,
+                clock=self._clock,
+            )
         except EtcdError as error:
             # No space, too many requests, no access: an operator may fix it while we wait.
             _log.error(
@@ -100,10 +126,24 @@ class Leader:
             _log.error("the state in etcd cannot be read by this build", error=str(error))
             await asyncio.sleep(RETRY_S)
         finally:
-            self.known_address = ""
             await self._notify(False)
+            await self._who_leads_now()
             # Also after an error: a key that stays would keep standbys waiting for the lease.
             await leadership.resign()
+
+    async def _who_leads_now(self) -> None:
+        """Look up who leads, right after a term of this driver.
+
+        Until it is known, this driver shows no state: another may lead already, and have decided.
+        """
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                holder = await self._client.get(LEADER_KEY)
+        except (EtcdError, TimeoutError):
+            self.known_address = ""  # nobody can tell: the last state is better than none
+            return
+        address = _address_of(holder.value) if holder is not None else ""
+        self.known_address = "" if address == self._engine.address else address
 
     async def _clear_dead_leader(self, own_value: bytes) -> None:
         """Wait until etcd answers, then remove the key of a leader that is gone.
@@ -125,7 +165,13 @@ class Leader:
         store = Store(self._client, leadership)
         loaded = await store.load()
         await self._notify(True)
-        await self._engine.lead(leadership, store, loaded)
+        trimmer = Trimmer(self._client, leadership, self._retention, self._engine.clock)
+        trimming = asyncio.create_task(trimmer.run(lambda: self._engine.state))
+        try:
+            await self._engine.lead(leadership, store, loaded)
+        finally:
+            trimming.cancel()
+            await asyncio.gather(trimming, return_exceptions=True)
 
     async def _observe(self) -> None:
         """While another driver leads, keep its address and send the agents to it."""
@@ -134,6 +180,11 @@ class Leader:
                 self.etcd_answers = True
             else:
                 await self._look_up()
+            if self.etcd_answers:
+                self._answered_s = self._clock()
+            elif self._clock() - self._answered_s > CUT_OFF_S and self._engine.links.all():
+                _log.warning("no term and no etcd: the links to the nodes are closed")
+                self._engine.links.close_all()
             await asyncio.sleep(OBSERVE_INTERVAL_S)
 
     async def _look_up(self) -> None:

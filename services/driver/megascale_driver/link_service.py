@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import link_pb2, link_pb2_grpc
 from megascale_common.job.names import is_dns_label
@@ -24,12 +25,11 @@ from megascale_common.service.errors import (
 )
 from megascale_common.service.status import abort
 from megascale_driver import wire
-from megascale_driver.core.events import NodeHello, NodeReport, StreamReset
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
 from megascale_driver.open_links import Link
+from megascale_driver.orders import PROTOCOL
 
-PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=1)
 HELLO_TIMEOUT_S = 10.0
 MAX_HEARTBEAT_BYTES = 64 << 10
 
@@ -44,11 +44,11 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         self._leader = leader
         self._cluster = cluster
 
-    async def Connect(
+    async def Connect(  # type: ignore[override]  # the generated base class knows generators only
         self,
         request_iterator: AsyncIterator[link_pb2.ConnectRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[link_pb2.ConnectResponse]:
+    ) -> None:
         """One node's link, from its hello until either side ends it."""
         try:
             hello = await self._hello(request_iterator)
@@ -57,30 +57,32 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         term = self._engine.term
         if term is None:  # it may have ended while this call waited for the hello
             await abort(context, self._leader.not_leading())
-        link = Link(hello.node, wire.identity(hello), self._engine.clock.now_s())
+        now_s = self._engine.clock.now_s()
+        protocol = min(hello.protocol.highest, PROTOCOL.highest)
+        link = Link(hello.node, wire.identity(hello), now_s, context.write, protocol)
+        greeting = link_pb2.DriverHello(
+            protocol=PROTOCOL,
+            build=build_version(),
+            cluster=self._cluster,
+            epoch=term.epoch,
+            heartbeat_interval=wire.duration(self._engine.policy.heartbeat_interval_s),
+        )
         # Registered before the driver's hello is sent: a new term that starts in between finds the
         # link and introduces the node to the core again.
         self._engine.links.add(link)
-        yield link_pb2.ConnectResponse(
-            hello=link_pb2.DriverHello(
-                protocol=PROTOCOL,
-                build=build_version(),
-                cluster=self._cluster,
-                epoch=term.epoch,
-                heartbeat_interval=wire.duration(self._engine.policy.heartbeat_interval_s),
-            )
-        )
-        self._engine.post(NodeHello(self._engine.clock.now_s(), link.node, link.identity))
-        reader = asyncio.create_task(self._read(request_iterator, link))
+        reader: asyncio.Task[None] | None = None
         try:
-            async for message in link.outgoing():
-                yield message
+            await link.greet(link_pb2.ConnectResponse(hello=greeting))
+            self._engine.opened(link)
+            reader = asyncio.create_task(self._read(request_iterator, link))
+            await link.ended.wait()
         finally:
-            reader.cancel()
+            link.close()
+            if reader is not None:
+                reader.cancel()
             # Not if the node has dialled again meanwhile: its new link is not broken.
             if self._engine.links.remove(link):
-                now_s = self._engine.clock.now_s()
-                self._engine.post(StreamReset(now_s, link.node, link.identity.incarnation))
+                self._engine.closed(link)
 
     async def ReportSteps(
         self,
@@ -174,30 +176,29 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
                 if request.WhichOneof("message") != "heartbeat":
                     continue
                 beat = request.heartbeat
+                # Before anything else: no decision and no commit holds up an acknowledgement.
+                await link.acknowledge(self._ack(beat.seq, received_s))
                 # An oversized one is dropped but proves the agent alive. Closing the link would not
                 # help: the same heartbeat would come with the next one.
-                link.received_at_s = received_s
-                oversized = beat.ByteSize() > MAX_HEARTBEAT_BYTES
-                if oversized:
+                if (size := beat.ByteSize()) > MAX_HEARTBEAT_BYTES:
                     _log.warning(
-                        "a heartbeat of more than 64 KiB is dropped",
-                        node=link.node,
-                        bytes=beat.ByteSize(),
+                        "a heartbeat of more than 64 KiB is dropped", node=link.node, bytes=size
                     )
+                    self._engine.heard(link, None, received_s)
                 else:
-                    link.beat = beat
-                link.acknowledge(
-                    link_pb2.HeartbeatAck(
-                        seq=beat.seq,
-                        received_at=wire.timestamp(received_s),
-                        sent_at=wire.timestamp(self._engine.clock.now_s()),
-                    )
-                )
-                term = self._engine.term
-                if term is not None and not oversized:
-                    report = wire.report(beat, term.epoch)
-                    self._engine.post(
-                        NodeReport(received_s, link.node, link.identity.incarnation, report)
-                    )
+                    self._engine.heard(link, beat, received_s)
         finally:
             link.close()
+
+    def _ack(self, seq: int, received_s: float) -> link_pb2.ConnectResponse:
+        sent_s = self._engine.clock.now_s()
+        return link_pb2.ConnectResponse(
+            heartbeat_ack=link_pb2.HeartbeatAck(
+                seq=seq, received_at=_stamp(received_s), sent_at=_stamp(sent_s)
+            )
+        )
+
+
+def _stamp(now_s: float) -> Timestamp:
+    seconds, nanos = divmod(int(now_s * 1e9), 1_000_000_000)
+    return Timestamp(seconds=seconds, nanos=nanos)

@@ -23,6 +23,7 @@ from megascale_driver.core import goodput
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Job, JobPhase, Node
 from megascale_driver.engine import Engine
+from megascale_driver.presence.lane import Lane
 
 STEP_BUCKETS_S = (
     0.01,
@@ -146,7 +147,7 @@ class DriverMetrics(Collector):
             return  # the state of a standby is old or empty: the leader reports it
         yield from _jobs(state)
         yield from _goodput(state, now_s)
-        yield from _nodes(state, now_s)
+        yield from _nodes(state, now_s, self._engine.presence.lane)
 
     def _moved(self, before: Job, job: Job) -> None:
         if job.terminal:
@@ -250,7 +251,7 @@ def _goodput(state: Cluster, now_s: float) -> Iterator[Metric]:
     yield from (spent, ratio, lost)
 
 
-def _nodes(state: Cluster, now_s: float) -> Iterator[Metric]:
+def _nodes(state: Cluster, now_s: float, lane: Lane) -> Iterator[Metric]:
     counts = Counter((node.liveness, node.disposition) for node in state.nodes.values())
     nodes = GaugeMetricFamily(
         "megascale_nodes", "Nodes by state.", labels=["liveness", "disposition"]
@@ -263,7 +264,8 @@ def _nodes(state: Cluster, now_s: float) -> Iterator[Metric]:
     )
     for node in state.nodes.values():
         if _expected(node):
-            age.add_metric([node.name], max(0.0, now_s - node.last_seen_s))
+            sign_s = max(node.last_seen_s, lane.last_beat_s(node.name))
+            age.add_metric([node.name], max(0.0, now_s - sign_s))
     yield age
     breaker = GaugeMetricFamily(
         "megascale_breaker_tripped", "1 while silent nodes are only observed, not evicted."

@@ -7,55 +7,89 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 
 from megascale.v1 import link_pb2
 from megascale_driver.core.state import Identity
+from megascale_driver.presence.intake import Seat
 
 ACKS_HELD = 64  # an agent that does not read its acknowledgements loses the oldest
 
+Send = Callable[[link_pb2.ConnectResponse], Awaitable[None]]
 
-class Link:
-    """One open link. Of the desired states that have not been sent only the newest is kept."""
 
-    def __init__(self, node: str, identity: Identity, received_at_s: float) -> None:
-        self.node = node
+async def _nowhere(message: link_pb2.ConnectResponse) -> None:
+    """Where a link without a stream sends to."""
+
+
+class Link(Seat):
+    """One open link. Of the desired states that have not been sent only the newest is kept.
+
+    A stream takes one message at a time. Whoever finds it free writes, and goes on with what was
+    added meanwhile, so an acknowledgement is on its way without a change of task.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        identity: Identity,
+        received_at_s: float,
+        send: Send = _nowhere,
+        protocol: int = 1,
+    ) -> None:
+        super().__init__(node, identity.incarnation, received_at_s)
         self.identity = identity
-        self.beat: link_pb2.Heartbeat | None = None
-        self.received_at_s = received_at_s
+        self.protocol = protocol  # the version that both sides speak
+        self.ended = asyncio.Event()
+        self._send = send
         self._desired: link_pb2.DesiredState | None = None
-        self._acks: deque[link_pb2.HeartbeatAck] = deque(maxlen=ACKS_HELD)
-        self._ready = asyncio.Event()
-        self.closed = False
+        self._acks: deque[link_pb2.ConnectResponse] = deque(maxlen=ACKS_HELD)
+        self._writing = True  # until the driver's hello is sent
+        self._writer: asyncio.Task[None] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether either side has ended it."""
+        return self.ended.is_set()
+
+    async def greet(self, hello: link_pb2.ConnectResponse) -> None:
+        """Send the driver's hello, then what has been added before."""
+        await self._send(hello)
+        await self._write()
 
     def command(self, desired: link_pb2.DesiredState) -> None:
         """Send this desired state next, in place of one that has not been sent."""
         self._desired = desired
-        self._ready.set()
+        if not self._writing and not self.closed:
+            self._writing = True
+            self._writer = asyncio.ensure_future(self._write())
 
-    def acknowledge(self, ack: link_pb2.HeartbeatAck) -> None:
-        """Send this acknowledgement soon."""
+    async def acknowledge(self, ack: link_pb2.ConnectResponse) -> None:
+        """Send this acknowledgement, at once if the stream is free."""
         self._acks.append(ack)
-        self._ready.set()
+        if not self._writing and not self.closed:
+            self._writing = True
+            await self._write()
 
     def close(self) -> None:
         """End the stream from the driver's side."""
-        self.closed = True
-        self._ready.set()
+        self.ended.set()
 
-    async def outgoing(self) -> AsyncIterator[link_pb2.ConnectResponse]:
-        """Messages to the node in the order of sending, until the link is closed."""
-        while not self.closed:
-            # The desired state goes first: a command must not wait behind acknowledgements.
-            if self._desired is not None:
-                desired, self._desired = self._desired, None
-                yield link_pb2.ConnectResponse(desired_state=desired)
-            elif self._acks:
-                yield link_pb2.ConnectResponse(heartbeat_ack=self._acks.popleft())
-            else:
-                # No await since the checks above, so nothing can have been added in between.
-                self._ready.clear()
-                await self._ready.wait()
+    async def _write(self) -> None:
+        try:
+            while not self.closed:
+                # The desired state goes first: a command must not wait behind acknowledgements.
+                if self._desired is not None:
+                    desired, self._desired = self._desired, None
+                    await self._send(link_pb2.ConnectResponse(desired_state=desired))
+                elif self._acks:
+                    await self._send(self._acks.popleft())
+                else:
+                    return
+        except Exception:
+            self.close()  # the stream is broken, which its reader reports
+        finally:
+            self._writing = False
 
 
 class OpenLinks:
@@ -71,6 +105,10 @@ class OpenLinks:
             old.close()
         self._links[link.node] = link
 
+    def get(self, node: str) -> Link | None:
+        """The open link of a node, if it has one."""
+        return self._links.get(node)
+
     def rival(self, node: str, incarnation: str, received_since_s: float) -> Link | None:
         """The open link of another incarnation of the node that has sent something since then.
 
@@ -80,7 +118,7 @@ class OpenLinks:
         if (
             link is None
             or link.closed
-            or link.identity.incarnation == incarnation
+            or link.incarnation == incarnation
             or link.received_at_s < received_since_s
         ):
             return None
@@ -96,12 +134,6 @@ class OpenLinks:
     def all(self) -> list[Link]:
         """Every open link."""
         return list(self._links.values())
-
-    def command(self, node: str, desired: link_pb2.DesiredState) -> None:
-        """Send a desired state to a node; one without a link gets the newest when it connects."""
-        link = self._links.get(node)
-        if link is not None:
-            link.command(desired)
 
     def close_all(self) -> None:
         """End every stream."""

@@ -7,10 +7,8 @@ and checkpoints are in the two classes that :class:`DriverService` inherits.
 from __future__ import annotations
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc
-from megascale_common.job.config import JobConfig
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.service.build import build_version
-from megascale_common.service.errors import invalid
 from megascale_common.service.handlers import answers
 from megascale_driver import admission, profile_request, storage_reach, wire
 from megascale_driver.core.events import (
@@ -24,17 +22,17 @@ from megascale_driver.service_base import (
     MAX_REASON,
     Context,
     actor_of,
+    checked_spec,
     first_page,
     request_key,
     required_reason,
 )
 from megascale_driver.service_nodes import NodeMethods
-from megascale_driver.service_watch import WatchMethods
+from megascale_driver.service_orders import OrderMethods
+from megascale_driver.service_queue import QueueMethods
 
-MAX_SPEC_BYTES = 64 << 10  # etcd takes 1.5 MiB for a whole transaction
 
-
-class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServicer):
+class DriverService(NodeMethods, QueueMethods, OrderMethods, driver_pb2_grpc.DriverServiceServicer):
     """Jobs, nodes, audit log: everything that clients may ask of the driver."""
 
     @answers
@@ -43,7 +41,7 @@ class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServ
     ) -> driver_pb2.SubmitJobResponse:
         """Validate the specification; unless ``validate_only``, store the job."""
         self._require_state()
-        config = _checked_spec(request)
+        config = checked_spec(request)
         key = request_key(request, request.request_id)
         # A job that is there already is refused for its name, or the request was carried out.
         known = config.name in self.engine.state.jobs
@@ -138,7 +136,10 @@ class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServ
         """Who leads, and how many nodes are alive and jobs running."""
         self._require_state()
         state, term = self.engine.state, self.engine.term
+        tripped_s = state.breaker.tripped_at_s
         return driver_pb2.GetClusterInfoResponse(
+            rules=self._rules(),
+            breaker_tripped_at=wire.timestamp(tripped_s) if tripped_s else None,
             cluster=self._cluster,
             leader=self.engine.address if term is not None else "",
             epoch=self._epoch(),
@@ -147,13 +148,3 @@ class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServ
             nodes_alive=sum(node.liveness is Liveness.ALIVE for node in state.nodes.values()),
             jobs_running=sum(job.phase is JobPhase.RUNNING for job in state.jobs.values()),
         )
-
-
-def _checked_spec(request: driver_pb2.SubmitJobRequest) -> JobConfig:
-    """The configuration of the requested job; raises for one that is not valid."""
-    if not request.HasField("spec"):
-        raise invalid("spec", "missing", "give the job's specification")
-    if request.spec.ByteSize() > MAX_SPEC_BYTES:
-        problem = f"{request.spec.ByteSize()} bytes"
-        raise invalid("spec", problem, f"use at most {MAX_SPEC_BYTES} bytes")
-    return job_spec.from_proto(request.spec)

@@ -15,6 +15,8 @@ import grpc
 from google.protobuf.message import Message
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.job.config import JobConfig
+from megascale_common.job.wire import spec as job_spec
 from megascale_common.service import status
 from megascale_common.service.errors import (
     ExistsError,
@@ -29,6 +31,7 @@ from megascale_common.service.errors import (
     invalid,
 )
 from megascale_driver import profile_request, wire
+from megascale_driver.core import machine
 from megascale_driver.core.events import Mutation, Outcome, RequestKey
 from megascale_driver.core.state import Job, Node
 from megascale_driver.engine import Engine
@@ -38,14 +41,21 @@ DEFAULT_PAGE = 100
 MAX_PAGE = 1000
 MAX_REQUEST_ID = 128
 MAX_REASON = 1024
+MAX_SPEC_BYTES = 64 << 10  # etcd takes 1.5 MiB for a whole transaction
 # What the core refuses, by its reason.
 _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "JOB_EXISTS": (
         ExistsError,
         "a job of that name exists already; choose another name",
     ),
+    "JOB_UNREADABLE": (
+        ExistsError,
+        "a job of that name is in etcd and cannot be read; choose another name",
+    ),
     "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
     "JOB_ENDED": (StateError, "the job has ended already"),
+    "JOB_CANNOT_SAVE": (StateError, "the job has no checkpoints, so its steps would be lost"),
+    "JOB_NOT_ENDED": (StateError, "the job has not ended; cancel it first"),
     **dict.fromkeys(profile_request.REFUSALS, (StateError, "the job cannot be profiled now")),
     "NO_PROFILE": (StateError, "no profile of the job is in progress"),
     "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `ListNodes` lists all nodes"),
@@ -86,6 +96,10 @@ class ServiceBase:
         record = self.engine.feeds.record_of(job.name)
         return wire.job_message(job, record, self.engine.clock.now_s(), self.engine.state.nodes)
 
+    def _node_message(self, name: str) -> driver_pb2.Node:
+        last_beat_s = self.engine.presence.lane.last_beat_s(name)
+        return wire.node_message(self.engine.state, self._node(name), last_beat_s)
+
     def _epoch(self) -> types_pb2.Epoch:
         return self.engine.term.epoch if self.engine.term is not None else types_pb2.Epoch()
 
@@ -108,6 +122,27 @@ class ServiceBase:
                 reason="ETCD_SILENT",
             ) from error
         raise_refusal(outcome)
+
+    def _preview(self, event: Mutation, reason: str, what: str = "node") -> str:
+        """What the request would lead to: the core is asked, its new state is thrown away.
+
+        Raises:
+            ServiceError: the core would refuse the request.
+        """
+        _, outcome = machine.step(self.engine.state, event, self.engine.policy)
+        raise_refusal(outcome)
+        line = next((line for line in outcome.audit if line.reason == reason), None)
+        if line is None:
+            return f"nothing changes: the {what} is in that state already"
+        return line.outcome
+
+    def _preview_leaving(self, event: Mutation) -> str:
+        """What an order to leave a node would lead to: after a save, or at once."""
+        _, outcome = machine.step(self.engine.state, event, self.engine.policy)
+        raise_refusal(outcome)
+        if any(line.reason == "NODE_DRAINING" for line in outcome.audit):
+            return self._preview(event, "NODE_DRAINING")
+        return self._preview(event, "NODE_EVICTED")
 
 
 def raise_refusal(outcome: Outcome) -> None:
@@ -151,6 +186,18 @@ def request_key(request: Message, request_id: str) -> RequestKey | None:
     return RequestKey(
         request_id, hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
     )
+
+
+def checked_spec(
+    request: driver_pb2.SubmitJobRequest | driver_pb2.UpdateJobRequest,
+) -> JobConfig:
+    """The configuration of the requested job; raises for one that is not valid."""
+    if not request.HasField("spec"):
+        raise invalid("spec", "missing", "give the job's specification")
+    if request.spec.ByteSize() > MAX_SPEC_BYTES:
+        problem = f"{request.spec.ByteSize()} bytes"
+        raise invalid("spec", problem, f"use at most {MAX_SPEC_BYTES} bytes")
+    return job_spec.from_proto(request.spec)
 
 
 def required_reason(text: str) -> str:

@@ -7,14 +7,13 @@ import grpc
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError
 from megascale_common.service.handlers import answers
-from megascale_driver import wire
-from megascale_driver.core import machine
 from megascale_driver.core.events import (
     CordonRequested,
     EvictRequested,
-    Mutation,
+    RequestKey,
     UncordonRequested,
 )
+from megascale_driver.core.orders import leaves_after_save
 from megascale_driver.core.state import Disposition, Job, Node
 from megascale_driver.service_base import (
     Context,
@@ -22,7 +21,6 @@ from megascale_driver.service_base import (
     actor_of,
     first_page,
     from_node,
-    raise_refusal,
     request_key,
     required_reason,
 )
@@ -49,10 +47,17 @@ class NodeMethods(ServiceBase):
         """Quarantine a node; its job is moved to another one without further requests."""
         reason = required_reason(request.reason)
         node = self._node(request.name)
+        actor = actor_of(context)
+
+        def event(now_s: float, key: RequestKey | None = None) -> EvictRequested:
+            return EvictRequested(now_s, node.name, reason, actor, key, now=request.now)
+
         consequence = self._consequence(node)
+        if not request.now and leaves_after_save(self.engine.state, node.name):
+            consequence = self._preview_leaving(event(self.engine.clock.now_s()))
         if not request.validate_only:
             key, now_s = request_key(request, request.request_id), self.engine.clock.now_s()
-            await self._call(EvictRequested(now_s, node.name, reason, actor_of(context), key))
+            await self._call(event(now_s, key))
         return driver_pb2.EvictNodeResponse(
             node=self._node_message(request.name), consequence=consequence
         )
@@ -110,22 +115,6 @@ class NodeMethods(ServiceBase):
         except grpc.aio.AioRpcError as error:
             raise from_node(node.name, error) from error
         return driver_pb2.RunDiagnosticsResponse(checks=checks)
-
-    def _node_message(self, name: str) -> driver_pb2.Node:
-        return wire.node_message(self.engine.state, self._node(name))
-
-    def _preview(self, event: Mutation, reason: str) -> str:
-        """What the request would lead to: the core is asked, its new state is thrown away.
-
-        Raises:
-            ServiceError: the core would refuse the request.
-        """
-        _, outcome = machine.step(self.engine.state, event, self.engine.policy)
-        raise_refusal(outcome)
-        line = next((line for line in outcome.audit if line.reason == reason), None)
-        if line is None:
-            return "nothing changes: the node is in that state already"
-        return line.outcome
 
     def _consequence(self, node: Node) -> str:
         """What an eviction of the node would lead to, in one sentence."""

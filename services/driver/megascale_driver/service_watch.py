@@ -17,8 +17,9 @@ from megascale_common.service.errors import (
 )
 from megascale_common.service.handlers import answers, streams
 from megascale_driver import wire
+from megascale_driver.core.attempt import NodeSlot
 from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Job, Liveness, NodeSlot
+from megascale_driver.core.state import Job, Liveness
 from megascale_driver.journal import audit_log
 from megascale_driver.service_base import (
     Context,

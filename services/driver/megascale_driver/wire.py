@@ -14,30 +14,19 @@ from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.divergence import StepSample
-from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import events, goodput, replicas
-from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
-from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
+from megascale_driver.core.rules import RULES, mode_of
 from megascale_driver.core.state import (
-    AttemptPhase,
-    Check,
     Cluster,
-    Desired,
     Device,
     Identity,
     Job,
     Node,
     Profile,
-    Report,
-    TraceReport,
-    TraceState,
-    WorkerReport,
 )
 
-MAX_NAME = 64
-MAX_OPERATIONS = 64
 MAX_DEVICES = 1024
 MAX_TEXT = 4096
 MAX_LABEL = 256  # characters of an address, an id, a key or value of the topology
@@ -91,83 +80,6 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
         folder=hello.folder[:MAX_TEXT],
         file_view=hello.file_view[:MAX_LABEL],
     )  # fmt: skip
-
-
-def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
-    """A heartbeat; the version of a desired state of another epoch counts as 0."""
-    current = epoch_tuple(beat.epoch_seen) == epoch_tuple(epoch)
-    name = (
-        link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_")
-        if beat.phase
-        else "IDLE"
-    )
-    return Report(
-        desired_version=beat.desired_version if current else 0,
-        job=beat.job,
-        attempt=beat.attempt,
-        phase=AttemptPhase(name),
-        failure=beat.failure[:MAX_TEXT],
-        workers=tuple(_worker(item) for item in beat.workers),
-        statuses=tuple(_status(item) for item in beat.workers if item.phase),
-        checks=tuple(
-            Check(c.name, types_pb2.CheckVerdict.Name(c.verdict).removeprefix("CHECK_VERDICT_"),
-                  c.target, c.detail[:MAX_TEXT], c.elapsed.ToNanoseconds() / 1e9)
-            for c in beat.checks
-        ),
-        store_endpoint=beat.store_endpoint,
-        progress=tuple(_progress(item) for item in beat.checkpoints),
-        traces=tuple(_trace(item) for item in beat.traces[:MAX_TRACES]),
-        daemon_restarts=beat.checkpoint_daemon.restarts,
-        daemon_exit_status=beat.checkpoint_daemon.exit_status,
-        replica_endpoint=beat.checkpoint_daemon.replica_endpoint[:MAX_LABEL],
-    )  # fmt: skip
-
-
-def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_pb2.DesiredState:
-    """The desired state of ``node``; ``job`` is the job that holds it, if any."""
-    wanted: Desired = node.desired
-    message = link_pb2.DesiredState(
-        epoch=epoch,
-        version=node.desired_version,
-        phase=link_pb2.DesiredPhase.Value(f"DESIRED_PHASE_{wanted.phase}"),
-    )
-    slot = job.slot_of(node.name) if job is not None else None
-    if wanted.job and job is not None and slot is not None:
-        rank_nodes = [""] * job.config.layout.world_size
-        for other in job.slots:
-            for rank in other.ranks:
-                rank_nodes[rank] = other.node
-        message.assignment.CopyFrom(
-            link_pb2.AttemptAssignment(
-                job=job.name,
-                attempt=wanted.attempt,
-                spec_revision=job.spec_revision,
-                spec=job_spec.to_proto(job.config),
-                ranks=slot.ranks,
-                devices=slot.devices,
-                rank_nodes=rank_nodes,
-                store_endpoint=wanted.store_endpoint,
-                committer_endpoint=wanted.committer_endpoint,
-                replica_target=wanted.replicas.target,
-                replica_sources=[
-                    link_pb2.ReplicaSource(rank=source.rank, endpoint=source.endpoint)
-                    for source in wanted.replicas.sources
-                ],
-            )
-        )
-        if wanted.restore is not None:
-            message.assignment.restore.CopyFrom(restore.to_proto(wanted.restore))
-        if wanted.profile is not None:
-            message.profile.CopyFrom(
-                link_pb2.ProfileCommand(
-                    id=wanted.profile.id,
-                    first_step=wanted.profile.first_step,
-                    last_step=wanted.profile.last_step,
-                    ranks=wanted.profile.ranks,
-                    not_after=timestamp(wanted.profile.not_after_s),
-                )
-            )
-    return message
 
 
 def profile_message(profile: Profile) -> driver_pb2.Profile:
@@ -236,11 +148,11 @@ def job_message(
 
     ``nodes`` are those of the cluster; without them nothing is said about replicas.
     """
-    step = job.step
+    step = job.current.step
     if record is not None and record.attempt == job.attempt:
         step = max(step, record.step)
     # What is restored, or will be: until then no step of the attempt is known.
-    floor = job.restore.step if job.restore is not None else job.committed_step
+    floor = job.current.restore.step if job.current.restore is not None else job.committed_step
     if job.committed_by_attempt == job.attempt:
         floor = max(floor, job.committed_step)
     message = driver_pb2.Job(
@@ -270,9 +182,9 @@ def job_message(
     )
     if job.committed_at_s:
         message.committed_at.CopyFrom(timestamp(job.committed_at_s))
-    if job.restore is not None:
-        message.restored_step = job.restore.step
-        message.restore_source = restore.source_to_proto(job.restore.source)
+    if job.current.restore is not None:
+        message.restored_step = job.current.restore.step
+        message.restore_source = restore.source_to_proto(job.current.restore.source)
     if record is not None:
         message.last_record.CopyFrom(record)
     if job.profile is not None:
@@ -285,8 +197,8 @@ def job_message(
     return message
 
 
-def node_message(state: Cluster, node: Node) -> driver_pb2.Node:
-    """A node for clients."""
+def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver_pb2.Node:
+    """A node for clients; ``last_beat_s``: when its newest heartbeat arrived."""
     job = state.holder_of(node.name)
     slot = job.slot_of(node.name) if job is not None else None
     spare = any(node.name in other.spares for other in state.jobs.values())
@@ -314,7 +226,7 @@ def node_message(state: Cluster, node: Node) -> driver_pb2.Node:
         checkpoint_endpoint=who.checkpoint_endpoint,
         job=job.name if job is not None else "",
         ranks=slot.ranks if slot is not None else (),
-        last_heartbeat_at=timestamp(node.last_seen_s),
+        last_heartbeat_at=timestamp(max(node.last_seen_s, last_beat_s)),
         checks=[
             types_pb2.CheckResult(
                 name=c.name,
@@ -326,6 +238,18 @@ def node_message(state: Cluster, node: Node) -> driver_pb2.Node:
             for c in node.checks
         ],
     )
+
+
+def rule_messages(modes: Mapping[str, str]) -> list[driver_pb2.PolicyRule]:
+    """All rules and how they are applied, for clients."""
+    return [
+        driver_pb2.PolicyRule(
+            name=name,
+            mode=types_pb2.PolicyMode.Value(f"POLICY_MODE_{mode_of(modes, name)}"),
+            effect=effect,
+        )
+        for name, effect in RULES.items()
+    ]
 
 
 def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event:
@@ -373,68 +297,3 @@ def step_sample(record: types_pb2.StepRecord) -> StepSample:
     return StepSample(
         record.attempt, record.step, record.loss, record.gradient_norm, record.skipped_updates
     )
-
-
-def _worker(status: link_pb2.WorkerStatus) -> WorkerReport:
-    return WorkerReport(
-        rank=status.rank,
-        exited=status.state == link_pb2.WORKER_STATE_EXITED,
-        exit_status=status.exit_status,
-        error=status.error[-MAX_TEXT:],
-        error_kind=status.error_kind,
-        exited_at_s=status.exited_at.ToNanoseconds() / 1e9,
-    )
-
-
-def _status(status: link_pb2.WorkerStatus) -> RankStatus:
-    return RankStatus(
-        rank=status.rank,
-        step=status.step,
-        phase=status.phase[:MAX_NAME],
-        age_s=max(0.0, status.status_age.ToNanoseconds() / 1e9),
-        operations=tuple(
-            OperationCount(item.group[:MAX_NAME], item.entered, item.completed)
-            for item in status.operations[:MAX_OPERATIONS]
-        ),
-    )
-
-
-def _trace(item: link_pb2.TraceReport) -> TraceReport:
-    name = (
-        types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_")
-        if item.state
-        else "FAILED"
-    )
-    return TraceReport(
-        item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT]
-    )
-
-
-def _progress(item: link_pb2.CheckpointProgress) -> Progress:
-    return Progress(
-        job=item.job,
-        sealed=tuple(
-            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed
-        ),
-        committed_step=item.committed_step,
-        committed_by_attempt=item.committed_by_attempt,
-        manifest_uri=item.manifest_uri,
-        failure=_failure(item.failure) if item.HasField("failure") else None,
-        skipped_snapshots=item.skipped_snapshots,
-        skipped_step=item.skipped_step,
-        skipped_by_attempt=item.skipped_by_attempt,
-        replicas=tuple(
-            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.replicas
-        ),
-        replica_failure=_failure(item.replica_failure)
-        if item.HasField("replica_failure")
-        else None,
-        damaged=tuple(
-            CheckpointFailure(found.attempt, found.step, found.rank, found.error[:MAX_TEXT])
-            for found in item.damaged
-        ),
-    )
-
-
-def _failure(item: link_pb2.CheckpointFailure) -> CheckpointFailure:
-    return CheckpointFailure(item.attempt, item.step, item.rank, item.error[:MAX_TEXT])

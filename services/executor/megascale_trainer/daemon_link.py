@@ -34,6 +34,7 @@ from megascale_common.node.messages import (
     ReplicaOrders,
 )
 from megascale_common.sizes.checkpoint_layout import ShardLayout
+from megascale_trainer.host_copy import parts
 
 # At the start: the first registration clears memory, a restore reads storage, and no peer waits.
 START_TIMEOUT_S = 600.0
@@ -43,7 +44,6 @@ LONGEST_HOLD_S = 0.05
 LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 READ_BYTES = 1 << 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
-POPULATED_AT_ONCE = 64 << 20  # bytes between two looks at whether the slots are still wanted
 
 Answered = Callable[[framing.Message], None]
 
@@ -67,6 +67,7 @@ class RankRegistration:
     sizes: Mapping[str, int]
     in_flight: int = 1
     max_write_mib_per_s: float = 0.0
+    max_step_slowdown: float = 0.0
     replicas: ReplicaOrders | None = None
 
 
@@ -120,6 +121,11 @@ class DaemonLink:
             raise ConnectionError("not connected to the checkpoint daemon")
         return self._slots.tensors[index]
 
+    @property
+    def slots_bytes(self) -> int:
+        """Size of all slots; 0 without a connection."""
+        return 0 if self._slots is None else sum(slot.numel() for slot in self._slots.tensors)
+
     def connect(self, timeout_s: float) -> None:
         """Connect, register and map the slots; a thread goes on to populate and pin them.
 
@@ -160,6 +166,10 @@ class DaemonLink:
     def wait_prepared(self, timeout_s: float) -> bool:
         """Wait until the slots are populated and pinned; returns whether they are."""
         return self._slots is not None and self._slots.prepared.wait(timeout_s)
+
+    def prepare_next(self, index: int, timeout_s: float) -> bool:
+        """Have one slot populated and pinned before the others; returns whether it is in time."""
+        return self._slots is not None and self._slots.prepare_next(index, timeout_s)
 
     def ask(self, message: DaemonRequest, timeout_s: float | None = None) -> framing.Message:
         """One request and its answer, awaited for ``timeout_s``; default: the usual time.
@@ -248,20 +258,45 @@ class _Slots:
         self.tensors = [_map_slot(descriptor, size_bytes) for descriptor in descriptors]
         self.prepared = threading.Event()
         self._device, self._pinned = device, list[torch.Tensor]()
+        self._pins = device.type == "cuda"
         self._dropped = False
         self._lock = threading.Lock()
+        self._next = 0
+        self._done = [threading.Event() for _ in self.tensors]
+        self._parts_done = [0] * len(self.tensors)
 
     def prepare(self) -> None:
         """Populate and pin every slot, unless they were dropped; in a thread."""
         with self._lock:
-            for slot in self.tensors:
-                for start in range(0, slot.numel(), POPULATED_AT_ONCE):
-                    if self._dropped:
-                        return
-                    _populate(slot[start : start + POPULATED_AT_ONCE])
-                if not self._dropped and self._device.type == "cuda" and _pin(slot, self._device):
-                    self._pinned.append(slot)
+            while not all(done.is_set() for done in self._done):
+                if not self._dropped:
+                    self._prepare_one(self._choose())
+                if self._dropped:
+                    return
             self.prepared.set()
+
+    def prepare_next(self, index: int, timeout_s: float) -> bool:
+        """Have one slot prepared before the others, and wait for it; returns whether it is."""
+        self._next = index
+        return self._done[index].wait(timeout_s)
+
+    def _choose(self) -> int:
+        left = [index for index, done in enumerate(self._done) if not done.is_set()]
+        return self._next if self._next in left else left[0]
+
+    def _prepare_one(self, index: int) -> None:
+        """Prepare a slot, unless another one becomes more urgent."""
+        slot = self.tensors[index]
+        left = [slot[start:stop] for start, stop in parts(0, slot.numel())]
+        for part in left[self._parts_done[index] :]:
+            if self._dropped or self._choose() != index:
+                return
+            _populate(part)
+            if self._pins:
+                self._pins = _pin(part, self._device)  # after one failure none is tried
+                self._pinned += [part] if self._pins else []
+            self._parts_done[index] += 1
+        self._done[index].set()
 
     def drop(self) -> None:
         """Unpin and unmap the slots; beside :meth:`prepare` a thread does it, once that stops."""
@@ -277,8 +312,8 @@ class _Slots:
             self._unmap()
 
     def _unmap(self) -> None:
-        for slot in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())  # type: ignore[no-untyped-call]
+        for part in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(part.data_ptr())  # type: ignore[no-untyped-call]
         self._pinned, self.tensors = [], []
 
 
@@ -342,6 +377,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
         slots=who.slots,
         in_flight=who.in_flight,
         max_write_mib_per_s=float(who.max_write_mib_per_s),
+        max_step_slowdown=float(who.max_step_slowdown),
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},
         further_pieces=len(rest),
         layout_info=dict(who.sizes),
@@ -367,10 +403,10 @@ def _populate(part: torch.Tensor) -> None:
     )
 
 
-def _pin(slot: torch.Tensor, device: torch.device) -> bool:
-    """Pin a slot, so that the copy engine writes into it directly; returns whether that worked."""
+def _pin(part: torch.Tensor, device: torch.device) -> bool:
+    """Pin a part of a slot for the copy engine; returns whether that worked."""
     with torch.cuda.device(device):
-        status = torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.numel(), 0)  # type: ignore[no-untyped-call]
+        status = torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.numel(), 0)  # type: ignore[no-untyped-call]
     if int(status) == 0:
         return True
     print(

@@ -1,13 +1,25 @@
-"""A copy between two places of the host's memory in a thread: what a CUDA event is to a stream.
+"""Copies to and from a slot in the host's memory: where they are cut, and how a CPU runs them.
 
-torch releases the interpreter lock while it copies, so that training goes on beside it.
+A slot is pinned in parts of :data:`PINNED_AT_ONCE` bytes, because the driver launches no kernel
+while it pins (0.26 s for 6 GB at once, on an H200's host), and one copy may not reach from one
+part into the next. On a CPU a thread copies: torch releases the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
+
+PINNED_AT_ONCE = 256 << 20
+
+
+def parts(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The bytes [start, stop) of a slot, cut where one pinned part of it ends."""
+    while start < stop:
+        end = min(stop, (start // PINNED_AT_ONCE + 1) * PINNED_AT_ONCE)
+        yield start, end
+        start = end
 
 
 class CopyEnd(Protocol):

@@ -10,12 +10,21 @@ from megascale_trainer.parallel.groups import Group
 
 
 class RestoreRefused(Exception):
-    """The planned state cannot be had: ``kind`` is why, ``file`` which file is damaged."""
+    """The planned state cannot be had: ``kind`` is why, ``file`` which file is damaged.
 
-    def __init__(self, kind: ErrorKind, problem: str, file: str) -> None:
+    ``damage``: all ranks know by now that nothing else is wrong than this, on whichever rank, so
+    that they may take an older checkpoint together; "" where they may not.
+    """
+
+    def __init__(self, kind: ErrorKind, problem: str, file: str, damage: str = "") -> None:
         super().__init__(problem)
         self.kind = kind
         self.file = file
+        self.damage = damage
+
+
+_DAMAGED, _OTHER = 1, 2
+MAX_DAMAGE_CHARS = 1000
 
 
 class Votes:
@@ -48,11 +57,20 @@ class Votes:
         Raises:
             RestoreRefused: the own problem; or COLLECTIVE, a symptom, for that of another rank.
         """
-        broken = torch.tensor([problem is not None], dtype=torch.int64, device=self._device)
-        self._world.all_reduce_max(broken)
+        mine = 0
         if problem is not None:
+            mine = _DAMAGED if problem.kind == "CHECKPOINT_CORRUPT" else _OTHER
+        broken = torch.tensor([mine], dtype=torch.int64, device=self._device)
+        self._world.all_reduce_max(broken)
+        worst = int(broken.item())
+        if not worst:
+            return
+        damage = ""
+        if worst == _DAMAGED:
+            texts = self.gather(str(problem or "")[:MAX_DAMAGE_CHARS].encode())
+            damage = next(text for text in texts if text).decode(errors="replace")
+        if problem is not None:
+            problem.damage = damage
             raise problem
-        if broken.item():
-            raise RestoreRefused(
-                "COLLECTIVE", "another rank cannot restore; its log has the reason", ""
-            )
+        text = "another rank cannot restore; its log has the reason"
+        raise RestoreRefused("COLLECTIVE", text, "", damage)

@@ -21,7 +21,16 @@ from typing import Any, Protocol, cast
 import torch
 
 from megascale_common.node import framing
-from megascale_common.node.messages import Acquire, Acquired, Busy, Drain, Release, Seal
+from megascale_common.node.messages import (
+    Acquire,
+    Acquired,
+    Busy,
+    Drain,
+    Pace,
+    Release,
+    Seal,
+    StepTime,
+)
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.copy_check import CopyCheck
 from megascale_trainer.daemon_link import (
@@ -35,7 +44,7 @@ from megascale_trainer.snapshot_schedule import SnapshotSchedule, ToSeal, Votes
 
 ACQUIRE_RETRY_S = 0.2
 # Small slots are prepared by then; with large ones the first steps run beside it.
-PREPARE_WAIT_S = 2.0
+PREPARE_WAIT_S, SMALL_SLOTS_BYTES = 2.0, 1 << 30
 
 
 class TrainingState(Protocol):
@@ -68,6 +77,14 @@ class Drainage:
     waiting: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """What the daemon answered to the newest step: whether it persists, how long that last took."""
+
+    persisting: bool = False
+    persist_s: float = 0.0
+
+
 class Snapshotter:
     """The snapshots of one rank; ``link`` is its connection to its node's checkpoint daemon.
 
@@ -91,6 +108,7 @@ class Snapshotter:
         self._schedule = SnapshotSchedule()
         self._copies: dict[int, _Copy] = {}
         self._said_hung = False
+        self.store, self._time_unanswered = StoreState(), False
         self.skipped = 0
         self.link = DaemonLink(
             socket_path,
@@ -100,7 +118,8 @@ class Snapshotter:
             collective_timeout_s=collective_timeout_s,
         )
         self.link.connect(START_TIMEOUT_S)
-        self.link.wait_prepared(PREPARE_WAIT_S)
+        if self.link.slots_bytes <= SMALL_SLOTS_BYTES:
+            self.link.wait_prepared(PREPARE_WAIT_S)
 
     def ask_ahead(self, step: int) -> None:
         """Ask for the slot of a later ``step``; the answer is read before its vote."""
@@ -183,6 +202,23 @@ class Snapshotter:
             # The slot belongs to the daemon now: the next update may overwrite the states.
             self._seal(sealed, self._copies.pop(sealed.step))
         self._read_answers()
+
+    def report_time(self, step: int, time_s: float) -> None:
+        """Send the time of a step to the daemon; the answer, read later, becomes ``store``."""
+
+        def answered(message: framing.Message) -> None:
+            pace = cast(Pace, message)
+            self._time_unanswered = False
+            self.store = StoreState(pace["persisting"], pace["persist_s"])
+
+        # One at a time: a daemon that is slow to answer gets no queue of them.
+        if self._time_unanswered or not self._usable():
+            return
+        try:
+            self.link.post(StepTime(kind="step_time", step=step, time_s=time_s), answered)
+            self._time_unanswered = True
+        except OSError as error:
+            self._lost(error)
 
     @property
     def connected(self) -> bool:
@@ -303,6 +339,7 @@ class Snapshotter:
         self._schedule.lose()
         self._copies.clear()
         self._said_hung = False
+        self.store, self._time_unanswered = StoreState(), False
         self.link.lost(error)
 
     def _join_copies(self) -> None:

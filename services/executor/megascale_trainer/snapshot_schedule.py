@@ -19,20 +19,24 @@ MUST_SKIP = 1
 # A rank whose store is still busy with the state before adds this instead. The sum over any number
 # of ranks below it keeps both counts apart, and is exact in float64.
 STORE_BUSY = 1 << 20
+# Rank 0 adds this when the job is to save and end early. Together the three stay exact.
+LEAVE = 1 << 40
 MOST_STEPS_AHEAD = 8  # a slot is asked for that long before the vote, so that the answer is there
 
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """The sum of the ranks' votes: how many must skip, and how many stores are busy."""
+    """The sum of the ranks' votes: how many must skip, how many stores are busy, an early end."""
 
     must_skip: int
     store_busy: int
+    leave: bool = False
 
     @classmethod
     def of(cls, total: int) -> Votes:
         """The inverse of the sum."""
-        return cls(total % STORE_BUSY, total // STORE_BUSY)
+        counts, leave = total % LEAVE, total >= LEAVE
+        return cls(counts % STORE_BUSY, counts // STORE_BUSY, leave)
 
 
 class Cadence:
@@ -50,6 +54,20 @@ class Cadence:
     ) -> None:
         self._snapshot_interval, self._persist_interval = snapshot_interval, persist_interval
         self._last, self._persisted = last_step, done
+        self._planned = last_step
+
+    @property
+    def last(self) -> int:
+        """The step that the run ends with, as far as it is decided."""
+        return self._last
+
+    def end_at(self, step: int) -> None:
+        """The run ends early, with ``step``."""
+        self._last = step
+
+    def go_on(self) -> None:
+        """The run does not end early after all."""
+        self._last = self._planned
 
     def due(self, step: int) -> bool:
         """Whether ``step`` has a snapshot."""

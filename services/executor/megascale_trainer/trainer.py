@@ -20,7 +20,7 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.host_copy import CopyEnd
+from megascale_trainer.host_copy import CopyEnd, parts
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
@@ -52,7 +52,8 @@ class StepRecord:
 
     ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` that of the mean
     gradient before clipping. NaN losses and norms belong to skipped steps. ``consumed_samples`` and
-    ``consumed_tokens`` count from the start of the run. ``votes`` is the sum of the ranks'.
+    ``consumed_tokens`` count from the start of the run. ``votes`` and ``wishes`` are the
+    sums of the ranks'.
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepRecord:
     consumed_samples: int
     consumed_tokens: int
     votes: int
+    wishes: int = 0
 
 
 class StepResult:
@@ -89,6 +91,7 @@ class StepResult:
             control.clip * broken,
             1.0 - control.apply.double(),
             totals.votes,
+            totals.wishes,
         )
         packed = torch.stack(values)
         self._event: torch.cuda.Event | None = None
@@ -111,9 +114,19 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()
         step, rate, samples, tokens = self._host
-        loss, z_loss, norm, clip, skipped, votes = self._values.tolist()
+        loss, z_loss, norm, clip, skipped, votes, wishes = self._values.tolist()
         return StepRecord(
-            step, loss, z_loss, norm, clip, skipped > 0, rate, samples, tokens, round(votes)
+            step=step,
+            loss=loss,
+            z_loss=z_loss,
+            gradient_norm=norm,
+            clip_factor=clip,
+            skipped=skipped > 0,
+            learning_rate=rate,
+            consumed_samples=samples,
+            consumed_tokens=tokens,
+            votes=round(votes),
+            wishes=round(wishes),
         )
 
 
@@ -192,10 +205,12 @@ class Trainer:
         fill_shard(self._master, self._table, self.config.training.seed)
         self._publish()
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, vote: int = 0) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, vote: int = 0, wish: int = 0
+    ) -> StepResult:
         """One update from this replica's micro-batches; every rank calls it together.
 
-        They are on the device and in order.
+        They are on the device and in order. ``vote`` and ``wish`` are summed over the ranks.
 
         Raises:
             ValueError: the number or shape of the micro-batches is not the configured one.
@@ -212,7 +227,7 @@ class Trainer:
                 self._copied = None
             gradients = self._buffers.gradient_shards()
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
-            vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device)
+            vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device, wish)
             self._groups.world.all_reduce(vector)
             totals, control = step_control(vector, self.config.optimizer.clip_norm)
             rate = learning_rate(self.config, self.step)
@@ -275,7 +290,8 @@ class Trainer:
         """
         image = self.state_image()
         self._check_slot(slot)
-        slot[: image.numel()].copy_(image, non_blocking=True)
+        for start, stop in parts(0, image.numel()):
+            slot[start:stop].copy_(image[start:stop], non_blocking=True)
 
     def wait_before_update(self, copied: CopyEnd) -> None:
         """Have the next update held until ``copied``; on CUDA by the device, not the host.
@@ -287,7 +303,8 @@ class Trainer:
     def load_from(self, slot: torch.Tensor) -> None:
         """Take the states from ``slot``, uint8 [slot_bytes].
 
-        What no piece of the layout describes (padding) becomes zero.
+        What no piece of the layout describes (padding) becomes zero. From pinned memory the copies
+        are only enqueued, on the current stream.
 
         The parameters themselves follow with :meth:`finish_load`, which all ranks call together.
         """
@@ -297,7 +314,8 @@ class Trainer:
         image.zero_()
         for piece in sorted(self._layout.pieces, key=lambda piece: piece.slot_offset_bytes):
             end = piece.slot_offset_bytes + piece.size_bytes
-            image[piece.slot_offset_bytes : end].copy_(slot[piece.slot_offset_bytes : end])
+            for start, stop in parts(piece.slot_offset_bytes, end):
+                image[start:stop].copy_(slot[start:stop], non_blocking=True)
 
     def finish_load(self, step: int) -> None:
         """Set the number of completed steps; publish the loaded parameters to all replicas."""

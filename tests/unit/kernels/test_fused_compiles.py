@@ -21,10 +21,15 @@ WIDE = re.compile(r"(?:ld|st)\.global[\w.:]*\.v4")
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """PTX and figures of each kernel, from a process outside of the interpreter."""
+def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """PTX and figures of each kernel, from a process outside of the interpreter.
+
+    Triton's cache outlives the run: its keys hold the sources of a kernel, its types and options,
+    and Triton's own build, so a kernel is compiled again whenever any of them has changed.
+    """
+    assert request.config.cache is not None
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    environment["TRITON_CACHE_DIR"] = str(request.config.cache.mkdir("triton"))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-m", "tests.harness.compile_kernels"],

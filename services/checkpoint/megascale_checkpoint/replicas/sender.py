@@ -1,12 +1,13 @@
 """Copies what is sealed on this node to the peer that the registration names.
 
 After every change it compares what is sealed with what was sent: of each rank the newest snapshot,
-and once more in a new attempt, whose peers may be others. A newer one ends the transfer of an older
-one; a transfer that cannot keep up is a failure that the job shows, and training goes on.
+and once more in a new attempt, whose peers may be others. A copy in progress is let to its end, and
+then the newest is taken: one that takes longer than the interval becomes whole all the same.
 
-A transfer holds no slot, so it can cost no snapshot. The newest sealed slot is not written before a
-newer one is sealed, which ends the transfer; what is read of a slot that is written all the same
-(before the thread has seen the end) does not have the checksums that the receiver compares.
+A copy costs no snapshot as long as another slot is free. The first that is in the way of one gives
+its slot up, which is a failure that the job shows; the next keeps its own while bytes go out, and
+the snapshot is skipped. What is read of a slot that is written (before the thread has seen the end)
+does not have the checksums that the receiver compares.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megascale_checkpoint.replicas.protocol import (
     refusal,
 )
 from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
-from megascale_checkpoint.slots import SlotSeal, SlotTable
+from megascale_checkpoint.slots import Slot, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory
 from megascale_common.service import logs
 from megascale_common.service.errors import ServiceError
@@ -39,6 +40,7 @@ from megascale_common.service.errors import ServiceError
 log = logs.get("replicas")
 SENDERS = 16  # threads: the ranks of a node
 MAX_ERROR_CHARS = 500
+STILL_S = 1.0  # a copy of which nothing has gone out for so long keeps no slot
 
 
 class SealedRank(Protocol):
@@ -83,11 +85,18 @@ class SentTotals:
 class _Transfer:
     seal: SlotSeal
     attempt: int
+    slot: Slot
+    keeps: bool = False
+    moved_s: float = 0.0
     cancelled: Cancellation = field(default_factory=Cancellation)
     connection: Connection | None = None
     task: asyncio.Task[None] | None = None
     stopped: bool = False
-    newer_step: int = 0
+    overtaken: bool = False
+
+    def must_end(self) -> bool:
+        """Whether the slot is kept for it: the copy before had to give its own up."""
+        return self.keeps and not self.stopped and time.monotonic() - self.moved_s < STILL_S
 
     def stop(self) -> None:
         self.stopped = True
@@ -136,9 +145,8 @@ class ReplicaSender:
         seals = [seal for seal in snapshots.table.sealed() if seal.layout_digest == given.digest]
         last = self._transfers.get(place)
         if last is not None and last.task is not None:
-            newer = bool(seals) and seals[-1].age > last.seal.age
-            if newer or last.attempt < given.attempt:
-                last.newer_step = seals[-1].step if newer else 0
+            last.overtaken = last.overtaken or last.slot.seal is not last.seal
+            if last.overtaken or last.attempt < given.attempt:
                 last.stop()  # its end is a change, and then the newer one is started
             return
         if not seals:
@@ -147,7 +155,10 @@ class ReplicaSender:
             return  # tried once in this attempt; a copy that failed is not tried again
         slot = snapshots.table.find(seals[-1].attempt, seals[-1].step, seals[-1].layout_digest)
         if slot is not None:
-            transfer = self._transfers[place] = _Transfer(seals[-1], given.attempt)
+            keeps = last is not None and last.overtaken
+            transfer = _Transfer(seals[-1], given.attempt, slot, keeps)
+            self._transfers[place] = transfer
+            slot.copied = transfer.must_end
             # A view of its own: while it is there, the memory stays mapped.
             image = memoryview(snapshots.memories[slot.index].view)
             transfer.task = asyncio.create_task(self._send(given, image, transfer))
@@ -169,6 +180,8 @@ class ReplicaSender:
             self._failed(totals, state.key, transfer, error)
         finally:
             transfer.task = None
+            if transfer.slot.seal is transfer.seal:  # else it is in use for another step by now
+                transfer.slot.copied = None
             self._changed.notify()
 
     def _send_now(
@@ -187,13 +200,15 @@ class ReplicaSender:
             if not problem and reply["verb"] == "go":
                 rate = given.replica_bytes_per_s
                 connection.send_pieces(
-                    state, image, lambda size: self._wait_s(size, rate), _chunk_bytes(rate)
+                    state, image, lambda size: self._sent(transfer, size, rate), _chunk_bytes(rate)
                 )
                 problem = refusal(connection.receive(), "kept")
             if problem:
                 raise PeerError(f"the peer at {given.replica_target} refuses: {problem}")
 
-    def _wait_s(self, size_bytes: int, bytes_per_s: int) -> float:
+    def _sent(self, transfer: _Transfer, size_bytes: int, bytes_per_s: int) -> float:
+        """Some bytes go out next; returns how long they wait for their turn."""
+        transfer.moved_s = time.monotonic()
         with self._bucket_lock:
             self._bucket.bytes_per_s = bytes_per_s
             return self._bucket.take(size_bytes, time.monotonic())
@@ -201,14 +216,14 @@ class ReplicaSender:
     def _failed(
         self, totals: SentTotals, key: StateKey, transfer: _Transfer, error: Exception
     ) -> None:
-        if transfer.stopped and not transfer.newer_step:
+        if transfer.stopped and not transfer.overtaken:
             return  # the attempt, or the daemon, ends
         text = str(error)
-        if transfer.newer_step:
+        if transfer.overtaken:
             text = (
-                f"step {transfer.newer_step} was sealed before the copy of step {key.step} had "
-                "ended: give more of checkpoint.max_replicate_mib_per_s, or more steps between "
-                "snapshots"
+                f"a later snapshot needed the slot of step {key.step} before its copy had ended: "
+                "give more of checkpoint.max_replicate_mib_per_s, more steps between snapshots, or "
+                "more checkpoint.slots"
             )
         totals.failures += 1
         reported = replace(key, attempt=transfer.attempt)  # the state may be of an earlier one

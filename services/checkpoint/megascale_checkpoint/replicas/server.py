@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from megascale_checkpoint.accepting import accept_all
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.replicas.protocol import (
     Connection,
@@ -31,7 +32,6 @@ from megascale_common.service.errors import DamagedError, ServiceError
 T = TypeVar("T")
 log = logs.get("replicas")
 MAX_CONNECTIONS = 32  # the ranks of a peer or two that store, and of one that restores
-ACCEPT_PAUSE_S = 0.2  # after running out of descriptors
 END_TIMEOUT_S = 5.0  # for the threads of closed connections
 
 
@@ -72,25 +72,18 @@ class ReplicaServer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
         assert self._listener is not None
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._listener)
-            except OSError as error:
-                log.error("cannot accept a peer", error=str(error))
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            if len(self._connections) >= MAX_CONNECTIONS:
-                log.warning("connection refused: too many", limit=MAX_CONNECTIONS)
-                sock.close()
-                continue
-            cancelled = Cancellation()
-            connection = Connection(sock, cancelled)
-            self._connections[connection] = cancelled
-            serving = loop.run_in_executor(self._threads, self._serve, connection, loop)
-            self._serving.add(serving)
-            serving.add_done_callback(functools.partial(self._ended, connection))
+        await accept_all(
+            self._listener, "a peer", self._connections, MAX_CONNECTIONS, self._take_in
+        )
+
+    def _take_in(self, sock: socket.socket) -> None:
+        loop, cancelled = asyncio.get_running_loop(), Cancellation()
+        connection = Connection(sock, cancelled)
+        self._connections[connection] = cancelled
+        serving = loop.run_in_executor(self._threads, self._serve, connection, loop)
+        self._serving.add(serving)
+        serving.add_done_callback(functools.partial(self._ended, connection))
 
     def _ended(self, connection: Connection, serving: asyncio.Future[None]) -> None:
         self._connections.pop(connection)

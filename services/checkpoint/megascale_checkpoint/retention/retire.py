@@ -33,12 +33,15 @@ def retention_of(log: CommitLog) -> Retention:
 
 
 def loaded(state: LogState) -> set[Checkpoint]:
-    """The checkpoint that the newest attempt restores, until it has committed one of its own."""
+    """The checkpoints that the newest attempt may restore, until it has committed its own."""
     newest = state.opens.get(state.attempt)
     if newest is None or state.last[0] == state.attempt:
         return set()
     decision = newest.values.get("restored_from", {})
-    return {(int(decision.get("attempt", 0)), int(decision.get("step", 0)))}
+    found = {(int(decision.get("attempt", 0)), int(decision.get("step", 0)))}
+    # Those that it falls to where that one is damaged.
+    older = decision.get("older", ())
+    return found | {(int(each["written_by_attempt"]), int(each["step"])) for each in older}
 
 
 def newest_whole(log: CommitLog, uri: str) -> Checkpoint | None:

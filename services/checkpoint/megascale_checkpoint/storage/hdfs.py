@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import hdfs_native
 
 from megascale_checkpoint.storage.hdfs_calls import bounded, mapped
-from megascale_checkpoint.storage.protocol import check_path
+from megascale_checkpoint.storage.protocol import check_path, reads_as
 from megascale_common.service.errors import RequestError
 
 # Of the client itself, which would try for three minutes by default.
@@ -96,10 +96,7 @@ class HdfsStorage:
 
     def confirm(self, path: str, data: bytes) -> bool:
         """See :meth:`Storage.confirm`: a file has its name only after its bytes are synced."""
-        try:
-            return self.read(path) == data
-        except FileNotFoundError:
-            return False
+        return reads_as(self, path, data)
 
     def read(self, path: str) -> bytes:
         """See :meth:`Storage.read`."""

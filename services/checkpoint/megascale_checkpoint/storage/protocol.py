@@ -83,6 +83,14 @@ class Storage(Protocol):
         """
 
 
+def reads_as(storage: Storage, path: str, data: bytes) -> bool:
+    """:meth:`Storage.confirm` of a storage in which what can be read is durable."""
+    try:
+        return storage.read(path) == data
+    except FileNotFoundError:
+        return False
+
+
 def settle(storage: Storage, path: str, data: bytes) -> bool:
     """Whether ``data`` stands at ``path``, durably; creates it where the name is free.
 

@@ -27,13 +27,16 @@ import boto3
 from botocore.client import Config
 from botocore.exceptions import ClientError
 
-from megascale_checkpoint.storage.protocol import check_path
+from megascale_checkpoint.storage.protocol import check_path, reads_as
 from megascale_checkpoint.storage.s3_errors import is_absent, is_conflict, is_taken, mapped
 from megascale_common.service.errors import RequestError, invalid
 
-PART_BYTES = 32 * 2**20  # of a multipart upload; S3 takes 10,000 of them: 312 GiB
-MAX_PARTS = 10_000
+# Of a multipart upload, the first ones; they double after each PARTS_OF_A_SIZE, because S3 takes no
+# more than MAX_PARTS, of 5 GiB at most. Files reach its limit of 5 TiB, and small ones cost little.
+PART_BYTES = 32 * 2**20
+MAX_PARTS, PARTS_OF_A_SIZE = 10_000, 1_250
 PARALLEL_PARTS = 4  # of one file; with the one that is filled, 160 MiB of memory
+PARALLEL_BYTES = PARALLEL_PARTS * PART_BYTES  # larger parts are fewer at once
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 3, 20
 TRIES = 3  # of one request, for a connection that fails and for an answer of 5xx
 CONFLICT_TRIES = 3
@@ -95,10 +98,7 @@ class S3Storage:
 
     def confirm(self, path: str, data: bytes) -> bool:
         """See :meth:`Storage.confirm`: what can be read is durable."""
-        try:
-            return self.read(path) == data
-        except FileNotFoundError:
-            return False
+        return reads_as(self, path, data)
 
     def read(self, path: str) -> bytes:
         """See :meth:`Storage.read`."""
@@ -260,11 +260,11 @@ class S3Storage:
             try:
                 for number, part in enumerate(_chain(first, rest), start=1):
                     if number > MAX_PARTS:
-                        text = f"a file is larger than {MAX_PARTS} parts of {PART_BYTES} bytes"
+                        text = f"a file is larger than {MAX_PARTS} parts"
                         raise OSError(errno.EFBIG, f"{text}: use more ranks", self._name(key))
                     size += len(part)
                     running.append(pool.submit(self._send, key, upload, number, part))
-                    if len(running) >= PARALLEL_PARTS:
+                    if len(running) >= parallel_parts(len(part)):
                         sent.append(running.popleft().result())
                 sent += [each.result() for each in running]
             except BaseException:
@@ -319,18 +319,28 @@ class S3Storage:
                 raise
 
 
+def part_bytes(number: int) -> int:
+    """Size of part ``number``, from 1 on, of an upload whose length is not known beforehand."""
+    return int(PART_BYTES << (number - 1) // PARTS_OF_A_SIZE)
+
+
+def parallel_parts(size_bytes: int) -> int:
+    """How many parts of a size are sent at once."""
+    return max(1, min(PARALLEL_PARTS, PARALLEL_BYTES // max(1, size_bytes)))
+
+
 def _parts(chunks: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
-    """The bytes of ``chunks`` in parts of PART_BYTES; the last may be shorter."""
-    part = bytearray()
+    """The bytes of ``chunks`` in parts of :func:`part_bytes`; the last may be shorter."""
+    part, number = bytearray(), 1
     for chunk in chunks:
         rest = memoryview(chunk)
         while rest:
-            taken = rest[: PART_BYTES - len(part)]
+            taken = rest[: part_bytes(number) - len(part)]
             part += taken
             rest = rest[len(taken) :]
-            if len(part) == PART_BYTES:
+            if len(part) == part_bytes(number):
                 yield part
-                part = bytearray()
+                part, number = bytearray(), number + 1
     if part:
         yield part
 

@@ -1,25 +1,35 @@
-"""The asyncio client of etcd's v3 API: keys, values and transactions.
+"""The asyncio client of etcd's v3 API: the verbs of `protocol.Etcd`, over gRPC.
 
-Watches, leases and elections stand on it in modules of their own. Reads are linearizable and
+Leases and elections stand on it in modules of their own. Reads are linearizable and
 retried. A write is sent once: on `UnknownOutcome` the caller decides what to do, and
 `settled.txn_settled` is the way to do it.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import grpc.aio
+
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.connection import EtcdMembers, Member, TlsConfig
-from megascale_common.etcd.errors import InvalidEtcdRequest, ResourceExhausted
+from megascale_common.etcd.errors import (
+    EtcdUnavailable,
+    InvalidEtcdRequest,
+    ResourceExhausted,
+)
 from megascale_common.etcd.operations import (
     Compare,
+    GrantedLease,
     KeySpace,
     KeyValue,
     Listing,
     Operation,
+    Page,
     TxnResult,
 )
+from megascale_common.etcd.watch import Watch
 
 PAGE_KEYS = 512  # keys per range request; halved when a page is too large to receive
 
@@ -32,6 +42,7 @@ class MemberStatus:
     leader_id: int
     database_size_bytes: int
     revision: int
+    member_id: int = 0
 
 
 class EtcdClient:
@@ -54,12 +65,12 @@ class EtcdClient:
             raise InvalidEtcdRequest(f"timeout_s: {timeout_s} must be positive")
         self.keys = KeySpace(prefix)
         self.timeout_s = timeout_s
-        self._endpoints = tuple(endpoints)
+        self.endpoints = tuple(endpoints)
         self._tls = tls
         self._members: EtcdMembers | None = None
 
     async def __aenter__(self) -> Self:
-        self._members = EtcdMembers(self._endpoints, self._tls)
+        self._members = EtcdMembers(self.endpoints, self._tls)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -82,6 +93,18 @@ class EtcdClient:
         """The key as stored now, or None."""
         reply = await self._range(rpc_pb2.RangeRequest(key=self.keys.full(key)))
         return self.keys.key_value(reply.kvs[0]) if reply.kvs else None
+
+    async def get_range(self, start: str, end: str, *, limit: int = 0, revision: int = 0) -> Page:
+        """Keys from `start` to before `end`, ascending: at most `limit` (0: all), in one request.
+
+        `revision` 0 is now. Raises ResourceExhausted when the answer is too large to receive,
+        Compacted if the revision is gone.
+        """
+        key, range_end = self.keys.between(start, end)
+        request = rpc_pb2.RangeRequest(key=key, range_end=range_end, limit=limit, revision=revision)
+        reply = await self._range(request)
+        items = tuple(self.keys.key_value(kv) for kv in reply.kvs)
+        return Page(items, reply.more, revision or reply.header.revision)
 
     async def get_prefix(self, prefix: str, *, page_keys: int = PAGE_KEYS) -> Listing:
         """Every key that starts with `prefix`, all at one revision, read in pages.
@@ -149,6 +172,53 @@ class EtcdClient:
 
         return self.keys.txn_result(await self.members.write("txn", self.timeout_s, send))
 
+    async def grant_lease(self, ttl_s: int) -> GrantedLease:
+        """A lease that is gone `ttl_s` whole seconds after it was last kept alive.
+
+        Raises UnknownOutcome when no answer comes: a lease that nobody knows expires by itself.
+        """
+        request = rpc_pb2.LeaseGrantRequest(TTL=ttl_s)
+
+        async def send(member: Member, timeout_s: float) -> rpc_pb2.LeaseGrantResponse:
+            return await member.lease.LeaseGrant(request, timeout=timeout_s)
+
+        reply = await self.members.write("lease grant", self.timeout_s, send)
+        return GrantedLease(reply.ID, reply.TTL)
+
+    async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
+        """Renew a lease; its time to live from now in seconds, 0 for one that is gone.
+
+        Each renewal has a stream of its own, so it can go to another member than the one before.
+        """
+
+        async def send(member: Member, call_timeout_s: float) -> int:
+            call = member.lease.LeaseKeepAlive(timeout=call_timeout_s)
+            try:
+                await call.write(rpc_pb2.LeaseKeepAliveRequest(ID=lease_id))
+                reply = await call.read()
+            except asyncio.InvalidStateError:  # raised by a write to a call that has just ended
+                reply = grpc.aio.EOF
+            finally:
+                call.cancel()
+            if not isinstance(reply, rpc_pb2.LeaseKeepAliveResponse):
+                raise EtcdUnavailable("the keep-alive stream ended without a reply")
+            return reply.TTL
+
+        return await self.members.read("lease keep-alive", timeout_s, send)
+
+    async def revoke_lease(self, lease_id: int, timeout_s: float) -> None:
+        """End a lease and delete its keys. Raises LeaseNotFound if it is gone."""
+        request = rpc_pb2.LeaseRevokeRequest(ID=lease_id)
+
+        async def send(member: Member, call_timeout_s: float) -> rpc_pb2.LeaseRevokeResponse:
+            return await member.lease.LeaseRevoke(request, timeout=call_timeout_s)
+
+        await self.members.write("lease revoke", timeout_s, send)
+
+    def watch(self, key: str, start_revision: int, *, prefix: bool = True) -> Watch:
+        """The changes of a key, or of all keys that start with it, from `start_revision` on."""
+        return Watch(self, key, start_revision, prefix=prefix)
+
     async def compact(self, revision: int) -> None:
         """Discard history before `revision`. Raises Compacted if that has happened already."""
         request = rpc_pb2.CompactionRequest(revision=revision, physical=True)
@@ -165,7 +235,13 @@ class EtcdClient:
             return await member.maintenance.Status(rpc_pb2.StatusRequest(), timeout=timeout_s)
 
         reply = await self.members.read("status", self.timeout_s, send)
-        return MemberStatus(reply.version, reply.leader, reply.dbSize, reply.header.revision)
+        return MemberStatus(
+            reply.version,
+            reply.leader,
+            reply.dbSize,
+            reply.header.revision,
+            reply.header.member_id,
+        )
 
     async def _range(self, request: rpc_pb2.RangeRequest) -> rpc_pb2.RangeResponse:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.RangeResponse:

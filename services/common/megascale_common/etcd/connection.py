@@ -35,7 +35,7 @@ RECONNECT_BACKOFF_MAX_S = 1.0
 RETRY_BACKOFF_MIN_S = 0.05
 RETRY_BACKOFF_MAX_S = 1.0
 
-_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", int(KEEPALIVE_INTERVAL_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -78,9 +78,9 @@ class Member:
     def __init__(self, endpoint: str, tls: TlsConfig | None) -> None:
         self.endpoint = endpoint
         self.channel = (
-            grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+            grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
             if tls is None
-            else grpc.aio.secure_channel(endpoint, tls.credentials(), options=_CHANNEL_OPTIONS)
+            else grpc.aio.secure_channel(endpoint, tls.credentials(), options=CHANNEL_OPTIONS)
         )
         self.kv: rpc_pb2_grpc.KVAsyncStub = rpc_pb2_grpc.KVStub(self.channel)
         self.lease: rpc_pb2_grpc.LeaseAsyncStub = rpc_pb2_grpc.LeaseStub(self.channel)

@@ -6,10 +6,10 @@ token inside every write's transaction (`guard`) can.
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import retry_backoff
 from megascale_common.etcd.errors import (
     Compacted,
@@ -18,9 +18,10 @@ from megascale_common.etcd.errors import (
     LeaseNotFound,
     UnknownOutcome,
 )
-from megascale_common.etcd.lease import Lease
+from megascale_common.etcd.keeper import Keeper
+from megascale_common.etcd.lease import Lease, now_s
 from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Get, Put
-from megascale_common.etcd.watch import Watch
+from megascale_common.etcd.protocol import Etcd
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Leadership:
     because `guard` failed means that leadership is over, too.
     """
 
-    client: EtcdClient
+    client: Etcd
     key: str
     create_revision: int
     lease: Lease
@@ -53,8 +54,18 @@ class Leadership:
         await self.resign()
 
 
-async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) -> Leadership:
+async def campaign(
+    client: Etcd,
+    key: str,
+    value: bytes,
+    *,
+    ttl_s: int,
+    keeper: Keeper | None = None,
+    clock: Callable[[], float] = now_s,
+) -> Leadership:
     """Wait until this candidate leads. `value` describes the leader and its address to others.
+
+    `keeper` renews the lease, by default a task of the event loop; `clock` is the lease's.
 
     Waits without limit, across restarts of etcd; cancel it to give up. After that or an error no
     lease is left behind. Raises the refusals of `errors` (a wrong request, access denied).
@@ -62,7 +73,7 @@ async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) ->
     backoff = retry_backoff()
     while True:
         try:
-            lease = await Lease.grant(client, ttl_s)
+            lease = await Lease.grant(client, ttl_s, keeper=keeper, clock=clock)
             try:
                 while not lease.lost.is_set():
                     won, revision = await _claim(client, key, value, lease)
@@ -78,7 +89,7 @@ async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) ->
             await backoff.sleep()
 
 
-async def _claim(client: EtcdClient, key: str, value: bytes, lease: Lease) -> tuple[bool, int]:
+async def _claim(client: Etcd, key: str, value: bytes, lease: Lease) -> tuple[bool, int]:
     """Try to create the key: (True, its create revision), or (False, revision of the answer).
 
     Without an answer the claim is made again: if the first one was applied after all, the key
@@ -105,9 +116,9 @@ async def _claim(client: EtcdClient, key: str, value: bytes, lease: Lease) -> tu
         return False, result.revision
 
 
-async def _until_deleted(client: EtcdClient, key: str, start_revision: int) -> None:
+async def _until_deleted(client: Etcd, key: str, start_revision: int) -> None:
     """Wait for the first deletion of the key at `start_revision` or later."""
-    async with Watch(client, key, start_revision, prefix=False) as watch:
+    async with client.watch(key, start_revision, prefix=False) as watch:
         async for event in watch:
             if event.deleted:
                 return

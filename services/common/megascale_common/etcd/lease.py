@@ -2,33 +2,25 @@
 
 Validity is counted from the moment before the last successful keep-alive was sent, on a clock that
 runs on while the machine is suspended, less a margin. So the owner stops acting before the server
-can give its keys to another, even if it was paused or cut off, or its event loop was blocked.
+can give its keys to another, even if it was paused or cut off, or its event loop was blocked. Who
+sends the keep-alives is a `keeper.Keeper`.
 """
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Self
 
-import grpc.aio
-import structlog
+from megascale_common.etcd.errors import EtcdError, InvalidEtcdRequest, UnknownOutcome
+from megascale_common.etcd.keeper import Keeper, LoopKeeper
+from megascale_common.etcd.operations import GrantedLease
+from megascale_common.etcd.protocol import Etcd
 
-from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Member, retry_backoff
-from megascale_common.etcd.errors import (
-    EtcdError,
-    EtcdUnavailable,
-    InvalidEtcdRequest,
-    UnknownOutcome,
-)
-
-KEEPALIVES_PER_TTL = 3
 MARGIN_FRACTION = 0.1  # of the TTL: room for clock drift and for the work between check and effect
 REVOKE_TIMEOUT_S = 2.0
 GRANT_ATTEMPTS = 3  # a grant whose answer is lost leaves a lease that expires by itself
-
-_log = structlog.get_logger(__name__)
+LOOK_INTERVAL_S = 0.25  # between two looks at what the keeper has reported, and two signs of life
 
 
 def now_s() -> float:
@@ -46,19 +38,35 @@ class Lease:
     """
 
     def __init__(
-        self, client: EtcdClient, lease_id: int, ttl_s: int, granted_from_s: float
+        self,
+        client: Etcd,
+        granted: GrantedLease,
+        granted_from_s: float,
+        keeper: Keeper | None = None,
+        clock: Callable[[], float] = now_s,
     ) -> None:
-        self.lease_id = lease_id
-        self.ttl_s = ttl_s  # as granted: the server raises one that is below its election timeout
+        self.lease_id = granted.lease_id
+        self.ttl_s = granted.ttl_s  # the server raises one that is below its election timeout
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self._client = client
+        self._clock = clock
+        self._sent_s = granted_from_s
         self._valid_until_s = 0.0
-        self._extend(granted_from_s, ttl_s)
-        self._keeper = asyncio.create_task(self._keep(), name=f"etcd-lease-{lease_id:x}")
+        self._extend(granted_from_s, granted.ttl_s)
+        self._keeper: Keeper = keeper if keeper is not None else LoopKeeper(client, clock)
+        self._keeper.keep(self.lease_id, self.ttl_s)
+        self._watcher = asyncio.create_task(self._look(), name=f"etcd-lease-{self.lease_id:x}")
 
     @classmethod
-    async def grant(cls, client: EtcdClient, ttl_s: int) -> Self:
+    async def grant(
+        cls,
+        client: Etcd,
+        ttl_s: int,
+        *,
+        keeper: Keeper | None = None,
+        clock: Callable[[], float] = now_s,
+    ) -> Self:
         """Get a lease of `ttl_s` whole seconds and start to keep it alive.
 
         Raises InvalidEtcdRequest for a TTL below one second, EtcdUnavailable and UnknownOutcome as
@@ -66,42 +74,35 @@ class Lease:
         """
         if ttl_s < 1:
             raise InvalidEtcdRequest(f"ttl_s: {ttl_s} must be at least 1 second")
-
-        async def send(member: Member, timeout_s: float) -> rpc_pb2.LeaseGrantResponse:
-            return await member.lease.LeaseGrant(
-                rpc_pb2.LeaseGrantRequest(TTL=ttl_s), timeout=timeout_s
-            )
-
         attempts_left = GRANT_ATTEMPTS
         while True:
             attempts_left -= 1
             # Taken before sending: the server's TTL starts later, so ours ends earlier.
-            sent_s = now_s()
+            sent_s = clock()
             try:
-                reply = await client.members.write("lease grant", client.timeout_s, send)
+                granted = await client.grant_lease(ttl_s)
             except UnknownOutcome:
                 if attempts_left == 0:
                     raise
             else:
-                return cls(client, reply.ID, reply.TTL, sent_s)
+                return cls(client, granted, sent_s, keeper, clock)
 
     def remaining_s(self) -> float:
         """Seconds for which the lease is still valid; 0 when it is lost."""
-        return 0.0 if self.lost.is_set() else max(0.0, self._valid_until_s - now_s())
+        if self.lost.is_set():
+            return 0.0
+        self._take()
+        return 0.0 if self.lost.is_set() else max(0.0, self._valid_until_s - self._clock())
 
     async def close(self) -> None:
         """Stop the keep-alives and revoke the lease, which deletes its keys. Never raises."""
         self._lose("closed")
-        self._keeper.cancel()
-        await asyncio.wait([self._keeper])
-        request = rpc_pb2.LeaseRevokeRequest(ID=self.lease_id)
-
-        async def send(member: Member, timeout_s: float) -> rpc_pb2.LeaseRevokeResponse:
-            return await member.lease.LeaseRevoke(request, timeout=timeout_s)
-
+        self._keeper.drop()
+        self._watcher.cancel()
+        await asyncio.wait([self._watcher])
         # A lease that cannot be revoked expires by itself.
         with contextlib.suppress(EtcdError):
-            await self._client.members.write("lease revoke", REVOKE_TIMEOUT_S, send)
+            await self._client.revoke_lease(self.lease_id, REVOKE_TIMEOUT_S)
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,56 +111,34 @@ class Lease:
         await self.close()
 
     def _extend(self, sent_s: float, ttl_s: float) -> None:
+        self._sent_s = sent_s
         self._valid_until_s = sent_s + ttl_s * (1.0 - MARGIN_FRACTION)
+
+    def _take(self) -> None:
+        """Count what the keeper has reported."""
+        renewal = self._keeper.newest()
+        if renewal is None or renewal.lease_id != self.lease_id or renewal.sent_s <= self._sent_s:
+            return
+        if renewal.ttl_s <= 0:
+            self._lose("expired or revoked on the server")
+        else:
+            self._extend(renewal.sent_s, renewal.ttl_s)
 
     def _lose(self, reason: str) -> None:
         if not self.lost.is_set():
             self.lost_reason = reason
             self.lost.set()
 
-    async def _keep(self) -> None:
-        """Renew every third of the TTL; after a failure retry until the validity has run out."""
-        interval_s = self.ttl_s / KEEPALIVES_PER_TTL
-        backoff = retry_backoff()
-        wait_s = interval_s
+    async def _look(self) -> None:
+        """Give the keeper signs of life; detect the end of the validity when it happens."""
         try:
             while True:
-                # Never past the end of the validity: that must be detected when it happens.
-                await asyncio.sleep(min(wait_s, self.remaining_s()))
-                if (remaining_s := self.remaining_s()) <= 0:
+                self._keeper.tick()
+                remaining_s = self.remaining_s()
+                if self.lost.is_set():
+                    return
+                if remaining_s <= 0:
                     return self._lose(f"not renewed for {self.ttl_s} s less a margin")
-                sent_s = now_s()
-                try:
-                    ttl_s = await self._renew(min(remaining_s, interval_s))
-                except EtcdError as error:
-                    _log.warning("lease not renewed", lease_id=self.lease_id, error=str(error))
-                    wait_s = backoff.next_s()
-                    continue
-                if ttl_s <= 0:
-                    return self._lose("expired or revoked on the server")
-                self._extend(sent_s, ttl_s)
-                wait_s = interval_s
-                backoff.reset()
+                await asyncio.sleep(min(LOOK_INTERVAL_S, remaining_s))
         finally:
             self._lose("no longer renewed")
-
-    async def _renew(self, timeout_s: float) -> int:
-        """Send one keep-alive; returns the new TTL in seconds, 0 for a lease that is gone.
-
-        Each has a stream of its own, so that it can go to another member than the one before.
-        """
-
-        async def send(member: Member, call_timeout_s: float) -> int:
-            call = member.lease.LeaseKeepAlive(timeout=call_timeout_s)
-            try:
-                await call.write(rpc_pb2.LeaseKeepAliveRequest(ID=self.lease_id))
-                reply = await call.read()
-            except asyncio.InvalidStateError:  # raised by a write to a call that has just ended
-                reply = grpc.aio.EOF
-            finally:
-                call.cancel()
-            if not isinstance(reply, rpc_pb2.LeaseKeepAliveResponse):
-                raise EtcdUnavailable("the keep-alive stream ended without a reply")
-            return reply.TTL
-
-        return await self._client.members.read("lease keep-alive", timeout_s, send)

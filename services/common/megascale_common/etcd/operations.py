@@ -41,6 +41,23 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
+class Page:
+    """Keys of a range at one revision, in key order. `more`: there are others behind the last."""
+
+    items: tuple[KeyValue, ...]
+    more: bool
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedLease:
+    """A lease as etcd granted it: `ttl_s` is raised if it was below etcd's shortest."""
+
+    lease_id: int
+    ttl_s: int
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One change seen by a watch. Of a deleted key only `key` and `mod_revision` are filled in."""
 
@@ -88,8 +105,16 @@ class Delete:
     prefix: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DeleteRange:
+    """Delete every key from `start` to before `end`."""
+
+    start: str
+    end: str
+
+
 Compare: TypeAlias = CreateRevisionEquals | ModRevisionEquals
-Operation: TypeAlias = Put | Get | Delete
+Operation: TypeAlias = Put | Get | Delete | DeleteRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +154,12 @@ class KeySpace:
         """First key and exclusive end of all keys that start with `prefix` ("" is every key)."""
         start = (self.prefix + prefix).encode(errors="surrogateescape")
         return (start, prefix_end(start)) if start else (b"\0", b"\0")
+
+    def between(self, start: str, end: str) -> tuple[bytes, bytes]:
+        """First key and exclusive end of a range. Raises InvalidEtcdRequest for an empty range."""
+        if not start < end:
+            raise InvalidEtcdRequest(f"range: {start!r} is not before {end!r}")
+        return self.full(start), self.full(end)
 
     def key_value(self, kv: rpc_pb2.KeyValue) -> KeyValue:
         """A stored key-value in the caller's form."""
@@ -170,7 +201,10 @@ class KeySpace:
             return rpc_pb2.RequestOp(request_put=put)
         if isinstance(item, Get):
             return rpc_pb2.RequestOp(request_range=rpc_pb2.RangeRequest(key=self.full(item.key)))
-        key, end = self.range_of(item.key) if item.prefix else (self.full(item.key), b"")
+        if isinstance(item, DeleteRange):
+            key, end = self.between(item.start, item.end)
+        else:
+            key, end = self.range_of(item.key) if item.prefix else (self.full(item.key), b"")
         return rpc_pb2.RequestOp(
             request_delete_range=rpc_pb2.DeleteRangeRequest(key=key, range_end=end)
         )

@@ -12,7 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -54,8 +55,22 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One member of a cluster of several on this machine.
+
+    `ports` has (client port, peer port) of all by name. Start the members together: none is ready
+    before most are.
+    """
+
+    name: str
+    ports: Mapping[str, tuple[int, int]]
+
+
 class EtcdServer:
-    """One single-member etcd with its data in `data_dir`; it dies with the process that started it.
+    """One etcd with its data in `data_dir`; it dies with the process that started it.
+
+    By default it is a cluster of its own.
 
     `start` (or `async with`) picks free loopback ports, which later starts keep. The log goes to
     `<data_dir>.log`. `unsafe_no_fsync` is for tests: a machine crash (not a kill) may lose data.
@@ -71,6 +86,7 @@ class EtcdServer:
         host: str = "127.0.0.1",
         unsafe_no_fsync: bool = False,
         extra_arguments: Sequence[str] = (),
+        membership: Membership | None = None,
     ) -> None:
         self.data_dir = data_dir
         self.log_path = data_dir.with_name(data_dir.name + ".log")
@@ -78,6 +94,11 @@ class EtcdServer:
         self._unsafe_no_fsync = unsafe_no_fsync
         self._extra_arguments = tuple(extra_arguments)
         self._ports: tuple[int, int] | None = None
+        self._name = "megascale"
+        self._others: dict[str, tuple[int, int]] = {}
+        if membership is not None:
+            self._name, self._others = membership.name, dict(membership.ports)
+            self._ports = self._others.pop(self._name)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
 
@@ -150,11 +171,14 @@ class EtcdServer:
         if self._ports is None:
             raise EtcdError("the etcd server has no ports yet")
         client_url, peer_url = (f"http://{self._host}:{port}" for port in self._ports)
+        others = {name: f"http://{self._host}:{port}" for name, (_, port) in self._others.items()}
+        peers = {self._name: peer_url, **others}
         arguments = [
-            *("--name", "megascale", "--data-dir", str(self.data_dir)),
+            *("--name", self._name, "--data-dir", str(self.data_dir)),
             *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
-            *("--initial-cluster", f"megascale={peer_url}", "--log-level", "warn"),
+            *("--initial-cluster", ",".join(f"{name}={url}" for name, url in peers.items())),
+            *("--log-level", "warn"),
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
         ]
         if self._unsafe_no_fsync:

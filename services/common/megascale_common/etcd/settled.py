@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import retry_backoff
 from megascale_common.etcd.errors import (
     EtcdError,
@@ -28,6 +27,7 @@ from megascale_common.etcd.operations import (
     Put,
     TxnResult,
 )
+from megascale_common.etcd.protocol import Etcd
 
 MIN_TXN_ID_LENGTH = 16  # a UUID's worth: the id is searched for in the marker's value
 
@@ -118,7 +118,7 @@ class SettledTxn:
 
 
 async def txn_settled(
-    client: EtcdClient,
+    client: Etcd,
     *,
     compare: Sequence[Compare],
     success: Sequence[Operation],

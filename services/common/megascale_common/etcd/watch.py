@@ -8,14 +8,13 @@ its events already delivered: resuming requests that revision again and skips th
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 import grpc.aio
 import structlog
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import retry_backoff
 from megascale_common.etcd.errors import (
     AccessDenied,
@@ -26,6 +25,9 @@ from megascale_common.etcd.errors import (
 )
 from megascale_common.etcd.operations import Event
 from megascale_common.service.backoff import Backoff
+
+if TYPE_CHECKING:  # the client makes the watches
+    from megascale_common.etcd.client import EtcdClient
 
 # A slow consumer stops the reading, and flow control then stops the server.
 QUEUE_EVENTS = 1024
@@ -82,7 +84,7 @@ class Watch:
 
     def __init__(
         self,
-        client: EtcdClient,
+        client: "EtcdClient",
         key: str,
         start_revision: int,
         *,

@@ -43,6 +43,7 @@ Kernels = Literal["torch", "triton", "auto"]
 Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 DivergenceAction = Literal["stop", "continue"]
+CheckpointInterval = Literal["steps", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,7 +255,10 @@ class CheckpointConfig:
     while it has none of its own. A job whose last step is not saved within ``final_timeout_s``
     fails, unless ``require_final`` is off. The three ``keep_...`` are rules of which checkpoints
     are kept; without any, all are. ``max_write_mib_per_s`` bounds what the ranks of one node write
-    to storage; 0 is no bound.
+    to storage; 0 is no bound. With ``interval`` auto the run decides how often it persists, from
+    what a save costs it and from ``device_mtbf_hours``, the hours of a device between two failures.
+    Steps may take a share of ``max_step_slowdown`` longer beside a write to storage, which is
+    slowed down above that; 0 never slows it.
     """
 
     uri: str = ""
@@ -271,10 +275,13 @@ class CheckpointConfig:
     verify_d2h: float = 0.01
     replicas: int = 0
     max_replicate_mib_per_s: float = 0.0
+    interval: CheckpointInterval = "steps"
+    device_mtbf_hours: float = 50_000.0
+    max_step_slowdown: float = 0.05
 
     @property
     def memory_interval_steps(self) -> int:
-        """Steps between snapshots into memory; 0: only after the last step."""
+        """Steps between snapshots into memory; 0: after the last step, or as the run decides."""
         return self.snapshot_interval_steps or self.interval_steps
 
 

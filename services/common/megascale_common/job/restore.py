@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -33,6 +33,9 @@ class RestorePlan:
     ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none. With one,
     ranks whose memory does not hold the step read storage. ``manifest_xxh3`` is the hash that the
     COMMIT record has of it, "" where that is not known (a plan of an earlier version).
+
+    ``older`` are committed checkpoints that the attempt falls to, newest first, where the state
+    turns out to be damaged. Of these the committer has not looked at the files (``checked``).
     """
 
     source: RestoreSource = RestoreSource.NONE
@@ -40,10 +43,27 @@ class RestorePlan:
     written_by_attempt: int = 0
     manifest_uri: str = ""
     manifest_xxh3: str = ""
+    older: tuple[RestorePlan, ...] = ()
+    checked: bool = True
+
+    def candidates(self) -> tuple[RestorePlan, ...]:
+        """This plan, then the older ones, each with those that come after it."""
+        return tuple(
+            replace(plan, older=self.older[number:])
+            for number, plan in enumerate((self, *self.older))
+        )
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "source": self.source.value}
+        return {
+            "source": self.source.value,
+            "step": self.step,
+            "written_by_attempt": self.written_by_attempt,
+            "manifest_uri": self.manifest_uri,
+            "manifest_xxh3": self.manifest_xxh3,
+            "older": [plan.to_mapping() for plan in self.older],
+            "checked": self.checked,
+        }
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RestorePlan:
@@ -61,4 +81,7 @@ class RestorePlan:
         if not (isinstance(step, int) and isinstance(attempt, int)):
             raise ValueError(f"restore plan {dict(values)!r}: step and attempt are whole numbers")
         manifest_xxh3 = str(values.get("manifest_xxh3", ""))
-        return cls(source, step, attempt, str(manifest_uri), manifest_xxh3)
+        # Absent in plans of earlier builds.
+        older = tuple(cls.from_mapping(plan) for plan in values.get("older", ()))
+        checked = bool(values.get("checked", True))
+        return cls(source, step, attempt, str(manifest_uri), manifest_xxh3, older, checked)

@@ -29,6 +29,7 @@ _MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
 _MAX_REPLICATE_MIB_PER_S = 1e6
 _MAX_FINAL_TIMEOUT_S = 3600
+_MAX_MTBF_HOURS = 1e9
 _MIN_HOURS, _MAX_HOURS = 0.02, 24 * 366
 _MAX_MIB_PER_S = 2**20  # a TiB per second
 _SHA256_DIGITS = 64
@@ -266,6 +267,7 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             f"{checkpoint.interval_steps} is negative",
             "give 0 (off) or more",
         )
+    yield from _auto_interval(checkpoint)
     snapshots = checkpoint.snapshot_interval_steps
     if snapshots < 0:
         yield JobProblem(
@@ -279,7 +281,7 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "empty although checkpoint.snapshot_interval_steps is set",
             "give a folder that all nodes share",
         )
-    elif snapshots > 0 and checkpoint.interval_steps % snapshots:
+    elif snapshots > 0 and checkpoint.interval_steps % snapshots and not _auto(checkpoint):
         yield JobProblem(
             "checkpoint.snapshot_interval_steps",
             f"{snapshots} does not divide checkpoint.interval_steps {checkpoint.interval_steps}",
@@ -325,6 +327,37 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             f"give 1 to {_MAX_FINAL_TIMEOUT_S} seconds",
         )
     yield from _retention(checkpoint)
+
+
+def _auto(checkpoint: CheckpointConfig) -> bool:
+    return checkpoint.interval == "auto"
+
+
+def _auto_interval(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
+    if _auto(checkpoint) and checkpoint.interval_steps:
+        yield JobProblem(
+            "checkpoint.interval_steps",
+            f"{checkpoint.interval_steps} is given, and checkpoint.interval is auto",
+            "give one of the two",
+        )
+    if _auto(checkpoint) and not checkpoint.uri:
+        yield JobProblem(
+            "checkpoint.uri",
+            "empty although checkpoint.interval is auto",
+            "give a folder that all nodes share",
+        )
+    if not 1 <= checkpoint.device_mtbf_hours <= _MAX_MTBF_HOURS:
+        yield JobProblem(
+            "checkpoint.device_mtbf_hours",
+            f"{checkpoint.device_mtbf_hours:g} is out of range",
+            f"give 1 to {_MAX_MTBF_HOURS:g} hours of one device between two failures",
+        )
+    if not 0 <= checkpoint.max_step_slowdown <= 1:
+        yield JobProblem(
+            "checkpoint.max_step_slowdown",
+            f"{checkpoint.max_step_slowdown:g} is out of range",
+            "give 0 (a write never slows down) to 1, a share of a step's time",
+        )
 
 
 def _retention(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:

@@ -16,6 +16,7 @@ Agent and worker, over the socket passed with Fork:
     worker: Running, then StepDone per step (from one rank per job: see ``reports``), then Failed or
         Finished.
     agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
+    agent: Leave or Stay at any time; the workers end early together, each with Finished.
     agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from
         inside a hung call.
     Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
@@ -23,7 +24,8 @@ Agent and worker, over the socket passed with Fork:
 Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
     Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
     those of :mod:`megascale_common.node.restore_messages`,
-    Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained.
+    Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained,
+    StepTime -> Pace.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the
     connection. Closing it releases what is neither sealed nor being persisted.
 """
@@ -89,6 +91,13 @@ class ReplicaOrders(TypedDict):
     bytes_per_s: int
 
 
+class FailureCount(TypedDict):
+    """Failures that ended attempts, and the hours that devices trained, of the whole fleet."""
+
+    count: int
+    device_hours: float
+
+
 class Assignment(TypedDict):
     """Agent to worker: all that a rank needs.
 
@@ -102,6 +111,7 @@ class Assignment(TypedDict):
     node: str
     job: str
     attempt: int
+    rank_table: NotRequired[str]  # digest of the attempt's rank table; empty: the driver gave none
     rank: int
     local_rank: int
     device_kind: Literal["cpu", "cuda"]
@@ -116,6 +126,7 @@ class Assignment(TypedDict):
     checkpoint_socket: str
     committer_endpoint: str
     replicas: ReplicaOrders
+    failures: NotRequired[FailureCount]
     restore: dict[str, Any]
     reports: bool
     run_folder: str
@@ -155,10 +166,14 @@ class SelfChecked(TypedDict):
 
 
 class Running(TypedDict):
-    """Worker to agent: past rendezvous and restore; the next step is ``step + 1``."""
+    """Worker to agent: past rendezvous and restore; the next step is ``step + 1``.
+
+    ``passed_over``: what is wrong with the planned step, where ``step`` is an older one.
+    """
 
     kind: Literal["running"]
     step: int
+    passed_over: NotRequired[str]
 
 
 class StepDone(TypedDict):
@@ -190,6 +205,22 @@ class CancelProfile(TypedDict):
     id: str
 
 
+class Leave(TypedDict):
+    """Agent to worker: save after one of the next steps and end; all ranks do so together.
+
+    If the state cannot be saved they train on, and ignore this ``id`` from then on.
+    """
+
+    kind: Literal["leave"]
+    id: str
+
+
+class Stay(TypedDict):
+    """Agent to worker: the order to leave is withdrawn, unless it is being carried out."""
+
+    kind: Literal["stay"]
+
+
 class Profiled(TypedDict):
     """Worker to agent: what became of a trace; ``detail`` gives the reason when there is none."""
 
@@ -216,6 +247,7 @@ class Failed(TypedDict):
 class Finished(TypedDict):
     """Worker to agent: all steps are done, and the last snapshot is committed or given up.
 
+    ``step`` is the last; before that of the job it is committed, and the run ended by Leave.
     ``not_saved`` is the reason for giving up; "" where it is committed, or the job writes none.
     """
 
@@ -231,7 +263,8 @@ class Register(TypedDict):
     pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
     leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
     reserved, copied or unsettled at the same time (default 1). ``max_write_mib_per_s`` bounds what
-    the daemon writes for the job (0, the default, is no bound).
+    the daemon writes for the job (0, the default, is no bound). It writes slower while steps take
+    longer beside it by more than ``max_step_slowdown``, a share (0, the default, is never).
     """
 
     kind: Literal["register"]
@@ -245,6 +278,7 @@ class Register(TypedDict):
     slots: int
     in_flight: NotRequired[int]
     max_write_mib_per_s: NotRequired[float]
+    max_step_slowdown: NotRequired[float]
     replicas: NotRequired[ReplicaOrders]
     layout: dict[str, Any]
     further_pieces: NotRequired[int]
@@ -354,6 +388,22 @@ class Released(TypedDict):
     kind: Literal["released"]
 
 
+class StepTime(TypedDict):
+    """Worker to daemon, after a step: how long it took. Slow steps slow what is persisted."""
+
+    kind: Literal["step_time"]
+    step: int
+    time_s: float
+
+
+class Pace(TypedDict):
+    """Daemon to worker: whether it persists now for the job, and how long that last took here."""
+
+    kind: Literal["pace"]
+    persisting: bool
+    persist_s: float
+
+
 class Drain(TypedDict):
     """Worker to daemon, at the end: answer when ``step`` is committed or the time is up."""
 
@@ -385,7 +435,7 @@ class RequestFailed(TypedDict):
 TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
 WorkerMessage: TypeAlias = Running | StepDone | Profiled | Failed | Finished
 DaemonRequest: TypeAlias = (
-    Register | Pieces | Restore | Acquire | Seal | Release | Drain | RestoreRequest
+    Register | Pieces | Restore | Acquire | Seal | Release | Drain | StepTime | RestoreRequest
 )
 DaemonAnswer: TypeAlias = (
     Registered
@@ -396,6 +446,7 @@ DaemonAnswer: TypeAlias = (
     | Sealed
     | Released
     | Drained
+    | Pace
     | RequestFailed
     | RestoreAnswer
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, TypedDict
 
-INDEX_PIECES = 4000  # stored pieces that one StoredIndex describes: below 1 MiB
+INDEX_UNITS = 4000  # that one StoredIndex describes: below 1 MiB
 MOST_READS = 4000  # that one ReadStored asks for
 
 

@@ -36,7 +36,8 @@ FILE, FIRST, SIZE, UPPER, LOWER = range(5)
 class Runs:
     """``rows`` int64 [n, 6], one run each, in any order; ``units`` int64 [m, 5].
 
-    A unit is what is read and verified as a whole: a stored piece. Runs in memory have none.
+    A unit is what is read and verified as a whole: a stored piece, or a chunk of a large one. Runs
+    in memory have none.
     """
 
     parameters: tuple[Parameter, ...]
@@ -44,29 +45,53 @@ class Runs:
     units: Ints
 
 
-def runs_of(pieces: Iterable[ShardPiece], holder: int, checksums: Sequence[str] = ()) -> Runs:
+# Chunks of a stored piece: so large, and larger where a piece would have more of them than MOST.
+LEAST_CHUNK_BYTES, MOST_CHUNKS = 8 << 20, 512
+
+
+def chunk_bytes(size_bytes: int) -> int:
+    """Size of the chunks of a stored piece; one that is no larger is not divided."""
+    return max(
+        LEAST_CHUNK_BYTES, -(-size_bytes // MOST_CHUNKS // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES
+    )
+
+
+def runs_of(
+    pieces: Iterable[ShardPiece],
+    holder: int,
+    checksums: Sequence[str] = (),
+    chunks: Sequence[Sequence[str]] = (),
+) -> Runs:
     """The runs of one rank's slot, or with ``checksums``, one per piece, of one file.
 
     Args:
         pieces: ``slot_offset_bytes`` is the offset in the slot or in the file.
         holder: the rank, or the number of the file.
         checksums: xxh3-128 of each piece, hexadecimal.
+        chunks: those of the chunks of each piece (:func:`chunk_bytes`); empty where it has none.
     """
     known: dict[Parameter, int] = {}
     rows: list[tuple[int, ...]] = []
     units: list[tuple[int, ...]] = []
     for number, piece in enumerate(pieces):
+        first_unit, length = len(units) if checksums else -1, piece.size_bytes
         if checksums:
-            units.append(_unit(piece, holder, checksums[number]))
+            own = chunks[number] if chunks else ()
+            length = chunk_bytes(length) if own else length
+            units += _units(piece, holder, own or (checksums[number],), length)
         if not piece.size_bytes:
             continue
         key = (piece.name, piece.state, piece.dtype, piece.global_shape)
         parameter = known.setdefault(key, len(known))
-        unit = number if checksums else -1
-        offset = piece.slot_offset_bytes
-        for start, stop in _ranges(piece):
-            rows.append((parameter, start, stop, holder, offset, unit))
-            offset += stop - start
+        done = 0  # bytes of the piece
+        for begin, stop in _ranges(piece):
+            start = begin
+            while start < stop:
+                size = min(stop - start, length - done % length)
+                unit = first_unit + done // length if checksums else -1
+                offset = piece.slot_offset_bytes + done
+                rows.append((parameter, start, start + size, holder, offset, unit))
+                start, done = start + size, done + size
     return Runs(tuple(known), _array(rows, 6), _array(units, 5))
 
 
@@ -121,10 +146,18 @@ def _head(line: bytes) -> tuple[tuple[Parameter, ...], int, int]:
     return tuple((n, s, d, tuple(shape)) for n, s, d, shape in parameters), rows, units
 
 
-def _unit(piece: ShardPiece, file: int, checksum: str) -> tuple[int, ...]:
-    upper, lower = (int(half, 16) for half in (checksum[:16], checksum[16:]))
-    halves = ((half ^ 1 << 63) - (1 << 63) for half in (upper, lower))  # as signed numbers
-    return file, piece.slot_offset_bytes, piece.size_bytes, *halves
+def _units(
+    piece: ShardPiece, file: int, checksums: Sequence[str], length: int
+) -> list[tuple[int, ...]]:
+    """The units of a piece, of ``length`` bytes each but for the last."""
+    found = []
+    for number, checksum in enumerate(checksums):
+        upper, lower = (int(half, 16) for half in (checksum[:16], checksum[16:]))
+        halves = ((half ^ 1 << 63) - (1 << 63) for half in (upper, lower))  # as signed numbers
+        begin = number * length
+        size = min(length, piece.size_bytes - begin)
+        found.append((file, piece.slot_offset_bytes + begin, size, *halves))
+    return found
 
 
 def _ranges(piece: ShardPiece) -> list[tuple[int, int]]:

@@ -188,37 +188,61 @@ def _holding_up(views: Iterable[RankView], layout: RankLayout) -> set[int]:
 
     A rank inside no operation is one. So is a rank inside an operation that all members of its
     group have entered, if others wait for it elsewhere.
+
+    In a group, a rank inside operation n waits for the members that have entered fewer. So the
+    least count, and the highest operation that somebody is inside of, show for each member by
+    itself whether it waits and whether it is waited for: linear in ranks.
     """
-    entered: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
-    inside: dict[int, list[tuple[tuple[str, tuple[int, ...]], int]]] = {}
+    groups: dict[str, _Named] = {}
+    views = list(views)
     for view in views:
-        inside[view.rank] = []
+        rank = view.rank
         for count in view.status.operations if view.status is not None else ():
-            group = (count.group, _members(count.group, view.rank, layout))
-            entered.setdefault(group, {})[view.rank] = count.entered
-            if count.entered > count.completed:
-                inside[view.rank].append((group, count.entered))
-    waits: dict[int, set[int]] = {
-        rank: {
-            peer
-            for group, number in places
-            for peer, theirs in entered[group].items()
-            if theirs < number
-        }
-        for rank, places in inside.items()
-    }
-    waited_for = set[int]().union(*waits.values())
-    return {
-        rank
-        for rank, peers in waits.items()
-        if not peers and (not inside[rank] or rank in waited_for)
-    }
+            named = groups.get(count.group)
+            if named is None:
+                named = groups[count.group] = _Named(count.group, layout)
+            key = rank % named.inner + rank // named.outer * named.inner
+            entered = count.entered
+            if entered < named.least.get(key, math.inf):
+                named.least[key] = entered
+            if count.completed < entered and entered > named.highest.get(key, 0):
+                named.highest[key] = entered
+    return {view.rank for view in views if _waits_for_none(view, groups)}
 
 
-def _members(group: str, rank: int, layout: RankLayout) -> tuple[int, ...]:
-    """Ranks among which the group's name is unique: pipeline edges are named by their stages."""
-    if group == "tp":
-        return layout.group_of(rank, ("tp",))
-    if group == "dp":
-        return layout.group_of(rank, ("dp",))
-    return layout.group_of(rank, ("pp",)) if group.startswith("pp") else ()
+class _Named:
+    """All groups of one name, each under a key: the coordinates that its members share.
+
+    Pipeline edges are named by their stages, so the ranks of a pipeline are a group here.
+    """
+
+    __slots__ = ("highest", "inner", "least", "outer")
+
+    def __init__(self, name: str, layout: RankLayout) -> None:
+        self.least: dict[int, int] = {}  # operations entered
+        self.highest: dict[int, int] = {}  # operation that a member is inside of
+        # The key of a rank is rank % inner + rank // outer * inner.
+        self.inner, self.outer = 1, layout.world_size
+        if name == "tp":
+            self.outer = layout.tp
+        elif name == "dp":
+            self.inner = layout.tp * layout.cp
+            self.outer = self.inner * layout.dp
+        elif name.startswith("pp"):
+            self.inner = layout.tp * layout.cp * layout.dp
+
+
+def _waits_for_none(view: RankView, groups: dict[str, _Named]) -> bool:
+    rank = view.rank
+    is_inside = waited_for = False
+    for count in view.status.operations if view.status is not None else ():
+        named = groups[count.group]
+        key = rank % named.inner + rank // named.outer * named.inner
+        entered = count.entered
+        if count.completed < entered:
+            if named.least[key] < entered:
+                return False
+            is_inside = True
+        if entered < named.highest.get(key, 0):
+            waited_for = True
+    return waited_for or not is_inside

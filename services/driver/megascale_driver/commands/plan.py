@@ -14,6 +14,7 @@ from megascale.v1 import job_pb2
 from megascale_common.job.config import JobConfig, ParallelismConfig
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
+from megascale_common.sizes.checkpoint_interval import best_interval_s, mtbf_s
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, rank_memory
 from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
@@ -50,7 +51,7 @@ def plan_job(
         ]
     else:
         nodes, refused = _nodes(config, devices_per_node)
-        plan |= nodes | _memory(config, memory)
+        plan |= nodes | _memory(config, memory) | _auto_interval(config)
         problems += refused + _too_large(config, memory, device_memory_bytes)
     return {**plan, "refused": _plain(problems)}
 
@@ -123,6 +124,20 @@ def _memory(config: JobConfig, stages: list[RankMemory]) -> dict[str, Any]:
         "staging_bytes_of_a_rank": state_bytes * (slots + kept),
         "replica_bytes_of_a_rank": state_bytes * kept,
     }
+
+
+def _auto_interval(config: JobConfig) -> dict[str, Any]:
+    """How often a job with `checkpoint.interval: auto` saves, for costs that it has to measure."""
+    checkpoint, devices = config.checkpoint, config.layout.world_size
+    if checkpoint.interval != "auto":
+        return {}
+    failure_s = mtbf_s(checkpoint.device_mtbf_hours, devices)
+    costs = {"0_1": 0.1, "1": 1.0, "10": 10.0}
+    found = {
+        f"interval_s_at_cost_{name}_s": best_interval_s(cost_s, failure_s)
+        for name, cost_s in costs.items()
+    }
+    return {"checkpoint_interval": {"mtbf_s": failure_s, **found}}
 
 
 def _too_large(

@@ -8,41 +8,40 @@ an attempt, every ``policy.mark_interval_s`` seconds, and when a record arrives 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from megascale_driver.analysis.progress import add_step_time
 from megascale_driver.core import goodput
+from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.goodput import Activity, Ledger
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Fault, FaultKind, Job, JobPhase, Node
+from megascale_driver.core.state import Job, JobPhase, Node
 
 # STARTING too: the first records may overtake the report that all workers run.
 _TRAINS = frozenset({JobPhase.STARTING, JobPhase.RUNNING})
 
 
-def step_changes(
+def stepped(
     job: Job,
     step: int,
     record: Mapping[str, float],
     checkpointing_s: float,
     now_s: float,
     policy: Policy,
-) -> dict[str, Any]:
-    """Fields of the job that change with a new newest step; ``record`` is empty if unknown."""
-    interval_s = (now_s - job.last_step_at_s) / (step - job.step) if job.last_step_at_s else 0.0
-    changes: dict[str, Any] = {
-        "step": step,
-        "best_step": max(step, job.best_step),
-        "last_step_at_s": now_s,
-        "step_interval_s": interval_s,
-        "step_times": add_step_time(job.step_times, round(interval_s, 6)),
-        "last_record": record or job.last_record,
-        "goodput": _stepped(job, step, checkpointing_s, now_s),
-    }
-    passed_s = now_s - job.marked_at_s
-    if job.terminal or not job.step or not 0 <= passed_s < policy.mark_interval_s:
-        changes["marked_at_s"] = now_s
-    return changes
+) -> Job:
+    """The job with a new newest step of its attempt; ``record`` is empty if unknown."""
+    last, passed_s = job.current, now_s - job.marked_at_s
+    interval_s = (now_s - last.last_step_at_s) / (step - last.step) if last.last_step_at_s else 0.0
+    mark = job.terminal or not last.step or not 0 <= passed_s < policy.mark_interval_s
+    return replace(
+        job,
+        current=replace(last, step=step, last_step_at_s=now_s, step_interval_s=interval_s),
+        best_step=max(step, job.best_step),
+        step_times=add_step_time(job.step_times, round(interval_s, 6)),
+        last_record=record or job.last_record,
+        goodput=_stepped(job, step, checkpointing_s, now_s),
+        marked_at_s=now_s if mark else job.marked_at_s,
+    )
 
 
 def phase_entered(job: Job, nodes: Mapping[str, Node], now_s: float) -> Ledger:
@@ -52,17 +51,19 @@ def phase_entered(job: Job, nodes: Mapping[str, Node], now_s: float) -> Ledger:
         return ledger  # stored by a build that kept none, and not adopted yet
     if job.terminal:
         return goodput.entered(ledger, Activity.ENDED, now_s)
-    if job.phase is JobPhase.QUEUED:
+    if job.phase in (JobPhase.QUEUED, JobPhase.SUSPENDED):
         return goodput.entered(ledger, Activity.WAITING, now_s)
     if job.phase is JobPhase.PREPARING:
         return goodput.placed(ledger, now_s)
     if job.phase is JobPhase.STARTING:
         ledger = goodput.at(ledger, now_s)
-        return goodput.restored(ledger, job.restore.step if job.restore is not None else 0)
+        return goodput.restored(
+            ledger, job.current.restore.step if job.current.restore is not None else 0
+        )
     if job.phase is JobPhase.RUNNING:
         return goodput.at(ledger, now_s)
-    if job.phase is JobPhase.STOPPING and job.after_stop is JobPhase.QUEUED:
-        happened_s = min((_happened_s(fault, nodes) for fault in job.faults), default=now_s)
+    if job.phase is JobPhase.STOPPING and job.current.faults and not job.after_stop_ends:
+        happened_s = min((_happened_s(fault, nodes) for fault in job.current.faults), default=now_s)
         return goodput.broke(ledger, happened_s, now_s)
     if job.phase is JobPhase.STOPPING:
         return goodput.entered(ledger, Activity.ENDING, now_s)
@@ -74,12 +75,14 @@ def adopted(job: Job, now_s: float) -> Ledger:
     if job.terminal or job.goodput.since_us:
         return job.goodput
     ledger = goodput.submitted(now_s)
-    if job.phase is JobPhase.QUEUED:
+    if job.phase in (JobPhase.QUEUED, JobPhase.SUSPENDED):
         return ledger
     ledger = goodput.placed(ledger, now_s)
     if job.phase is JobPhase.STOPPING:
         return goodput.entered(ledger, Activity.ENDING, now_s)
-    return goodput.restored(ledger, job.restore.step if job.restore is not None else 0)
+    return goodput.restored(
+        ledger, job.current.restore.step if job.current.restore is not None else 0
+    )
 
 
 def _stepped(job: Job, step: int, checkpointing_s: float, now_s: float) -> Ledger:

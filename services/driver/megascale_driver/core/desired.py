@@ -33,10 +33,17 @@ def desired_of(node: Node, job: Job | None) -> Desired:
     if job.phase is JobPhase.PREPARING:
         return Desired(DesiredPhase.PREPARE, job.name, job.attempt)
     return Desired(
-        DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore,
-        job.committer_endpoint, _profile_on(node.name, job),
-        job.replica_orders.of(node.name, slot.ranks),
+        DesiredPhase.START, job.name, job.attempt, job.current.store_endpoint, job.current.restore,
+        job.current.committer_endpoint, _profile_on(node.name, job),
+        job.current.replica_orders.of(node.name, slot.ranks), job.current.failure_count,
+        _leave(job),
     )  # fmt: skip
+
+
+def _leave(job: Job) -> str:
+    """Id of the order to save and end, while it stands."""
+    leaving = job.current.leaving
+    return f"{leaving.kind.lower()}-{leaving.since_s:.3f}" if leaving is not None else ""
 
 
 def _profile_on(node: str, job: Job) -> ProfileCommand | None:

@@ -20,14 +20,13 @@ def diverged(draft: Draft, event: LossDiverged) -> None:
     job, found = draft.jobs.get(event.job), event.found
     if job is None or job.attempt != found.sample.attempt or job.phase not in _AT_WORK:
         return
-    episode = (job.attempt, found.first_step)
-    if job.divergence == episode:
-        return
+    if job.current.diverged_from == found.first_step:
+        return  # of this episode there is a line
     recovery = job.config.recovery
     rise = found.kind is DivergenceKind.LOSS_RISE
     stops = (recovery.on_loss_rise if rise else recovery.on_non_finite) == "stop"
     message = _message(job, found)
-    draft.job(job.name, divergence=episode)
+    draft.attempt(job.name, diverged_from=found.first_step)
     draft.log(
         "LOSS_DIVERGED", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
         policy="recovery.on_loss_rise" if rise else "recovery.on_non_finite",

@@ -7,50 +7,52 @@ state is replaced as a whole or not at all.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 from megascale_driver.core import accounting
+from megascale_driver.core.attempt import Fault
+from megascale_driver.core.changes import AttemptChanges, JobChanges, NodeChanges
 from megascale_driver.core.desired import desired_of
-from megascale_driver.core.events import Audit, Effect, Evidence, Outcome, Reason
+from megascale_driver.core.events import Audit, Effect, Evidence, Outcome
+from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request
+from megascale_driver.core.reasons import Reason
+from megascale_driver.core.rules import mode_of
+from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
 
 DRIVER = "driver"
 
 
 class Draft:
-    """A mutable copy of one :class:`Cluster`, used for one event."""
+    """A working copy of one :class:`Cluster`, used for one event; it copies what is touched."""
 
     def __init__(self, state: Cluster, policy: Policy, now_s: float) -> None:
         self.policy = policy
         self.now_s = now_s
         self.state = state
-        self.nodes: dict[str, Node] = dict(state.nodes)
-        self.jobs: dict[str, Job] = dict(state.jobs)
-        self.requests: dict[str, Request] = dict(state.requests)
+        self.nodes: Working[Node] = Working(state.nodes)
+        self.jobs: Working[Job] = Working(state.jobs)
+        self.requests: Working[Request] = Working(state.requests)
         self.breaker: Breaker = state.breaker
+        self.leader_since_s = state.leader_since_s
+        self.grace_until_s = state.grace_until_s
+        self.silence_hold_until_s = state.silence_hold_until_s
+        # Silent nodes by switch, found once in an event (core.breaker).
+        self.silent_switches: dict[str, list[str]] | None = None
+        self.queue_due_s = state.queue_due_s
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
-        self._values: dict[str, Any] = {}
         self._effects: list[Effect] = []
         self._audit: list[Audit] = []
         self._commanded: dict[str, None] = {}
 
-    def set(self, **values: Any) -> None:
-        """Set fields of the cluster other than nodes, jobs, requests and breaker."""
-        self._values.update(values)
-
-    def cluster(self, name: str) -> Any:
-        """A field of the cluster as changed so far, other than nodes, jobs, requests, breaker."""
-        return self._values.get(name, getattr(self.state, name))
-
-    def node(self, name: str, **changes: Any) -> Node:
+    def node(self, name: str, **changes: Unpack[NodeChanges]) -> Node:
         """Change a node."""
         node = replace(self.nodes[name], **changes)
         self.nodes[name] = node
         return node
 
-    def job(self, name: str, **changes: Any) -> Job:
+    def job(self, name: str, **changes: Unpack[JobChanges]) -> Job:
         """Change a job; a change of phase restarts its timer."""
         old = self.jobs[name]
         if changes.get("phase", old.phase) != old.phase:
@@ -61,6 +63,22 @@ class Draft:
             job = replace(job, goodput=accounting.phase_entered(job, self.nodes, self.now_s))
         self.jobs[name] = job
         return job
+
+    def attempt(self, name: str, **changes: Unpack[AttemptChanges]) -> Job:
+        """Change the newest attempt of a job."""
+        return self.job(name, current=replace(self.jobs[name].current, **changes))
+
+    def fault(self, name: str, fault: Fault) -> Job:
+        """Record what broke the newest attempt of a job."""
+        return self.attempt(name, faults=(*self.jobs[name].current.faults, fault))
+
+    def enforced(self, rule: str) -> bool:
+        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.rules`)."""
+        return mode_of(self.breaker.modes, rule) == "ENFORCE"
+
+    def remember_roots(self, roots: tuple[Root, ...]) -> None:
+        """Keep what self-checks found lately."""
+        self.breaker = replace(self.breaker, roots=roots)
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, in this draft."""
@@ -128,12 +146,15 @@ class Draft:
         self._refresh_desired()
         state = replace(
             self.state,
-            nodes=self.nodes,
-            jobs=self.jobs,
-            requests=self.requests,
+            nodes=self.nodes.frozen(),
+            jobs=self.jobs.frozen(),
+            requests=self.requests.frozen(),
             breaker=self.breaker,
             log_seq=self._log_seq,
-            **self._values,
+            leader_since_s=self.leader_since_s,
+            grace_until_s=self.grace_until_s,
+            silence_hold_until_s=self.silence_hold_until_s,
+            queue_due_s=self.queue_due_s,
         )
         follows = (tuple(self._effects), tuple(self._commanded), tuple(self._audit))
         return state, Outcome(*follows, self.refusal, self.refusal_detail)
@@ -141,31 +162,28 @@ class Draft:
     def _refresh_desired(self) -> None:
         # Only the nodes of jobs that have changed, and nodes with a new identity: this runs for
         # every event, and most change nothing that a node would do.
-        touched: dict[str, None] = {}
-        for name, job in self.jobs.items():
-            old = self.state.jobs.get(name)
-            if old is None or _role(old) != _role(job):
-                touched.update(
+        stale: dict[str, None] = {}
+        for name in self.jobs.touched:
+            old, job = self.state.jobs.get(name), self.jobs.get(name)
+            if old is None or job is None or _role(old) != _role(job):
+                stale.update(
                     (slot.node, None)
                     for held in (old, job)
                     if held is not None
                     for slot in held.slots
                 )
-        for name, node in self.nodes.items():
-            before = self.state.nodes.get(name)
-            if before is not node and (before is None or before.identity is not node.identity):
-                touched[name] = None
-        if not touched:
-            return
-        holders = self.holders()
-        for name in touched:
-            if name in self.nodes:
-                wanted = desired_of(self.nodes[name], holders.get(name))
-                if wanted != self.nodes[name].desired:
-                    self.node(
-                        name, desired=wanted, desired_version=self.nodes[name].desired_version + 1
-                    )
-                    self.command(name)
+        for name in self.nodes.touched:
+            before, node = self.state.nodes.get(name), self.nodes.get(name)
+            if node is not None and (before is None or before.identity is not node.identity):
+                stale[name] = None
+        for name in stale:
+            known = self.nodes.get(name)
+            if known is None:
+                continue
+            wanted = desired_of(known, self.holder_of(name))
+            if wanted != known.desired:
+                self.node(name, desired=wanted, desired_version=known.desired_version + 1)
+                self.command(name)
 
 
 def _role(job: Job) -> tuple[object, ...]:
@@ -174,9 +192,11 @@ def _role(job: Job) -> tuple[object, ...]:
         job.phase,
         job.attempt,
         job.slots,
-        job.store_endpoint,
-        job.restore,
-        job.committer_endpoint,
-        job.replica_orders,
+        job.current.store_endpoint,
+        job.current.restore,
+        job.current.committer_endpoint,
+        job.current.replica_orders,
+        job.current.failure_count,
         job.profile,
+        job.current.leaving,
     )

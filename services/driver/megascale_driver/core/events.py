@@ -8,52 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.divergence import Divergence
+from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.state import Identity, Report
-
-# Every reason of a line of the audit log; docs/operations.md has what to do for each.
-Reason = Literal[
-    "LEADER_ELECTED",
-    "SUBMITTED",
-    "PLACED",
-    "ATTEMPT_PREPARING",
-    "ATTEMPT_OPENED",
-    "ATTEMPT_STARTED",
-    "ATTEMPT_STOPPED",
-    "WORKER_EXITED",
-    "WORKER_OUT_OF_MEMORY",
-    "HANG_SUSPECTED",
-    "LOSS_DIVERGED",
-    "SPARE_ASSIGNED",
-    "CHECKPOINT_COMMITTED",
-    "CHECKPOINT_REFUSED",
-    "CHECKPOINT_FAILED",
-    "CHECKPOINT_SKIPPED",
-    "SNAPSHOT_DAMAGED",
-    "CHECKPOINT_DAEMON_RESTARTED",
-    "REPLICA_FAILED",
-    "PROFILE_REQUESTED",
-    "PROFILE_WRITTEN",
-    "PROFILE_MISSED",
-    "PROFILE_CANCELLED",
-    "CANCEL_REQUESTED",
-    "JOB_SUCCEEDED",
-    "JOB_FAILED",
-    "JOB_CANCELLED",
-    "NODE_JOINED",
-    "NODE_RESTARTED",
-    "NODE_SUSPECT",
-    "NODE_DEAD",
-    "NODE_EVICTED",
-    "NODE_CORDONED",
-    "NODE_UNCORDONED",
-    "BREAKER_TRIPPED",
-    "BREAKER_RESET",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +25,32 @@ class LeaderStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class Silence:
+    """A node has been silent for as long as counts; ``incarnation`` is empty if it never linked."""
+
+    node: str
+    incarnation: str
+    last_beat_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankPages:
+    """The status pages of a node's ranks by its newest heartbeat, which arrived at ``at_s``."""
+
+    node: str
+    incarnation: str
+    at_s: float
+    statuses: tuple[RankStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed. ``steps``: (job, attempt, step) of the newest records since the last tick.
 
     ``loop_blocked``: the driver's own event loop stood still, so heartbeats may have been waiting
     in its sockets and silence is no evidence for a while. ``records``: those newest records by job.
     ``checkpointing_s``: how long snapshots held up the steps since the last tick, by job.
+    ``silent``: the nodes whose silence is to be evaluated now.
     """
 
     now_s: float
@@ -78,6 +58,17 @@ class Tick:
     loop_blocked: bool = False
     records: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     checkpointing_s: Mapping[str, float] = field(default_factory=dict)
+    silent: tuple[Silence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRead:
+    """The status pages of the nodes of an attempt that stands still, read for that reason."""
+
+    now_s: float
+    job: str
+    attempt: int
+    pages: tuple[RankPages, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +82,7 @@ class NodeHello:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A heartbeat."""
+    """A heartbeat whose evidence differs from that of the node's report before."""
 
     now_s: float
     node: str
@@ -148,11 +139,111 @@ class CancelRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SuspendRequested:
+    """A client asked that the job save its state and free its nodes until it is resumed."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequested:
+    """A client asked that a suspended job get nodes again."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRequested:
+    """A client asked to forget an ended job."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EvictRequested:
-    """An operator asked to quarantine the node."""
+    """An operator asked to quarantine the node; unless ``now``, its job saves first."""
 
     now_s: float
     node: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+    now: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRequested:
+    """A client asked for a new attempt.
+
+    ``from_step``: the complete checkpoint to go back to, None: the newest state; ``later_steps``
+    are the checkpoints above it, which are not restored any more.
+    """
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    from_step: int | None = None
+    later_steps: tuple[int, ...] = ()
+    now: bool = False
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequested:
+    """A client gave a job a new, validated configuration.
+
+    ``restart``: its next attempt begins as soon as the present one has saved.
+    """
+
+    now_s: float
+    config: JobConfig
+    restart: bool
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator asked to empty the node; its job saves first."""
+
+    now_s: float
+    node: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRequested:
+    """An operator asked to have a rule observed or enforced."""
+
+    now_s: float
+    rule: str
+    mode: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerResetRequested:
+    """An operator asked to enforce inferred verdicts again."""
+
+    now_s: float
     reason: str
     actor: str
     request: RequestKey | None = None
@@ -214,6 +305,14 @@ class ProfileCancelRequested:
 Mutation = (
     JobSubmitted
     | CancelRequested
+    | SuspendRequested
+    | ResumeRequested
+    | DeleteRequested
+    | RestartRequested
+    | UpdateRequested
+    | DrainRequested
+    | PolicyRequested
+    | BreakerResetRequested
     | EvictRequested
     | CordonRequested
     | UncordonRequested
@@ -252,6 +351,15 @@ class OpenFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordRefused:
+    """A step record of the job cannot be true; it was dropped."""
+
+    now_s: float
+    job: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class LossDiverged:
     """The step records of a job show that it diverges."""
 
@@ -265,12 +373,14 @@ Event = (
     | Tick
     | NodeHello
     | NodeReport
+    | PagesRead
     | StreamReset
     | ProbeResult
     | Mutation
     | AttemptOpened
     | OpenFailed
     | LossDiverged
+    | RecordRefused
 )
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
-from megascale_driver.core import hang, recovery
+from megascale_driver.core import blame, failure_rate, hang, replicas
+from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.scheduling import candidate, usable
 from megascale_driver.core.state import (
     AttemptPhase,
     Cluster,
@@ -27,7 +27,6 @@ from megascale_driver.core.state import (
     Node,
 )
 from megascale_driver.core.suggestions import Suggestion, holders, suggestions
-from megascale_driver.placement.gang import place
 
 MAX_EVENTS = 5  # of faults and decisions, and again of routine lines
 MAX_ACTIONS = 8
@@ -45,7 +44,10 @@ CAUSES = frozenset(
         "NODE_SUSPECT",
         "NODE_DEAD",
         "NODE_EVICTED",
+        "SOFTWARE_SUSPECTED",
         "CANCEL_REQUESTED",
+        "SUSPEND_REQUESTED",
+        "PREEMPTION_ORDERED",
     }
 )
 # Troubles that end no attempt, with the line that shows that they are over.
@@ -54,6 +56,8 @@ _PASSING = {
     "CHECKPOINT_SKIPPED": "CHECKPOINT_COMMITTED",
     "LOSS_DIVERGED": "ATTEMPT_STARTED",
 }
+# Orders to leave the nodes, which explain a job until it has them again.
+_ORDERS = ("SUSPEND_REQUESTED", "PREEMPTION_ORDERED")
 # Lines of every healthy job. Some of them show what the system did after a fault.
 ROUTINE = frozenset(
     {
@@ -68,10 +72,13 @@ ROUTINE = frozenset(
         "PROFILE_MISSED",
         "PROFILE_CANCELLED",
         "JOB_SUCCEEDED",
+        "JOB_WAITS",
+        "JOB_RESUMED",
+        "JOB_DELETED",
     }
 )
 _NO_ACTIONS = frozenset(
-    {"SUBMITTED", "ATTEMPT_PREPARING", "CHECKPOINT_COMMITTED", "JOB_SUCCEEDED"}
+    {"SUBMITTED", "ATTEMPT_PREPARING", "CHECKPOINT_COMMITTED", "JOB_SUCCEEDED", "JOB_WAITS"}
 ) | {reason for reason in ROUTINE if reason.startswith("PROFILE_")}
 
 
@@ -109,7 +116,7 @@ def explanation(
 ) -> Explanation:
     """Everything about job ``name``, which must exist; ``log``: its audit lines, oldest first."""
     job = state.jobs[name]
-    cause = _cause(job, log)
+    cause = _cause(state, job, log)
     actions = [
         line
         for line in log
@@ -137,19 +144,47 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         return f"job {name} is waiting: {_waiting(state, job)}"
     if job.phase in (JobPhase.PREPARING, JobPhase.STARTING):
         return f"job {name} is {job.phase.lower()} attempt {job.attempt}: {_laggards(state, job)}"
+    if job.phase is JobPhase.SUSPENDED:
+        return f"job {name} is {job.reason}"
+    if job.phase is JobPhase.RUNNING and job.current.leaving is not None:
+        return f"job {name}: {job.reason}; its last known step is {job.current.step}"
     if job.phase is JobPhase.RUNNING:
         restarts = f" after {job.restarts} restarts" if job.restarts else ""
         nodes = ", ".join(slot.node for slot in job.slots)
         text = (
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
-            f"its last known step is {job.step}"
-            f"{_failing_checkpoint(job, now_s)}"
+            f"its last known step is {job.current.step}"
+            f"{_failing_checkpoint(job, now_s)}{_failing_replicas(state, job)}"
+            f"{_auto_interval(job)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text
     if job.phase is JobPhase.STOPPING:
         return f"job {name} is stopping attempt {job.attempt} because {job.stop_reason}"
     return f"job {name} has {job.phase.lower()}: {job.reason}"
+
+
+def _failing_replicas(state: Cluster, job: Job) -> str:
+    problem = replicas.problem(job, state.nodes) if job.config.checkpoint.replicas else ""
+    return f"; the newest snapshots have no replicas: {problem}" if problem else ""
+
+
+def _auto_interval(job: Job) -> str:
+    """How often a job saves that decides so itself, and from what."""
+    checkpoint = job.config.checkpoint
+    if checkpoint.interval != "auto":
+        return ""
+    steps = int(job.last_record.get("checkpoint_interval_steps", 0))
+    if not steps:
+        return "; it decides how often it saves once it has taken steps"
+    cost_s = job.last_record.get("checkpoint_cost_s")
+    if cost_s is None:
+        return f"; it saves every {steps} steps until it has measured what a save costs"
+    found = failure_rate.rate(checkpoint, job.current.failure_count, job.config.layout.world_size)
+    return (
+        f"; it saves every {steps} steps: a save costs {cost_s:.2g} s, and one failure is expected "
+        f"every {found.mtbf_s / 3600:.3g} hours"
+    )
 
 
 def _failing_checkpoint(job: Job, now_s: float) -> str:
@@ -191,8 +226,8 @@ def _waiting(state: Cluster, job: Job) -> str:
         f"it needs {needs(job, nodes)}",
         f"{count} schedulable {'node is' if count == 1 else 'nodes are'} idle",
     ]
-    layout = job.config.layout
-    if place(layout.world_size, layout.tp, [candidate(n) for n in idle]) is not None:
+    decided = job.reason.startswith("waiting for nodes (")
+    if not decided:
         parts.append("it is about to be placed")
     idle_names = {n.name for n in idle}
     blocked = [_blocked(n, taken, reserved) for n in nodes if n.name not in idle_names]
@@ -200,7 +235,7 @@ def _waiting(state: Cluster, job: Job) -> str:
     return (
         text
         + ("; " + "; ".join(blocked[:8]) if blocked else "")
-        + (f" ({job.reason})" if job.attempt else "")
+        + (f" ({job.reason})" if job.attempt or decided else "")
     )
 
 
@@ -233,17 +268,22 @@ def _laggards(state: Cluster, job: Job) -> str:
     return f"waiting for {', '.join(waiting)}"
 
 
-def _cause(job: Job, log: Sequence[Audit]) -> Audit | None:
+def _cause(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | None:
     """What brought the job where it is; None while nothing has happened to it."""
     cancelled = JobPhase.CANCELLED in (job.phase, job.after_stop)
     if cancelled and (job.terminal or job.phase is JobPhase.STOPPING):
         return _newest(log, ("CANCEL_REQUESTED",))
+    if job.current.leaving is not None and not job.current.faults and not job.terminal:
+        return _newest(log, _ORDERS)
     if job.phase is JobPhase.STOPPING:
         return _cause_of_stop(job, log)
     passing = _passing(log)
     if passing is not None or job.phase is JobPhase.SUCCEEDED:
         return passing
     stopped = _newest(log, ("ATTEMPT_STOPPED",))
+    uncopied = _without_replica(state, job, log)
+    if uncopied is not None and (stopped is None or stopped.seq < uncopied.seq):
+        return uncopied
     if stopped is None:
         return _newest(log, ("JOB_FAILED",))
     before = [line for line in log if line.seq < stopped.seq and line.attempt == stopped.attempt]
@@ -251,10 +291,18 @@ def _cause(job: Job, log: Sequence[Audit]) -> Audit | None:
     return _stopped_for(before, why) or stopped
 
 
+def _without_replica(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | None:
+    """The newest copy of this attempt that failed, as long as its node reports no newer success."""
+    if not job.config.checkpoint.replicas or not replicas.problem(job, state.nodes):
+        return None
+    lines = [line for line in log if line.attempt == job.attempt]
+    return _newest(lines, ("REPLICA_FAILED",))
+
+
 def _cause_of_stop(job: Job, log: Sequence[Audit]) -> Audit | None:
     """The line of the fault that the attempt is being stopped for, or the fault itself."""
     lines = [line for line in log if line.attempt == job.attempt]
-    fault = recovery.culprit(job.faults)
+    fault = blame.culprit(job.current.faults)
     found = _stopped_for(lines, fault.message if fault is not None else job.stop_reason)
     if found is not None or fault is None:
         return found

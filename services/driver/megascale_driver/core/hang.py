@@ -4,11 +4,15 @@ The verdict is an inference from status pages, so no node is evicted on the firs
 ends and all its nodes check themselves. The job leaves a node whose ranks hold it up twice in a row
 without progress (:mod:`megascale_driver.core.recovery`). Nodes without heartbeats are not evaluated
 here but in :mod:`megascale_driver.core.liveness`.
+
+Status pages are not part of what each heartbeat tells the core. The shell reads them while
+:func:`stands_still` holds, and :func:`pages_read` evaluates them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megascale_driver.analysis.progress import (
     Beat,
@@ -19,13 +23,12 @@ from megascale_driver.analysis.progress import (
     standing,
     suspects,
 )
+from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence
+from megascale_driver.core.events import Evidence, PagesRead, RankPages
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,
-    Fault,
-    FaultKind,
     Job,
     JobPhase,
     Liveness,
@@ -37,17 +40,37 @@ MAX_NAMED = 4
 _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 
 
-def check(draft: Draft, job: Job) -> Job:
+def pages_read(draft: Draft, event: PagesRead) -> None:
+    """Take in the newest status pages of an attempt's nodes, and evaluate them."""
+    job = draft.jobs.get(event.job)
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
+        return
+    pages = {found.node: found for found in event.pages}
+    if _hangs(draft, job, pages):
+        return
+    # Kept for those who ask why the job stands still.
+    for found in event.pages:
+        node = draft.nodes.get(found.node)
+        if node is not None and node.report is not None and _counts(found, node):
+            report = replace(node.report, statuses=found.statuses)
+            draft.node(node.name, report=report, beat_at_s=found.at_s)
+
+
+def _counts(found: RankPages, node: Node) -> bool:
+    """Whether the pages are of this incarnation of the node and as new as its report."""
+    return found.incarnation == node.identity.incarnation and found.at_s >= node.beat_at_s
+
+
+def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
     """Record a fault, which ends the attempt, if no rank has advanced for its phase's limit."""
-    limits = draft.policy.hang
-    # The cheap test first: no limit is below the floor, and most jobs have just completed a step.
-    if job.phase is not JobPhase.RUNNING or draft.now_s - _since_s(job) < limits.floor_s:
-        return job
-    if job.faults or draft.now_s < draft.cluster("silence_hold_until_s"):
-        return job
-    found = observed(draft.nodes, job, draft.policy)
+    # The cheap test first: no limit is below the floor.
+    if draft.now_s - _since_s(job) < draft.policy.hang.floor_s:
+        return False
+    if job.current.faults or draft.now_s < draft.silence_hold_until_s:
+        return False
+    found = observed(draft.nodes, job, draft.policy, pages)
     if found is None or not found.hangs:
-        return job
+        return False
     guilty = suspects(found.ranks, job.config.layout)
     named = "; ".join(str(view) for view in guilty[:MAX_NAMED])
     more = f" and {len(guilty) - MAX_NAMED} more" if len(guilty) > MAX_NAMED else ""
@@ -56,19 +79,35 @@ def check(draft: Draft, job: Job) -> Job:
         f"{named}{more}"
     )
     nodes = {view.node for view in guilty}
+    enforced = draft.enforced("hang")
+    if not enforced and job.current.observed_hang_s == _since_s(job):
+        return False  # of this standstill there is a line
     draft.log(
         "HANG_SUSPECTED", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy="hang", evidence=_evidence(guilty, found),
-        outcome="the attempt ends and all its nodes check themselves",
+        policy="hang", mode="ENFORCE" if enforced else "OBSERVE", evidence=_evidence(guilty, found),
+        outcome="the attempt ends and all its nodes check themselves" if enforced
+        else "nothing: the rule is observed",
     )  # fmt: skip
+    if not enforced:
+        draft.attempt(job.name, observed_hang_s=_since_s(job))
+        return False
     # Suspects on several nodes have a common cause, which is none of these nodes.
     blamed = guilty[0].node if len(nodes) == 1 else ""
     fault = Fault(FaultKind.HANG, blamed, draft.now_s, message, guilty[0].rank, hard=False)
-    return draft.job(job.name, faults=(*job.faults, fault))
+    draft.fault(job.name, fault)
+    return True
 
 
-def observed(nodes: Mapping[str, Node], job: Job, policy: Policy) -> Standing | None:
-    """Progress of the job by the newest heartbeats; None while one of its nodes sends none."""
+def observed(
+    nodes: Mapping[str, Node],
+    job: Job,
+    policy: Policy,
+    pages: Mapping[str, RankPages] | None = None,
+) -> Standing | None:
+    """Progress of the job by the newest heartbeats; None while one of its nodes sends none.
+
+    ``pages``: status pages that are newer than those of the nodes' reports.
+    """
     beats: list[Beat] = []
     for slot in job.slots:
         node = nodes.get(slot.node)
@@ -82,7 +121,11 @@ def observed(nodes: Mapping[str, Node], job: Job, policy: Policy) -> Standing | 
         report = node.report
         if (report.job, report.attempt) != (job.name, job.attempt) or report.phase not in _AT_WORK:
             return None
-        beats.append(Beat(slot.node, node.beat_at_s, slot.ranks, report.statuses))
+        newest = pages.get(slot.node) if pages else None
+        if newest is not None and _counts(newest, node):
+            beats.append(Beat(slot.node, newest.at_s, slot.ranks, newest.statuses))
+        else:
+            beats.append(Beat(slot.node, node.beat_at_s, slot.ranks, report.statuses))
     return standing(beats, job.step_times, _since_s(job), policy.hang)
 
 
@@ -103,13 +146,18 @@ def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) 
 
 def stands_still(job: Job, now_s: float, policy: Policy) -> bool:
     """Whether a running job has completed no step for much longer than its pace."""
+    return job.phase is JobPhase.RUNNING and now_s >= stands_still_from_s(job, policy)
+
+
+def stands_still_from_s(job: Job, policy: Policy) -> float:
+    """When a running job stands still, if it completes no step before."""
     limit_s = max(policy.suspect_after_s, policy.still_intervals * p99(job.step_times))
-    return job.phase is JobPhase.RUNNING and now_s - _since_s(job) >= limit_s
+    return _since_s(job) + limit_s
 
 
 def _since_s(job: Job) -> float:
     """When the job last advanced: it completed a step, or started to run under this leader."""
-    return max(job.timer_s, job.last_step_at_s)
+    return max(job.timer_s, job.current.last_step_at_s)
 
 
 def _evidence(guilty: tuple[RankView, ...], found: Standing) -> tuple[Evidence, ...]:

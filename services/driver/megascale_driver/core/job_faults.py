@@ -8,8 +8,9 @@ its restart budgets.
 
 from __future__ import annotations
 
+from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.state import Fault, FaultKind, Job, JobPhase
+from megascale_driver.core.state import Job, JobPhase
 
 OUT_OF_MEMORY_PATIENCE = 2  # attempts in a row that run out of memory, without a new step
 
@@ -36,7 +37,7 @@ def decide_on_size(draft: Draft, job: Job) -> None:
 
     If it did fit before, something else has taken the node's memory since.
     """
-    too_big = [f for f in job.faults if f.kind is FaultKind.JOB_TOO_BIG]
+    too_big = [f for f in job.current.faults if f.kind is FaultKind.JOB_TOO_BIG]
     if not has_run(job):
         end(draft, job, too_big[0].message)
         return
@@ -50,7 +51,7 @@ def decide_on_memory(draft: Draft, job: Job) -> None:
     Repeated without a new step, it is the job's size: the job ends, or, if it ran before, leaves
     the nodes where it happened.
     """
-    exhausted = [f for f in job.faults if f.kind is FaultKind.OUT_OF_MEMORY]
+    exhausted = [f for f in job.current.faults if f.kind is FaultKind.OUT_OF_MEMORY]
     if not exhausted:
         draft.job(job.name, out_of_memory=0)
         return

@@ -1,7 +1,7 @@
 """The state machine of a job, advanced whenever the job or one of its nodes has changed.
 
 QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from each of them through STOPPING back
-to QUEUED (for a new attempt) or to FAILED or CANCELLED.
+to QUEUED (for a new attempt) or to SUSPENDED, FAILED or CANCELLED.
 
 An attempt opens in two phases. PREPARE: every node reserves its devices and checks itself, and rank
 0's node binds the rendezvous port. When all nodes are prepared, the committer (the checkpoint
@@ -22,14 +22,19 @@ from dataclasses import replace
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import (
     accounting,
+    blame,
+    failure_rate,
     goodput,
-    hang,
     job_faults,
+    leaving,
+    nodes,
     profiles,
     recovery,
     replicas,
     saving,
+    updating,
 )
+from megascale_driver.core.attempt import FailureCount, Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -38,21 +43,19 @@ from megascale_driver.core.events import (
     JobSubmitted,
     OpenAttempt,
     OpenFailed,
-    Reason,
 )
+from megascale_driver.core.reasons import Reason
 from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
 from megascale_driver.core.state import (
     AttemptPhase,
-    Fault,
-    FaultKind,
     Job,
     JobPhase,
     Liveness,
     Node,
-    NodeSlot,
 )
 
+MAX_NAMED = 4  # nodes in a reason
 MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
 STARTED = frozenset({AttemptPhase.RUNNING, AttemptPhase.FINISHED})
 
@@ -62,6 +65,9 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
     name = event.config.name
     if name in draft.jobs:
         draft.refusal = "JOB_EXISTS"
+        return
+    if (problem := draft.state.unreadable.get(f"jobs/{name}")) is not None:
+        draft.refuse("JOB_UNREADABLE", f"a job of that name is in etcd and unreadable: {problem}")
         return
     draft.jobs[name] = Job(
         name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
@@ -109,9 +115,9 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
         return
     profiles.expire(draft, job)
     job = draft.jobs[name]
-    if not job.faults:
-        job = hang.check(draft, _check_deadline(draft, job))
-    if job.faults:
+    if not job.current.faults:
+        job = _check_deadline(draft, job)
+    if job.current.faults:
         stop(draft, job, JobPhase.QUEUED, _why(job))
     elif job.phase is JobPhase.PREPARING:
         _advance_preparing(draft, job)
@@ -133,6 +139,9 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
             outcome="an older one is restored",
         )  # fmt: skip
+    if (lost := saving.went_back(job, event.restore, event.refused)) is not None:
+        _not_opened(draft, job, lost)
+        return
     sources = replicas.sources(job, draft.nodes, event.restore)
     what = f"restores step {event.restore.step} from {event.restore.source}"
     what += replicas.describe(sources)
@@ -165,15 +174,21 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
         return
     if event.refused and not job_faults.has_run(job):
         fault = Fault(FaultKind.BAD_JOB, job.slots[0].node, draft.now_s, event.error)
-        draft.job(job.name, faults=(*job.faults, fault))
+        draft.fault(job.name, fault)
         return
-    failures = job.open_failures + 1
+    failures = job.current.open_failures + 1
     later_s = draft.now_s + draft.policy.open_retry_s
-    job = draft.job(job.name, open_failures=failures, open_asked=False, open_not_before_s=later_s)
+    job = draft.attempt(
+        job.name, open_failures=failures, open_asked=False, open_not_before_s=later_s
+    )
     if failures >= draft.policy.open_attempts:
-        message = f"node {job.slots[0].node} could not open attempt {job.attempt}: {event.error}"
-        fault = Fault(FaultKind.OPEN_FAILED, job.slots[0].node, draft.now_s, message)
-        draft.job(job.name, faults=(*job.faults, fault))
+        _not_opened(draft, job, event.error)
+
+
+def _not_opened(draft: Draft, job: Job, why: str) -> None:
+    first = job.slots[0].node
+    message = f"node {first} could not open attempt {job.attempt}: {why}"
+    draft.fault(job.name, Fault(FaultKind.OPEN_FAILED, first, draft.now_s, message))
 
 
 def steps_seen(
@@ -186,14 +201,13 @@ def steps_seen(
 ) -> None:
     """Take in the newest step record of the current attempt."""
     job = draft.jobs.get(name)
-    if job is not None and 0 < attempt == job.attempt - 1 and job.restore is None:
+    if job is not None and 0 < attempt == job.attempt - 1 and job.current.restore is None:
         # It arrived after its attempt had ended; the next one has not restored yet.
         draft.job(name, goodput=goodput.learned(job.goodput, step))
-    if job is None or attempt != job.attempt or step <= job.step:
+    if job is None or attempt != job.attempt or step <= job.current.step:
         return
-    draft.job(
-        name,
-        **accounting.step_changes(job, step, record, checkpointing_s, draft.now_s, draft.policy),
+    draft.jobs[name] = accounting.stepped(
+        job, step, record, checkpointing_s, draft.now_s, draft.policy
     )
 
 
@@ -206,11 +220,13 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
     first = draft.nodes[job.slots[0].node]
     if not job.config.checkpoint.uri:
         _start(draft, job, RestorePlan(), "")
-    elif not job.open_asked and draft.now_s >= job.open_not_before_s:
+    elif not job.current.open_asked and draft.now_s >= job.current.open_not_before_s:
         # Evaluated now, with all nodes prepared: what their memory holds no longer changes, because
         # nothing of the old attempt runs.
         step, attempt = sealed_everywhere(job, draft.nodes)
-        draft.job(job.name, open_asked=True, open_since_s=job.open_since_s or draft.now_s)
+        draft.attempt(
+            job.name, open_asked=True, open_since_s=job.current.open_since_s or draft.now_s
+        )
         draft.ask(
             OpenAttempt(
                 job=job.name,
@@ -244,10 +260,16 @@ def _start(
         job.name,
         phase=JobPhase.STARTING,
         reason=f"attempt {job.attempt}: workers are starting on {len(job.slots)} nodes",
-        restore=restore,
-        store_endpoint=store,
-        committer_endpoint=committer_endpoint,
-        replica_orders=ReplicaOrders(peers, targets, sources),
+        current=replace(
+            job.current,
+            restore=restore,
+            store_endpoint=store,
+            committer_endpoint=committer_endpoint,
+            replica_orders=ReplicaOrders(peers, targets, sources),
+            failure_count=failure_rate.count(draft.jobs.values())
+            if job.config.checkpoint.interval == "auto"
+            else FailureCount(),
+        ),
     )
 
 
@@ -270,9 +292,14 @@ def _advance_running(draft: Draft, job: Job) -> None:
         _report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED
         for slot in job.slots
     ):
-        end = saving.ending(draft, job)
+        early = leaving.ended_early(draft, job)
+        if early:
+            stop(draft, draft.jobs[job.name], JobPhase.QUEUED, early)
+        end = saving.ending(draft, job) if early is None else None
         if end is not None:
             _end(draft, draft.jobs[job.name], *end)
+    else:
+        leaving.expire(draft, job)
 
 
 def _check_deadline(draft: Draft, job: Job) -> Job:
@@ -281,8 +308,8 @@ def _check_deadline(draft: Draft, job: Job) -> Job:
         JobPhase.STARTING: draft.policy.start_timeout_s,
     }
     limit_s, since_s = limits.get(job.phase), job.timer_s
-    if job.phase is JobPhase.PREPARING and job.open_since_s:
-        limit_s, since_s = draft.policy.open_timeout_s, job.open_since_s
+    if job.phase is JobPhase.PREPARING and job.current.open_since_s:
+        limit_s, since_s = draft.policy.open_timeout_s, job.current.open_since_s
     if limit_s is None or draft.now_s - since_s < limit_s:
         return job
     wanted = {AttemptPhase.PREPARED} if job.phase is JobPhase.PREPARING else STARTED
@@ -298,7 +325,7 @@ def _check_deadline(draft: Draft, job: Job) -> Job:
         f"not ready: {', '.join(late) or 'the committer'}"
     )
     fault = Fault(FaultKind.DEADLINE, blamed, draft.now_s, message, hard=False)
-    return draft.job(job.name, faults=(*job.faults, fault))
+    return draft.fault(job.name, fault)
 
 
 def stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
@@ -315,7 +342,7 @@ def stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
 
 def _why(job: Job) -> str:
     """The cause of a stop in one sentence, as far as it is known."""
-    cause = recovery.culprit(job.faults)
+    cause = blame.culprit(job.current.faults)
     if cause is None:
         return job.stop_reason
     if cause.kind is FaultKind.WORKER_SYMPTOM:
@@ -326,14 +353,25 @@ def _why(job: Job) -> str:
 def _advance_stopping(draft: Draft, job: Job) -> None:
     """End the attempt when all its nodes are idle or gone; give up on those that do not confirm."""
     waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
-    overdue = draft.now_s - job.timer_s >= draft.policy.stop_timeout_s
-    if waiting and not overdue:
+    if waiting and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
+        return
+    running = [slot.node for slot in waiting if _still_runs(draft.nodes[slot.node], job)]
+    patience_s = draft.policy.stop_timeout_s + draft.policy.fence_timeout_s
+    if running and draft.now_s - job.timer_s < patience_s:
+        _wait_for(draft, job, running)
         return
     if job.after_stop is JobPhase.QUEUED:
         # A symptom may have started the stop; the culprit may have been reported since then.
         job = draft.job(job.name, stop_reason=_why(job))
     for slot in waiting:
-        if slot.node not in job.evicted:
+        if slot.node in running and draft.enforced("stop-deadline"):
+            nodes.quarantine(
+                draft, slot.node,
+                f"it did not stop attempt {job.attempt} of job {job.name} within {patience_s:g} s",
+                policy="stop-deadline",
+            )  # fmt: skip
+            job = draft.jobs[job.name]
+        elif slot.node not in job.evicted:
             job = draft.job(job.name, evicted=(*job.evicted, slot.node))
             draft.log(
                 "NODE_EVICTED",
@@ -346,15 +384,44 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
     )  # fmt: skip
-    job = draft.jobs[job.name]
-    if job.after_stop is JobPhase.QUEUED:
+    job = updating.apply(draft, draft.jobs[job.name])
+    if job.after_stop is JobPhase.QUEUED and job.current.faults:
         job = recovery.settle(draft, job)
-    if job.after_stop is JobPhase.QUEUED:
-        draft.job(
-            job.name, phase=JobPhase.QUEUED, reason=f"waiting for nodes after: {job.stop_reason}"
-        )
+    if job.current.leaving is not None and not job.after_stop_ends:
+        leaving.left(draft, job)
+    elif job.after_stop is JobPhase.QUEUED:
+        draft.job(job.name, phase=JobPhase.QUEUED, reason=_why_queued(job, draft.now_s))
     else:
         _end(draft, job, job.after_stop, job.stop_reason)
+
+
+def _still_runs(node: Node, job: Job) -> bool:
+    """Whether a live node reports that the attempt still runs there, against its order."""
+    report = node.report
+    return (
+        node.connected
+        and node.liveness is Liveness.ALIVE
+        and report is not None
+        and (report.job, report.attempt) == (job.name, job.attempt)
+        and report.phase is not AttemptPhase.IDLE
+    )
+
+
+def _wait_for(draft: Draft, job: Job, nodes_: list[str]) -> None:
+    """Show what the stop waits for: attempts must not overlap on a node that lives."""
+    names = ", ".join(nodes_[:MAX_NAMED])
+    reason = f"attempt {job.attempt} is being stopped, {names} still runs it: {job.stop_reason}"
+    if reason != job.reason:
+        draft.job(job.name, reason=reason)
+
+
+def _why_queued(job: Job, now_s: float) -> str:
+    if job.not_before_s <= now_s:
+        return f"waiting for nodes after: {job.stop_reason}"
+    return (
+        f"the next attempt begins in {job.not_before_s - now_s:g} s, since "
+        f"{job.restarts_without_progress} in a row made no progress: {job.stop_reason}"
+    )
 
 
 def _stopped(node: Node | None, slot: NodeSlot) -> bool:
@@ -379,6 +446,7 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
         JobPhase.CANCELLED: "JOB_CANCELLED",
     }
     profiles.attempt_ends(draft, job)
+    leaving.empty(draft, job)
     draft.job(job.name, phase=phase, reason=why, spares=())
     draft.log(reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt)
 
@@ -402,6 +470,8 @@ def restart_timers(draft: Draft) -> None:
     """
     for name, job in list(draft.jobs.items()):
         draft.jobs[name] = replace(
-            job, timer_s=draft.now_s, open_asked=False, open_since_s=0.0,
+            job,
+            timer_s=draft.now_s,
+            current=replace(job.current, open_asked=False, open_since_s=0.0),
             goodput=accounting.adopted(job, draft.now_s),
-        )  # fmt: skip
+        )

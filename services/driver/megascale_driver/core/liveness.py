@@ -1,5 +1,8 @@
 """Which nodes are alive: verdicts from hellos, heartbeats, broken streams, probes and silence.
 
+The presence lane reports which nodes have fallen silent (:mod:`megascale_driver.presence.lane`);
+only those are evaluated here, with every tick, and at once when something new is known of one.
+
 A refused connection after a broken stream is positive evidence that the agent's process is gone:
 the node is DEAD at once. Silence alone is an inference: its verdict takes longer, is quicker with a
 second independent sign (corroboration), and passes through the breaker. A job that completes steps
@@ -9,9 +12,11 @@ progress shows whether there is one).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megascale_driver.core import breaker
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, Probe, ProbeResult, StreamReset
+from megascale_driver.core.events import Evidence, Probe, ProbeResult, Silence, StreamReset
 from megascale_driver.core.state import Job, JobPhase, Liveness, Node
 
 
@@ -22,6 +27,8 @@ def stream_reset(draft: Draft, event: StreamReset) -> None:
         return
     draft.node(node.name, connected=False, reset_at_s=draft.now_s)
     _probe(draft, node)
+    if node.liveness is Liveness.SUSPECT:
+        evaluate_silence(draft, (node.name,))
 
 
 def probe_result(draft: Draft, event: ProbeResult) -> None:
@@ -30,7 +37,7 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
     if node is None or node.identity.incarnation != event.incarnation:
         return
     if event.outcome == "alive":
-        unlinked_since_s = node.reset_at_s or draft.cluster("leader_since_s")
+        unlinked_since_s = node.reset_at_s or draft.leader_since_s
         if (
             not node.connected
             and draft.now_s - unlinked_since_s >= draft.policy.dead_uncorroborated_after_s
@@ -42,9 +49,9 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
         if node.liveness is Liveness.SUSPECT and node.connected:
             draft.node(node.name, liveness=Liveness.ALIVE)
         return
-    draft.node(node.name, probe_failed_at_s=draft.now_s)
+    node = draft.node(node.name, probe_failed_at_s=draft.now_s)
     if event.outcome == "refused" and not node.connected and node.liveness is not Liveness.DEAD:
-        if draft.now_s < draft.cluster("grace_until_s") and not node.reset_at_s:
+        if draft.now_s < draft.grace_until_s and not node.reset_at_s:
             return  # this leader has not seen its link break: the agent may be restarting
         evidence = (
             Evidence(
@@ -59,19 +66,36 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
         _declare_dead(
             draft, node, "its link broke and its port refuses connections", "process-gone", evidence
         )
+    elif node.liveness is Liveness.SUSPECT:
+        evaluate_silence(draft, (node.name,))
 
 
-def evaluate_silence(draft: Draft) -> None:
+def silent(draft: Draft, silences: Iterable[Silence]) -> None:
+    """Take in which nodes are silent, with their newest heartbeats, and evaluate that."""
+    names = []
+    for found in silences:
+        node = draft.nodes.get(found.node)
+        if node is None or found.incarnation not in ("", node.identity.incarnation):
+            continue  # forgotten, or a hello of its next incarnation is on the way
+        if found.last_beat_s > node.last_seen_s:
+            draft.node(node.name, last_seen_s=found.last_beat_s)
+        names.append(node.name)
+    if names:
+        evaluate_silence(draft, names)
+
+
+def evaluate_silence(draft: Draft, names: Iterable[str]) -> None:
     """Declare nodes SUSPECT or DEAD by the age of their last sign of life; probe silent ones."""
     policy = draft.policy
     # After a block of the driver's own loop or a reset of the breaker, silence is not evidence yet.
-    if draft.now_s < draft.cluster("silence_hold_until_s"):
+    if draft.now_s < draft.silence_hold_until_s:
         return
     holders = draft.holders()
-    for node in list(draft.nodes.values()):
+    for name in names:
+        node = draft.nodes[name]
         if node.liveness is Liveness.DEAD:
             continue
-        if draft.now_s < draft.cluster("grace_until_s") and node.liveness is Liveness.UNKNOWN:
+        if draft.now_s < draft.grace_until_s and node.liveness is Liveness.UNKNOWN:
             continue  # not linked to this leader yet, and still within the time for it
         job = holders.get(node.name)
         age_s = draft.now_s - _last_sign(node, job, policy.step_proof_lag_s)
@@ -98,8 +122,8 @@ def evaluate_silence(draft: Draft) -> None:
 
 def _last_sign(node: Node, job: Job | None, lag_s: float) -> float:
     """When the node was last known alive: heartbeat, answered probe, or a step of its job."""
-    if job is not None and job.phase is JobPhase.RUNNING and job.last_step_at_s:
-        return max(node.last_seen_s, job.last_step_at_s - lag_s)
+    if job is not None and job.phase is JobPhase.RUNNING and job.current.last_step_at_s:
+        return max(node.last_seen_s, job.current.last_step_at_s - lag_s)
     return node.last_seen_s
 
 
@@ -109,10 +133,10 @@ def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
         return "its link is broken"
     if node.probe_failed_at_s > node.last_seen_s:
         return "a probe of its port failed"
-    if job is not None and job.phase is JobPhase.RUNNING and job.step_interval_s:
-        still_s = draft.now_s - job.last_step_at_s
+    if job is not None and job.phase is JobPhase.RUNNING and job.current.step_interval_s:
+        still_s = draft.now_s - job.current.last_step_at_s
         if still_s > max(
-            draft.policy.suspect_after_s, draft.policy.still_intervals * job.step_interval_s
+            draft.policy.suspect_after_s, draft.policy.still_intervals * job.current.step_interval_s
         ):
             return f"job {job.name} has completed no step for {still_s:.1f} s"
     return ""

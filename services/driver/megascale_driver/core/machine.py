@@ -10,12 +10,26 @@ A command can be lost with its driver; a decision that a node has acted upon can
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, divergence, jobs, liveness, nodes, profiles
+from megascale_driver.core import (
+    breaker,
+    deleting,
+    divergence,
+    hang,
+    jobs,
+    liveness,
+    nodes,
+    orders,
+    profiles,
+    suspending,
+)
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
+    BreakerResetRequested,
     CancelRequested,
     CordonRequested,
+    DeleteRequested,
+    DrainRequested,
     Event,
     EvictRequested,
     JobSubmitted,
@@ -26,13 +40,20 @@ from megascale_driver.core.events import (
     NodeReport,
     OpenFailed,
     Outcome,
+    PagesRead,
+    PolicyRequested,
     ProbeResult,
     ProfileCancelRequested,
     ProfileRequested,
+    RecordRefused,
     RequestKey,
+    RestartRequested,
+    ResumeRequested,
     StreamReset,
+    SuspendRequested,
     Tick,
     UncordonRequested,
+    UpdateRequested,
 )
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import schedule
@@ -41,6 +62,14 @@ from megascale_driver.core.state import Cluster, Request
 _MUTATION_KINDS = {
     JobSubmitted: "SubmitJob",
     CancelRequested: "CancelJob",
+    SuspendRequested: "SuspendJob",
+    ResumeRequested: "ResumeJob",
+    DeleteRequested: "DeleteJob",
+    RestartRequested: "RestartJob",
+    UpdateRequested: "UpdateJob",
+    DrainRequested: "DrainNode",
+    PolicyRequested: "SetPolicy",
+    BreakerResetRequested: "ResetBreaker",
     EvictRequested: "EvictNode",
     CordonRequested: "CordonNode",
     UncordonRequested: "UncordonNode",
@@ -58,7 +87,14 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
         job = nodes.report(draft, event)
         if job is not None:
             jobs.advance(draft, job.name, event.node)
-            schedule(draft)
+        schedule(draft)
+    elif isinstance(event, NodeHello | StreamReset | ProbeResult):
+        # Of one node: what it changes concerns the job that holds the node, and no other slot.
+        _dispatch(draft, event)
+        job = draft.holder_of(event.node)
+        if job is not None:
+            jobs.advance(draft, job.name, event.node)
+        schedule(draft)
     else:
         _dispatch(draft, event)
         for name in list(draft.jobs):
@@ -73,6 +109,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         _tick(draft, event)
     elif isinstance(event, NodeHello):
         nodes.hello(draft, event)
+    elif isinstance(event, PagesRead):
+        hang.pages_read(draft, event)
     elif isinstance(event, StreamReset):
         liveness.stream_reset(draft, event)
     elif isinstance(event, ProbeResult):
@@ -81,6 +119,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         jobs.opened(draft, event)
     elif isinstance(event, OpenFailed):
         jobs.open_failed(draft, event)
+    elif isinstance(event, RecordRefused):
+        nodes.message_refused(draft, f"jobs/{event.job}", event.problem)
     elif isinstance(event, LossDiverged):
         divergence.diverged(draft, event)
     elif isinstance(event, LeaderStarted):
@@ -99,6 +139,30 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     elif isinstance(event, CancelRequested):
         subject = f"jobs/{event.job}"
         jobs.cancel(draft, event)
+    elif isinstance(event, SuspendRequested):
+        subject = f"jobs/{event.job}"
+        suspending.suspend(draft, event)
+    elif isinstance(event, ResumeRequested):
+        subject = f"jobs/{event.job}"
+        suspending.resume(draft, event)
+    elif isinstance(event, DeleteRequested):
+        subject = f"jobs/{event.job}"
+        deleting.delete(draft, event)
+    elif isinstance(event, RestartRequested):
+        subject = f"jobs/{event.job}"
+        orders.restart(draft, event)
+    elif isinstance(event, UpdateRequested):
+        subject = f"jobs/{event.config.name}"
+        orders.update(draft, event)
+    elif isinstance(event, DrainRequested | EvictRequested):
+        subject = f"nodes/{event.node}"
+        orders.drain(draft, event)
+    elif isinstance(event, PolicyRequested):
+        subject = "cluster"
+        orders.set_policy(draft, event)
+    elif isinstance(event, BreakerResetRequested):
+        subject = "cluster"
+        orders.reset_breaker(draft, event)
     elif isinstance(event, ProfileRequested):
         subject = f"jobs/{event.job}"
         profiles.request(draft, event)
@@ -132,12 +196,13 @@ def _seen_before(draft: Draft, kind: str, key: RequestKey) -> bool:
 def _tick(draft: Draft, event: Tick) -> None:
     if event.loop_blocked:
         held_until_s = event.now_s + draft.policy.heartbeat_interval_s
-        draft.set(silence_hold_until_s=max(held_until_s, draft.cluster("silence_hold_until_s")))
+        draft.silence_hold_until_s = max(held_until_s, draft.silence_hold_until_s)
     for name, attempt, number in event.steps:
         record, held_s = event.records.get(name, {}), event.checkpointing_s.get(name, 0.0)
         jobs.steps_seen(draft, name, attempt, number, record, held_s)
     breaker.refresh(draft)
-    liveness.evaluate_silence(draft)
+    liveness.silent(draft, event.silent)
+    deleting.expire(draft)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]
     for key in expired:
@@ -150,7 +215,8 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
     Running attempts continue. A node that has not linked yet may just not have found this driver,
     so its absence is no evidence before the grace period is over.
     """
-    draft.set(leader_since_s=event.now_s, grace_until_s=event.now_s + draft.policy.leader_grace_s)
+    draft.leader_since_s = event.now_s
+    draft.grace_until_s = event.now_s + draft.policy.leader_grace_s
     for name in list(draft.nodes):
         draft.node(name, last_seen_s=event.now_s)
     jobs.restart_timers(draft)
@@ -160,3 +226,15 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
         subject="driver",
         policy="election",
     )
+    for key, problem in draft.state.unreadable.items():
+        kind, _, name = key.partition("/")
+        draft.log(
+            "ROW_UNREADABLE",
+            f"the stored row {key} cannot be read by this build: {problem}",
+            subject=key if kind in ("jobs", "nodes") and name else "driver",
+            policy="unreadable-row",
+            outcome={
+                "jobs": "the job is not scheduled, and its name is held; its rows stay as they are",
+                "nodes": "the node is quarantined",
+            }.get(kind, "it is left out"),
+        )

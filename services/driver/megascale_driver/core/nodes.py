@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, profiles, saving
+from megascale_driver.core import breaker, plausible, profiles, restored, saving
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     CordonRequested,
-    EvictRequested,
     NodeHello,
     NodeReport,
     UncordonRequested,
@@ -79,6 +78,9 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     # has broken since.
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return None
+    if problem := plausible.report(draft.jobs, event.report):
+        message_refused(draft, f"nodes/{node.name}", problem)
+        return None
     draft.node(
         node.name,
         report=event.report,
@@ -90,6 +92,7 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     )
     for progress in event.report.progress:
         _committed(draft, node.name, progress)
+    restored.report(draft, node.name, event.report)
     saving.report(draft, node, event.report)
     profiles.report(draft, node.name, event.report)
     before = node.report
@@ -102,6 +105,14 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     return draft.holder_of(node.name)
 
 
+def message_refused(draft: Draft, subject: str, problem: str) -> None:
+    """Write down that a message which cannot be true was refused."""
+    draft.log(
+        "MESSAGE_REFUSED", f"a message of {subject} cannot be true: {problem}",
+        subject=subject, policy="plausible", outcome="it is dropped as a whole",
+    )  # fmt: skip
+
+
 def _relevant(report: Report) -> tuple[object, ...]:
     """The part of a report that can move a job on or free a node."""
     return (
@@ -110,6 +121,7 @@ def _relevant(report: Report) -> tuple[object, ...]:
         report.attempt,
         report.phase,
         report.failure,
+        report.finished_step,
         report.workers,
         report.checks,
         report.store_endpoint,
@@ -122,6 +134,8 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
         return
     if progress.committed_by_attempt > job.attempt:
         return  # no such attempt was ever issued: the daemon is faulty or of another cluster
+    if job.abandoned(progress.committed_step, progress.committed_by_attempt):
+        return
     if (
         progress.committed_by_attempt == job.attempt
         and progress.committed_step in job.refused_steps
@@ -129,6 +143,7 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
         # This step is another state now: the refused one was written by an earlier attempt.
         rest = tuple(step for step in job.refused_steps if step != progress.committed_step)
         job = draft.job(job.name, refused_steps=rest)
+    # Only an order makes a committed step go back (core.orders).
     if (progress.committed_step, progress.committed_by_attempt) <= (
         job.committed_step,
         job.committed_by_attempt,
@@ -152,15 +167,11 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     )
 
 
-def set_disposition(
-    draft: Draft, event: EvictRequested | CordonRequested | UncordonRequested
-) -> None:
+def set_disposition(draft: Draft, event: CordonRequested | UncordonRequested) -> None:
     """Carry out an operator's request; nothing happens if the node is in that state already."""
     node = draft.nodes.get(event.node)
     if node is None:
         draft.refusal = "NODE_NOT_FOUND"
-    elif isinstance(event, EvictRequested):
-        quarantine(draft, node.name, event.reason, actor=event.actor, policy="manual")
     elif isinstance(event, CordonRequested):
         _cordon(draft, node, event)
     else:
@@ -169,7 +180,7 @@ def set_disposition(
 
 def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
     """Keep new work off the node; its attempt continues. The scheduler replaces it as a spare."""
-    if node.disposition is Disposition.QUARANTINED:
+    if node.disposition in (Disposition.QUARANTINED, Disposition.DRAINING):
         draft.refusal = "NODE_QUARANTINED"
         return
     if node.disposition is Disposition.CORDONED:
@@ -219,7 +230,8 @@ def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", p
         disposition_reason=reason,
         disposition_policy=policy,
     )
-    breaker.count(draft, name)
+    if actor == "driver":
+        breaker.count(draft, name)
     if job is not None and name not in job.evicted:
         draft.job(job.name, evicted=(*job.evicted, name))
     draft.log(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megascale_driver.analysis.progress import HangLimits
@@ -35,6 +36,9 @@ class Policy:
     # The rendezvous (120 s) and a large restore from storage.
     start_timeout_s: float = 900.0
     stop_timeout_s: float = 15.0
+    # How much longer the next attempt waits for a live node that still runs the last one: killing
+    # workers that hold a GPU takes up to half a minute.
+    fence_timeout_s: float = 45.0
     # How long after the end of all workers a node may report the commit that one of them saw.
     commit_report_s: float = 10.0
     open_attempts: int = 3
@@ -42,6 +46,11 @@ class Policy:
     # Worker failures in a row on one node, without progress of the job, after which the job leaves
     # the node.
     node_failures: int = 3
+    # The window of `recovery.max_restarts`, which holds for each cause.
+    restart_window_s: float = 21_600.0
+    # Before the third attempt in a row without progress, doubled for each further one.
+    backoff_s: float = 1.0
+    backoff_max_s: float = 300.0
     # When a job with all processes alive hangs, and after how many hangs in a row it leaves a node.
     hang: HangLimits = field(default_factory=HangLimits)
     node_hangs: int = 2
@@ -58,9 +67,28 @@ class Policy:
     profile_grace_s: float = 30.0
     # How often a job's steps, last record and goodput are stored while nothing else of it is.
     mark_interval_s: float = 10.0
+    # The queue (megascale_driver.placement.queue_values.Rules): whether a higher priority displaces
+    # jobs that can save; after how long a gang holds every node that it could use; how long a job
+    # whose nodes are lost keeps the others; devices of each tenant, no entry: not limited.
+    preempt: bool = True
+    backfill_s: float = 1800.0
+    survivors_s: float = 600.0
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    # How long a job that could not save is not asked again.
+    save_again_s: float = 600.0
+    # Ended jobs that are kept: at most so many, and none for longer.
+    keep_ended_jobs: int = 1000
+    keep_ended_s: float = 30 * 86_400.0
     breaker_share: float = 0.02
     breaker_nodes: int = 4
     breaker_window_s: float = 300.0
+    # A switch with fewer nodes than this has no limit of its own.
+    switch_nodes: int = 4
+    # The same self-check that fails alike on this many nodes within the window is not about the
+    # nodes; nor is the same failure of workers on `software_nodes` nodes.
+    software_checks: int = 3
+    software_nodes: int = 2
+    software_window_s: float = 3600.0
     request_memory_s: float = 86_400.0
 
     def __post_init__(self) -> None:

@@ -74,10 +74,12 @@ def cancel(draft: Draft, event: ProfileCancelRequested) -> None:
 
 
 def _request(draft: Draft, job: Job, event: ProfileRequested) -> None:
-    policy, newest = draft.policy, max(event.newest_step, job.step)
+    policy, newest = draft.policy, max(event.newest_step, job.current.step)
     # The shorter of the two: after a step that took longer than usual (warm-up, evaluation), the
     # lead would be too few steps.
-    step_times = [time_s for time_s in (event.step_time_s, job.step_interval_s) if time_s > 0]
+    step_times = [
+        time_s for time_s in (event.step_time_s, job.current.step_interval_s) if time_s > 0
+    ]
     if not newest or not step_times:
         draft.refuse(
             "NO_STEP_YET",
@@ -181,8 +183,8 @@ def expire(draft: Draft, job: Job) -> None:
     overdue_s = draft.now_s - profile.not_after_s
     if overdue_s >= draft.policy.profile_write_s:
         _drop(draft, job, profile, TraceState.LOST, NO_REPORT)
-    elif overdue_s >= draft.policy.profile_grace_s and job.step + 1 < profile.first_step:
-        why = f"step {profile.first_step} was not reached in time: step {job.step} is done"
+    elif overdue_s >= draft.policy.profile_grace_s and job.current.step + 1 < profile.first_step:
+        why = f"step {profile.first_step} was not reached in time: step {job.current.step} is done"
         _drop(draft, job, profile, TraceState.SKIPPED, why)
 
 

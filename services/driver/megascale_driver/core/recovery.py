@@ -3,33 +3,30 @@
 When one rank fails, all its peers report errors of their collectives within a second. Those are
 symptoms. The culprit is the earliest explicit failure, or the node that is gone. Reports arrive in
 any order, so faults are collected while the attempt stops, and blame is decided only after every
-node has stopped. A damaged checkpoint blames no node: the step is refused. Nor does a fault of the
-job itself (:mod:`megascale_driver.core.job_faults`).
+node has stopped (:mod:`megascale_driver.core.blame`), and whether the job may try again
+(:mod:`megascale_driver.core.budgets`). A damaged checkpoint blames no node: the step is refused.
+Nor does a fault of the job itself (:mod:`megascale_driver.core.job_faults`).
 """
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, job_faults, nodes
+from megascale_driver.core import blame, breaker, budgets, job_faults, nodes
+from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, Reason
+from megascale_driver.core.events import Evidence
+from megascale_driver.core.reasons import Reason
 from megascale_driver.core.state import (
     AttemptPhase,
     Disposition,
-    Fault,
-    FaultKind,
     Job,
-    JobPhase,
     Liveness,
     Node,
-    NodeSlot,
     WorkerReport,
 )
 
 SIGNALS = {6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 MAX_ERROR = 600  # characters of a worker's error that a message shows
 MEMORY_ROOM = "memory_room"  # the self-check that is about the job's sizes, not about the node
-# Faults that the job has no part in: they do not count against its restart budgets.
-FREE_OF_CHARGE = frozenset({FaultKind.NODE_EVICTED})
 # Error kinds of a worker that explain the failures of all others, the gravest first.
 _EXPLAINING = {
     "BAD_JOB": FaultKind.BAD_JOB,
@@ -40,10 +37,6 @@ _LESS_MEMORY = (
     "use less memory per rank (trainer.parallelism.recompute: full, a smaller "
     "trainer.training.micro_batch_size, a larger tp or pp) or give the node more"
 )
-# What counts against a node; BAD_JOB only where the job ran before, as with a mount that is gone.
-_BLAMED = frozenset(
-    {FaultKind.WORKER_EXITED, FaultKind.BAD_JOB, FaultKind.DEADLINE, FaultKind.HANG}
-)
 _OF_WORKERS = frozenset({FaultKind.WORKER_EXITED, FaultKind.WORKER_SYMPTOM, *_EXPLAINING.values()})
 
 
@@ -52,13 +45,15 @@ def observe(draft: Draft, job: Job, node: str = "") -> Job:
 
     ``node``: only faults of this node; "" for all nodes.
     """
-    known = {(fault.node, fault.kind) for fault in job.faults}
-    for slot in job.slots:
-        if node and slot.node != node:
-            continue
+    known = {(fault.node, fault.kind) for fault in job.current.faults}
+    slots = job.slots
+    if node:
+        own = job.slot_of(node)
+        slots = (own,) if own is not None else ()
+    for slot in slots:
         fault = _fault_of(draft, job, slot)
         if fault is not None and (fault.node, fault.kind) not in known:
-            job = draft.job(job.name, faults=(*job.faults, fault))
+            job = draft.fault(job.name, fault)
             _announce(draft, job, fault)
             job = draft.jobs[job.name]
     return job
@@ -69,10 +64,10 @@ def settle(draft: Draft, job: Job) -> Job:
 
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
-    faults = job.faults
+    faults = job.current.faults
     if (final := job_faults.never_runs(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)
-    job = _charge(draft, job)
+    job = budgets.charge(draft, job)
     # A damaged checkpoint, or a job that does not fit, explains all other failures of the attempt:
     # then no worker failure is counted against its node.
     if any(f.kind is FaultKind.CHECKPOINT_CORRUPT for f in faults):
@@ -80,15 +75,9 @@ def settle(draft: Draft, job: Job) -> Job:
     elif any(f.kind is FaultKind.JOB_TOO_BIG for f in faults):
         job_faults.decide_on_size(draft, job)
     else:
-        _blame(draft, job)
+        blame.blame(draft, job)
     job_faults.decide_on_memory(draft, draft.jobs[job.name])
-    return _check_budgets(draft, draft.jobs[job.name])
-
-
-def culprit(faults: tuple[Fault, ...]) -> Fault | None:
-    """The fault to name as the cause: the earliest that is not a symptom, else the earliest."""
-    order = sorted(faults, key=lambda f: (f.kind is FaultKind.WORKER_SYMPTOM, f.at_s))
-    return order[0] if order else None
+    return budgets.check(draft, draft.jobs[job.name])
 
 
 def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
@@ -181,7 +170,13 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
             policy="hard-fact", evidence=(Evidence("liveness", subject, fault.message),),
             outcome="the attempt ends",
         )  # fmt: skip
-    elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(draft, fault.node):
+    elif fault.kind is FaultKind.CHECK_FAILED and not blame.check_is_about_its_node(
+        draft, job, fault
+    ):
+        return  # the log says so
+    elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(
+        draft, fault.node, nodes.SELF_CHECK
+    ):
         nodes.quarantine(draft, fault.node, fault.message, policy=nodes.SELF_CHECK)
     elif fault.kind is FaultKind.CHECK_FAILED:
         job_faults.leave(
@@ -211,28 +206,9 @@ def _outcome(job: Job, fault: Fault) -> str:
     return "the attempt ends"
 
 
-def _charge(draft: Draft, job: Job) -> Job:
-    """Count the restart; a new highest step since the last restart clears the counts in a row."""
-    if job.faults and all(fault.kind in FREE_OF_CHARGE for fault in job.faults):
-        return job
-    mark = max(job.best_step, job.committed_step, job.progress_mark)
-    progressed = mark > job.progress_mark
-    corrupt = any(fault.kind is FaultKind.CHECKPOINT_CORRUPT for fault in job.faults)
-    return draft.job(
-        job.name,
-        restarts=job.restarts + 1,
-        # A refused checkpoint counts as progress: the next attempt restores another one.
-        restarts_without_progress=0
-        if progressed
-        else job.restarts_without_progress + (0 if corrupt else 1),
-        node_failures={} if progressed else job.node_failures,
-        progress_mark=mark,
-    )
-
-
 def _refuse_checkpoint(draft: Draft, job: Job) -> Job:
-    fault = next(f for f in job.faults if f.kind is FaultKind.CHECKPOINT_CORRUPT)
-    step = job.restore.step if job.restore is not None else 0
+    fault = next(f for f in job.current.faults if f.kind is FaultKind.CHECKPOINT_CORRUPT)
+    step = job.current.restore.step if job.current.restore is not None else 0
     if step and step not in job.refused_steps:
         job = draft.job(job.name, refused_steps=(*job.refused_steps, step))
     draft.log(
@@ -242,52 +218,3 @@ def _refuse_checkpoint(draft: Draft, job: Job) -> Job:
         outcome="an older checkpoint is restored",
     )  # fmt: skip
     return draft.jobs[job.name]
-
-
-def _blame(draft: Draft, job: Job) -> None:
-    """Count a worker failure against its node; the job leaves a node that fails repeatedly.
-
-    Other jobs may still use the node: the driver cannot decide whether the node or the job's own
-    code is at fault.
-    """
-    # A node that is gone explains the failures of all others.
-    gone = {f.node for f in job.faults if f.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_EVICTED)}
-    guilty = culprit(tuple(f for f in job.faults if f.kind in _BLAMED))
-    if guilty is None or not guilty.node or gone:
-        return
-    count = job.node_failures.get(guilty.node, 0) + 1
-    job = draft.job(job.name, node_failures={**job.node_failures, guilty.node: count})
-    elsewhere = any(failures for name, failures in job.node_failures.items() if name != guilty.node)
-    patience = (
-        draft.policy.node_hangs if guilty.kind is FaultKind.HANG else draft.policy.node_failures
-    )
-    if count < patience or elsewhere or guilty.node in job.evicted:
-        return  # failures that follow the job from node to node are caused by the job
-    draft.job(job.name, evicted=(*job.evicted, guilty.node))
-    draft.log(
-        "NODE_EVICTED",
-        f"node {guilty.node} failed {count} times in a row without progress, "
-        f"most recently: {guilty.message}",
-        subject=f"nodes/{guilty.node}",
-        job=job.name,
-        attempt=job.attempt,
-        policy="repeated-failure",
-        outcome=job_faults.left_by(job),
-    )
-
-
-def _check_budgets(draft: Draft, job: Job) -> Job:
-    """Fail the job if it has no restart left."""
-    if job.after_stop is not JobPhase.QUEUED:
-        return job
-    recovery = job.config.recovery
-    cause = culprit(job.faults)
-    last = f"; last failure: {cause.message}" if cause else ""
-    if job.restarts > recovery.max_restarts:
-        spent = f"recovery.max_restarts = {recovery.max_restarts} is spent"
-    elif job.restarts_without_progress > recovery.max_restarts_without_progress:
-        limit = recovery.max_restarts_without_progress
-        spent = f"recovery.max_restarts_without_progress = {limit} is spent"
-    else:
-        return job
-    return draft.job(job.name, after_stop=JobPhase.FAILED, stop_reason=spent + last)

@@ -25,9 +25,8 @@ class NodeReplicaOrders:
 
 @dataclass(frozen=True, slots=True)
 class FailedCopies:
-    """Attempt and step of the newest snapshot without a replica, and how many of the attempt."""
+    """Step of the attempt's newest snapshot without a replica, and how many it has of them."""
 
-    attempt: int = 0
     step: int = 0
     count: int = 0
 

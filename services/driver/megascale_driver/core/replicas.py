@@ -105,9 +105,9 @@ def problem(job: Job, nodes: Mapping[str, Node]) -> str:
         return ""
     if len(job.slots) < 2:
         return "the attempt has one node, so there is no other to keep replicas"
-    for name, target in job.replica_orders.targets.items():
+    for name, target in job.current.replica_orders.targets.items():
         if not target:
-            peer = job.replica_orders.peers[name]
+            peer = job.current.replica_orders.peers[name]
             return f"node {peer} did not report a replica server at the start"
     for slot in job.slots:
         failure = _failure(job, nodes.get(slot.node))
@@ -121,15 +121,15 @@ def report(draft: Draft, node: str, job: Job, progress: Progress) -> None:
     failure = progress.replica_failure
     if failure is None or failure.attempt != job.attempt:
         return
-    last = job.failed_copies
-    if (failure.attempt, failure.step) <= (last.attempt, last.step):
+    last = job.current.failed_copies
+    if failure.step <= last.step:
         return  # another rank of the same step, or a repetition
-    count = last.count + 1 if last.attempt == job.attempt else 1
-    draft.job(job.name, failed_copies=FailedCopies(failure.attempt, failure.step, count))
+    count = last.count + 1
+    draft.attempt(job.name, failed_copies=FailedCopies(failure.step, count))
     if str(count).strip("0") != "1":
         return
     error = failure.error[:MAX_CAUSE]
-    peer = job.replica_orders.peers.get(node, "")
+    peer = job.current.replica_orders.peers.get(node, "")
     draft.log(
         "REPLICA_FAILED",
         f"the snapshot of step {failure.step} of rank {failure.rank} on {node} has no replica on "

@@ -20,5 +20,9 @@ def sealed_everywhere(job: Job, nodes: Mapping[str, Node]) -> tuple[int, int]:
     for rank, own in replicas.sealed_here(job, nodes).items():
         steps = {item for item in own | set(copies.get(rank, {})) if item[1] < job.attempt}
         common = steps if common is None else common & steps
-    usable = [item for item in common or () if item[0] not in job.refused_steps]
+    usable = [
+        item
+        for item in common or ()
+        if item[0] not in job.refused_steps and not job.abandoned(*item)
+    ]
     return max(usable, default=(0, 0))

@@ -27,13 +27,13 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
     done = f"all {steps} steps are done"
     if not job.config.checkpoint.uri or _saved(job):
         return JobPhase.SUCCEEDED, done
-    if not job.finished_at_s:
-        job = draft.job(job.name, finished_at_s=draft.now_s)
+    if not job.current.finished_at_s:
+        job = draft.attempt(job.name, finished_at_s=draft.now_s)
     reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
     if any(report is not None and not report.failure for report in reports):
         # A worker saw the commit, and its node's progress shows it with the next heartbeat. A
         # daemon that was restarted since then no longer has a record of it.
-        if draft.now_s - job.finished_at_s < draft.policy.commit_report_s:
+        if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
             return None
         draft.job(
             job.name,
@@ -73,6 +73,33 @@ def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[Jo
     )
     text = f"all {steps} steps are done: attempt {restore.written_by_attempt} has saved the last"
     return JobPhase.SUCCEEDED, text
+
+
+def went_back(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str | None:
+    """What is wrong with a restore of an older step than the committed one; None if it may be.
+
+    It may be where the committer found newer checkpoints damaged, or a step was refused. Else the
+    storage is not what it was: an older copy of the folder, or another mount. Training would repeat
+    steps that are done, and overwrite what the real folder has.
+    """
+    if restore.source is not RestoreSource.NONE:
+        if restore.written_by_attempt and job.abandoned(restore.step, restore.written_by_attempt):
+            back = job.rollbacks[-1]
+            return (
+                f"the committer offers step {restore.step} of attempt "
+                f"{restore.written_by_attempt}, and the order was to go back to step {back.step}"
+            )
+        if restore.step >= job.committed_step:
+            return None
+    if not job.committed_step or refused or job.committed_step in job.refused_steps:
+        return None
+    found = f"step {restore.step}" if restore.source is not RestoreSource.NONE else "none"
+    return (
+        f"the checkpoint of step {job.committed_step} was complete, and "
+        f"{job.config.checkpoint.uri} now has {found}: an older copy of the folder, or another "
+        f"mount; make it whole, or accept the loss with `megascale restart {job.name} "
+        f"--from-step {restore.step} --reason REASON`"
+    )
 
 
 def without_failing(job: Job) -> tuple[Condition, ...]:
@@ -187,18 +214,19 @@ def _what_follows(job: Job, last: bool) -> str:
 
 
 def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progress) -> None:
-    key = (new.skipped_by_attempt, new.skipped_step)
     # All ranks skip a step together, so the first node to report it counts it. The last step is
     # waited for, and not skipped.
-    if new.skipped_by_attempt != job.attempt or key <= job.skipped_snapshot:
+    if new.skipped_by_attempt != job.attempt:
         return
-    if new.skipped_step >= job.config.training.steps:
+    if not job.current.skipped_step < new.skipped_step < job.config.training.steps:
         return
     since = old.skipped_snapshots if old is not None else 0
     count = max(1, new.skipped_snapshots - since)
-    same_attempt = job.skipped_snapshot[0] == job.attempt
-    before = job.skipped_snapshots if same_attempt else 0
-    draft.job(job.name, skipped_snapshot=key, skipped_snapshots=before + count)
+    if job.current.skipped_step:
+        # The node's last report may be old: another one's counted until now. No step counts twice.
+        count = min(count, new.skipped_step - job.current.skipped_step)
+    before = job.current.skipped_snapshots
+    draft.attempt(job.name, skipped_step=new.skipped_step, skipped_snapshots=before + count)
     if _power_of_ten(before, before + count):
         draft.log(
             "CHECKPOINT_SKIPPED",

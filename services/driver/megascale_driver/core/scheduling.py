@@ -1,132 +1,129 @@
-"""Which nodes a queued job gets, and which nodes stand by as its spares."""
+"""Carries out what the queue decides: attempts begin, jobs wait or leave, spares are named."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
+from megascale_driver.core import leaving
+from megascale_driver.core.attempt import Attempt, NodeSlot
+from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.replica_orders import ReplicaOrders
-from megascale_driver.core.state import (
-    AttemptPhase,
-    AttemptRecord,
-    Desired,
-    Disposition,
-    Fault,
-    Job,
-    JobPhase,
-    Liveness,
-    Node,
-    NodeSlot,
-)
-from megascale_driver.placement import fit
-from megascale_driver.placement.gang import Candidate, Part, place, replace_lost, spares
+from megascale_driver.core.queue_view import parts_of, view_of
+from megascale_driver.core.state import AttemptRecord, Disposition, Job, JobPhase, Liveness, Node
+from megascale_driver.placement.gang import Candidate, spares
+from megascale_driver.placement.queue import MAX_STARTS, decide
+from megascale_driver.placement.queue_values import STARTS, Decision, Kind
+
+RECHECK_S = 1.0  # how often the queue is decided again for the passing of time alone
 
 
 def schedule(draft: Draft) -> None:
-    """Place queued jobs, by priority, then age; then give active jobs the spares they lack."""
-    if draft.now_s < draft.cluster("grace_until_s") and any(
+    """Decide the queue, if something changed that it depends on; then name the spares."""
+    if draft.now_s < draft.queue_due_s and not _stirred(draft):
+        return
+    waiting = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
+    if not waiting and not any(_lacks_spares(draft, job) for job in draft.jobs.values()):
+        draft.queue_due_s = float("inf")
+        return
+    # Looked at only if there is something to place: a fleet links at once to a new leader.
+    if draft.now_s < draft.grace_until_s and any(
         node.liveness is Liveness.UNKNOWN for node in draft.nodes.values()
     ):
         # The nodes that the previous leader knew are still linking to this one. Placed now, a job
         # would go to worse nodes than in a moment, or its old nodes would look lost.
+        _drop_spares(draft)
+        draft.queue_due_s = draft.now_s
         return
-    waiting = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
-    for job in sorted(waiting, key=lambda j: (-j.config.priority, j.created_at_s, j.name)):
-        _place_job(draft, job)
-    for job in list(draft.jobs.values()):
-        if job.active and len(job.spares) < job.config.recovery.spare_nodes:
-            _name_spares(draft, job)
-        elif job.spares:
-            _drop_lost_spares(draft, job)
+    draft.queue_due_s = draft.now_s + RECHECK_S if waiting else float("inf")
+    for job in waiting:
+        if draft.now_s < job.not_before_s < draft.queue_due_s:
+            draft.queue_due_s = job.not_before_s
+    plan = decide(view_of(draft))
+    starts = 0
+    for decision in plan.decisions:
+        starts += decision.kind in STARTS
+        _carry_out(draft, decision)
+    if starts == MAX_STARTS:
+        draft.queue_due_s = draft.now_s
+    _name_spares(draft, plan.free)
 
 
-def candidate(node: Node) -> Candidate:
-    """A node as placement takes it: name, devices, their kind, switch."""
-    kinds = {device.kind for device in node.identity.devices}
-    kind = kinds.pop() if len(kinds) == 1 else ""
-    devices = tuple(device.index for device in node.identity.devices)
-    return Candidate(node.name, kind, devices, node.identity.topology.get("switch", ""))
+def _stirred(draft: Draft) -> bool:
+    """Whether this event changed something that the queue or the spares depend on."""
+    for name in draft.jobs.touched:
+        old, job = draft.state.jobs.get(name), draft.jobs.get(name)
+        if old is None or job is None or _claims(old) != _claims(job):
+            return True
+    for name in draft.nodes.touched:
+        before, node = draft.state.nodes.get(name), draft.nodes.get(name)
+        if before is None or node is None:
+            return True
+        if (usable(before), before.disposition, before.liveness, before.identity) != (
+            usable(node), node.disposition, node.liveness, node.identity,
+        ):  # fmt: skip
+            return True
+    return False
 
 
-def capacities(nodes: Iterable[Node]) -> list[fit.Capacity]:
-    """The nodes that have ever reported devices, as placement.fit takes them."""
-    return [
-        fit.Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
-        for node in nodes
-        if node.identity.devices
-    ]
+def _claims(job: Job) -> tuple[object, ...]:
+    """The part of a job that the queue depends on, except for the passing of time."""
+    return job.phase, job.after_stop, job.slots, job.spares, job.evicted, job.current.leaving
 
 
-def usable(node: Node) -> bool:
-    """Whether a new attempt may use the node: alive, schedulable, and idle by its own report.
-
-    The last two conditions are both needed: the report may be from before the node was given work,
-    and a node that was given up may be IDLE by its desired state and still run workers.
-    """
-    return (
-        node.disposition is Disposition.SCHEDULABLE
-        and node.liveness is Liveness.ALIVE
-        and node.connected
-        and node.report is not None
-        and node.report.phase is AttemptPhase.IDLE
-        and node.desired == Desired()
-    )
+def _lacks_spares(draft: Draft, job: Job) -> bool:
+    wanted = job.config.recovery.spare_nodes if job.active else 0
+    return len(job.spares) < wanted or any(not _stands_by(draft, name) for name in job.spares)
 
 
-def idle_nodes(draft: Draft, job: Job) -> list[Node]:
-    """Usable nodes that no other job holds, neither for its ranks nor as a spare."""
-    taken = {slot.node for other in draft.jobs.values() if other.active for slot in other.slots}
-    taken |= {
-        name for other in draft.jobs.values() if other.name != job.name for name in other.spares
-    }
-    return [node for node in draft.nodes.values() if node.name not in taken and usable(node)]
+def _stands_by(draft: Draft, name: str) -> bool:
+    node = draft.nodes.get(name)
+    return node is not None and usable(node)
 
 
-def _place_job(draft: Draft, job: Job) -> None:
-    free = {node.name: candidate(node) for node in idle_nodes(draft, job)}
-    parts = _replacement(job, free) if job.slots else None
-    if parts is None:
-        # Nodes that the job has left are the last resort: better one of them than to wait for ever.
-        preferred = [c for c in free.values() if c.name not in job.evicted]
-        layout = job.config.layout
-        parts = place(layout.world_size, layout.tp, preferred) or place(
-            layout.world_size, layout.tp, free.values()
-        )
-    if parts is None:
-        _report_what_is_missing(draft, job, list(free.values()))
-        return
-    before = {slot.node for slot in job.slots}
+def _carry_out(draft: Draft, decision: Decision) -> None:
+    job = draft.jobs[decision.job]
+    if decision.kind in STARTS:
+        _start(draft, job, decision)
+    elif decision.kind is Kind.PREEMPT:
+        leaving.preempt(draft, job, beside=decision.beside, why=decision.why)
+    elif decision.why:
+        _wait(draft, job, decision)
+
+
+def _start(draft: Draft, job: Job, decision: Decision) -> None:
+    parts = decision.parts
+    before = {slot.node for slot in job.slots} if job.current.leaving is None else set()
     slots = tuple(
         NodeSlot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation)
         for p in parts
     )
     number = job.attempt + 1
-    newcomers = tuple(p.node for p in parts if p.node not in before) if before else ()
     used = {p.node for p in parts}
     draft.job(
         job.name,
         phase=JobPhase.PREPARING,
         reason=f"attempt {number}: {len(slots)} nodes prepare",
-        attempt=number,
-        slots=slots,
+        current=Attempt(number, slots),
+        waits_as="",
         spares=tuple(name for name in job.spares if name not in used),
         attempts=(*job.attempts, AttemptRecord(number, slots, draft.now_s)),
-        faults=tuple[Fault, ...](),
-        store_endpoint="",
-        committer_endpoint="",
-        restore=None,
-        replica_orders=ReplicaOrders(),
-        open_asked=False,
-        open_failures=0,
-        open_not_before_s=0.0,
-        open_since_s=0.0,
-        finished_at_s=0.0,
-        step=0,
-        last_step_at_s=0.0,
-        step_interval_s=0.0,
     )
-    _log_placement(draft, job, parts, newcomers)
-    _name_spares(draft, draft.jobs[job.name])
+    newcomers = [p.node for p in parts if before and p.node not in before]
+    for name in newcomers:
+        if name in job.spares:
+            draft.log(
+                "SPARE_ASSIGNED", f"spare {name} takes over", subject=f"nodes/{name}",
+                job=job.name, attempt=number, policy="placement",
+            )  # fmt: skip
+    where = "; ".join(f"{p.node}: ranks {p.ranks[0]}-{p.ranks[-1]}" for p in parts[:16])
+    draft.log(
+        "PLACED", f"placed on {where} ({decision.why})", subject=f"jobs/{job.name}",
+        job=job.name, attempt=number, policy=decision.kind.lower(),
+    )  # fmt: skip
+    draft.log(
+        "ATTEMPT_PREPARING", f"attempt {number}: its nodes reserve devices and check themselves",
+        subject=f"jobs/{job.name}", job=job.name, attempt=number,
+    )  # fmt: skip
 
 
 def waiting(what: str, stop_reason: str) -> str:
@@ -135,80 +132,66 @@ def waiting(what: str, stop_reason: str) -> str:
     return f"waiting for nodes{f' ({what})' if what else ''}{after}"
 
 
-def _report_what_is_missing(draft: Draft, job: Job, free: list[Candidate]) -> None:
-    known = [candidate(node) for node in draft.nodes.values() if node.identity.devices]
-    reason = waiting(fit.missing(job.config, known, free), job.stop_reason)
-    if reason != job.reason:
-        draft.job(job.name, reason=reason)
+def _wait(draft: Draft, job: Job, decision: Decision) -> None:
+    """Say why the job waits: in its reason at once, in the log once for each kind of wait.
 
-
-def _replacement(job: Job, free: dict[str, Candidate]) -> tuple[Part, ...] | None:
-    """The last placement with its lost nodes replaced; None if it cannot be completed.
-
-    Survivors keep their ranks, because their memory holds the snapshots of those ranks. Nodes that
-    the job has left are not used.
+    A job that starts within a second, as most do after a fault, has no line about its wait.
     """
-    parts = [Part(slot.node, slot.ranks, slot.devices) for slot in job.slots]
-    names = {part.node for part in parts}
-    welcome = {name: c for name, c in free.items() if name not in job.evicted}
-    survivors = {name: c for name, c in welcome.items() if name in names}
-    named = [welcome[name] for name in job.spares if name in welcome]
-    others = [c for name, c in welcome.items() if name not in names and name not in job.spares]
-    return replace_lost(parts, survivors, named, others)
+    reason = waiting(decision.why, job.stop_reason)
+    if reason != job.reason:
+        job = draft.job(job.name, reason=reason)
+    if decision.kind is Kind.WAIT and job.spares:
+        draft.job(job.name, spares=())  # it holds nothing, and others may have them
+    if job.waits_as != decision.kind and draft.now_s - job.updated_at_s >= RECHECK_S:
+        draft.job(job.name, waits_as=decision.kind.value)
+        draft.log(
+            "JOB_WAITS", decision.why, subject=f"jobs/{job.name}", job=job.name,
+            attempt=job.attempt, policy=decision.kind.lower(),
+            outcome=f"held for it: {', '.join(decision.nodes[:16])}" if decision.nodes else "",
+        )  # fmt: skip
 
 
-def _log_placement(
-    draft: Draft, job: Job, parts: tuple[Part, ...], newcomers: tuple[str, ...]
-) -> None:
-    number = job.attempt + 1
-    where = "; ".join(f"{p.node}: ranks {p.ranks[0]}-{p.ranks[-1]}" for p in parts[:16])
-    subject = f"jobs/{job.name}"
-    for name in newcomers:
-        if name in job.spares:
-            draft.log(
-                "SPARE_ASSIGNED", f"spare {name} takes over", subject=f"nodes/{name}",
-                job=job.name, attempt=number, policy="placement",
-            )  # fmt: skip
-    draft.log(
-        "PLACED",
-        f"placed on {where}",
-        subject=subject,
-        job=job.name,
-        attempt=number,
-        policy="placement",
+def _drop_spares(draft: Draft) -> None:
+    """Name no spare that was evicted, cordoned or drained, whoever has linked by now."""
+    for job in draft.jobs.values():
+        kept = tuple(name for name in job.spares if _may_work(draft.nodes.get(name)))
+        if kept != job.spares:
+            draft.job(job.name, spares=kept)
+
+
+def _may_work(node: Node | None) -> bool:
+    return node is not None and node.disposition is Disposition.SCHEDULABLE
+
+
+def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
+    """Replace spares that could not start now, and name those that are missing.
+
+    Of what waiting jobs have left, jobs of higher priority first.
+    """
+    left = dict(free)
+    taken = {slot.node for job in draft.jobs.values() if job.active for slot in job.slots}
+    jobs = sorted(
+        draft.jobs.values(), key=lambda job: (-job.config.priority, job.created_at_s, job.name)
     )
-    draft.log(
-        "ATTEMPT_PREPARING", f"attempt {number}: its nodes reserve devices and check themselves",
-        subject=subject, job=job.name, attempt=number,
-    )  # fmt: skip
+    for job in jobs:
+        kept = tuple(
+            name
+            for name in job.spares
+            if _stands_by(draft, name) and name not in taken and name not in job.evicted
+        )
+        taken.update(kept)
+        missing = job.config.recovery.spare_nodes - len(kept)
+        if job.active and job.current.leaving is None and missing > 0:
+            found = _found(draft, job, missing, left)
+            for name in found:
+                del left[name]
+            kept = (*kept, *found)
+        if kept != job.spares:
+            draft.job(job.name, spares=kept)
 
 
-def _name_spares(draft: Draft, job: Job) -> None:
-    _drop_lost_spares(draft, job)
-    job = draft.jobs[job.name]
-    missing = job.config.recovery.spare_nodes - len(job.spares)
-    if missing <= 0:
-        return
-    waiting = any(
-        other.phase is JobPhase.QUEUED and other.name != job.name for other in draft.jobs.values()
-    )
-    if waiting:
-        return  # waiting jobs get nodes before others get spares
-    parts = [Part(slot.node, slot.ranks, slot.devices) for slot in job.slots]
+def _found(draft: Draft, job: Job, missing: int, left: Mapping[str, Candidate]) -> tuple[str, ...]:
+    parts = parts_of(job)
     kinds = {candidate(draft.nodes[p.node]).kind for p in parts if p.node in draft.nodes}
-    pool = [candidate(node) for node in idle_nodes(draft, job) if node.name not in job.spares]
-    found = spares(missing, parts, [c for c in pool if c.kind in kinds])
-    if found:
-        draft.job(job.name, spares=(*job.spares, *found))
-
-
-def _drop_lost_spares(draft: Draft, job: Job) -> None:
-    kept = tuple(
-        name
-        for name in job.spares
-        if (node := draft.nodes.get(name)) is not None
-        and node.disposition is Disposition.SCHEDULABLE
-        and node.liveness is not Liveness.DEAD
-    )
-    if kept != job.spares:
-        draft.job(job.name, spares=kept)
+    fitting = [c for name, c in left.items() if c.kind in kinds and name not in job.evicted]
+    return spares(missing, parts, fitting)

@@ -1,28 +1,24 @@
 """The driver's whole state as frozen values: nodes, jobs, breaker, requests.
 
-Times are Unix seconds, taken from the events. Fields marked VOLATILE are not stored: a new leader
-rebuilds them from hellos and heartbeats. All others are committed to etcd before any command or
-effect that follows from them leaves the driver. Fields marked RIDES are stored whenever another
-field of the same value is, and cause no write by themselves.
+Times are Unix seconds, taken from the events. What is stored is committed to etcd before any
+command or effect that follows from it leaves the driver (:mod:`megascale_driver.core.storing`).
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
+from megascale_driver.core.attempt import Attempt, FailureCount, NodeSlot
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
-from megascale_driver.core.replica_orders import FailedCopies, NodeReplicaOrders, ReplicaOrders
-
-VOLATILE: Mapping[str, bool] = {"volatile": True}
-RIDES: Mapping[str, bool] = {"rides": True}
+from megascale_driver.core.replica_orders import NodeReplicaOrders
+from megascale_driver.core.storing import INLINE, RIDES, SEPARATE, VOLATILE
 
 
 class Disposition(enum.StrEnum):
@@ -51,6 +47,7 @@ class JobPhase(enum.StrEnum):
     STARTING = "STARTING"
     RUNNING = "RUNNING"
     STOPPING = "STOPPING"
+    SUSPENDED = "SUSPENDED"
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
@@ -80,29 +77,6 @@ class DesiredPhase(enum.StrEnum):
     IDLE = "IDLE"
     PREPARE = "PREPARE"
     START = "START"
-
-
-class FaultKind(enum.StrEnum):
-    """What broke an attempt.
-
-    WORKER_SYMPTOM is the error of a rank that lost its peer: the cause is on another rank.
-    JOB_TOO_BIG and BAD_JOB are facts about the job, on a healthy node. DEADLINE names a node only
-    if no other node was late.
-    """
-
-    NODE_DEAD = "NODE_DEAD"
-    NODE_RESTARTED = "NODE_RESTARTED"
-    NODE_EVICTED = "NODE_EVICTED"
-    CHECK_FAILED = "CHECK_FAILED"
-    JOB_TOO_BIG = "JOB_TOO_BIG"
-    BAD_JOB = "BAD_JOB"
-    OUT_OF_MEMORY = "OUT_OF_MEMORY"
-    WORKER_EXITED = "WORKER_EXITED"
-    WORKER_SYMPTOM = "WORKER_SYMPTOM"
-    CHECKPOINT_CORRUPT = "CHECKPOINT_CORRUPT"
-    DEADLINE = "DEADLINE"
-    HANG = "HANG"
-    OPEN_FAILED = "OPEN_FAILED"
 
 
 class TraceState(enum.StrEnum):
@@ -147,6 +121,9 @@ class WorkerReport:
     error: str = ""
     error_kind: str = ""
     exited_at_s: float = 0.0
+    # Step that was restored in place of the planned one; -1: the planned one was.
+    restored_step: int = -1
+    restore_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +161,8 @@ class Report:
     traces: tuple[TraceReport, ...] = ()
     daemon_restarts: int = 0
     daemon_exit_status: int = 0
+    # With phase FINISHED: the step after which the workers ended; 0: the last of the job.
+    finished_step: int = 0
     replica_endpoint: str = ""
 
 
@@ -202,19 +181,6 @@ class Identity:
     folder: str = ""
     # Equal to that of a process which sees the same files; empty: unknown.
     file_view: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSlot:
-    """One node's slot in an attempt: ``ranks[i]`` runs on the node's device ``devices[i]``.
-
-    The slot is bound to one incarnation of the node. A later incarnation runs nothing of it.
-    """
-
-    node: str
-    ranks: tuple[int, ...]
-    devices: tuple[int, ...]
-    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +206,9 @@ class Desired:
     committer_endpoint: str = ""
     profile: ProfileCommand | None = None
     replicas: NodeReplicaOrders = field(default_factory=NodeReplicaOrders)
+    failures: FailureCount = field(default_factory=FailureCount)
+    # Id of the order to save after the next steps and then end; "" without one.
+    leave: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,18 +237,6 @@ class Node:
     checks: tuple[Check, ...] = field(default=(), metadata=VOLATILE)
     desired: Desired = field(default_factory=Desired, metadata=VOLATILE)
     desired_version: int = field(default=1, metadata=VOLATILE)
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something that broke the current attempt. ``hard``: a fact, not an inference."""
-
-    kind: FaultKind
-    node: str
-    at_s: float
-    message: str
-    rank: int = -1
-    hard: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,32 +282,35 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job and its current attempt. ``after_stop`` is the phase that follows STOPPING."""
+    """A job and its newest attempt. ``after_stop`` is the phase that follows STOPPING."""
 
     name: str
-    config: JobConfig = field(metadata={"separate": True})
+    config: JobConfig = field(metadata=SEPARATE)
     spec_revision: int = 1
     phase: JobPhase = JobPhase.QUEUED
     reason: str = ""
     created_at_s: float = 0.0
     updated_at_s: float = 0.0
     log_seq: int = 0
-    attempt: int = 0
-    slots: tuple[NodeSlot, ...] = ()
+    # The newest attempt. Its fields are stored among those of the job.
+    current: Attempt = field(default_factory=Attempt, metadata=INLINE)
+    # How a queued job waits, a megascale_driver.placement.queue_values.Kind; "" if not decided yet.
+    waits_as: str = ""
     spares: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
-    attempts: tuple[AttemptRecord, ...] = field(default=(), metadata={"separate": True})
-    store_endpoint: str = ""
-    committer_endpoint: str = ""
-    restore: RestorePlan | None = None
-    replica_orders: ReplicaOrders = field(default_factory=ReplicaOrders)
+    attempts: tuple[AttemptRecord, ...] = field(default=(), metadata=SEPARATE)
     refused_steps: tuple[int, ...] = ()
-    faults: tuple[Fault, ...] = ()
     after_stop: JobPhase = JobPhase.QUEUED
     stop_reason: str = ""
     restarts: int = 0
     restarts_without_progress: int = 0
     node_failures: Mapping[str, int] = field(default_factory=dict)
+    # When restarts were counted, by cause, within the window of their budget.
+    restart_times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    # No attempt is placed before: the back-off after attempts without progress.
+    not_before_s: float = 0.0
+    # Roots of failures since the last progress, with the nodes that had them.
+    roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Attempts in a row, without a new step, that ran out of memory.
     out_of_memory: int = 0
     # Highest step that was known when the last restart was counted.
@@ -367,37 +327,33 @@ class Job:
     failed_since_step: int = 0
     # (attempt, step, rank) of damaged snapshots that have a line in the log.
     damaged_snapshots: tuple[tuple[int, int, int], ...] = ()
+    # The configuration of the next attempt as canonical JSON; "" if it stays.
+    pending_spec: str = ""
+    rollbacks: tuple[Rollback, ...] = ()
     # The newest profile requested, of this attempt or an earlier one.
     profile: Profile | None = None
-    # The newest (attempt, step) whose snapshot was skipped, and how many of the attempt were.
-    skipped_snapshot: tuple[int, int] = field(default=(0, 0), metadata=VOLATILE)
-    skipped_snapshots: int = field(default=0, metadata=VOLATILE)
-    failed_copies: FailedCopies = field(default_factory=FailedCopies, metadata=VOLATILE)
-    # When all nodes had finished, while the commit of the last step was not known; 0 before.
-    finished_at_s: float = field(default=0.0, metadata=VOLATILE)
     # When the fields that ride were last stored for their own sake (core.accounting).
     marked_at_s: float = 0.0
-    # Newest step of the current attempt, and of all attempts.
-    step: int = field(default=0, metadata=RIDES)
+    # Newest step of all attempts.
     best_step: int = field(default=0, metadata=RIDES)
     # The newest step record, by the names of its fields on the wire; empty before the first.
     last_record: Mapping[str, float] = field(default_factory=dict, metadata=RIDES)
     # All zero if a build without goodput has stored the job.
     goodput: Ledger = field(default_factory=Ledger, metadata=RIDES)
-    last_step_at_s: float = field(default=0.0, metadata=VOLATILE)
-    # Time per step between the two newest step records; 0 before there are two.
-    step_interval_s: float = field(default=0.0, metadata=VOLATILE)
-    # The newest of these times, over all attempts.
+    # Time per step between step records, the newest ones of all attempts.
     step_times: tuple[float, ...] = field(default=(), metadata=RIDES)
-    # Attempt and first step of the newest divergence that was logged.
-    divergence: tuple[int, int] = field(default=(0, 0), metadata=VOLATILE)
     # When the clock of the current phase started; a new leader restarts it.
     timer_s: float = field(default=0.0, metadata=VOLATILE)
-    open_asked: bool = field(default=False, metadata=VOLATILE)
-    open_failures: int = field(default=0, metadata=VOLATILE)
-    open_not_before_s: float = field(default=0.0, metadata=VOLATILE)
-    # When all nodes were prepared and the committer was first called; 0 before.
-    open_since_s: float = field(default=0.0, metadata=VOLATILE)
+
+    @property
+    def attempt(self) -> int:
+        """Number of the newest attempt; 0 before the first."""
+        return self.current.number
+
+    @property
+    def slots(self) -> tuple[NodeSlot, ...]:
+        """Slots of the newest attempt."""
+        return self.current.slots
 
     @property
     def active(self) -> bool:
@@ -409,20 +365,60 @@ class Job:
         """Whether the job has ended."""
         return self.phase in TERMINAL_PHASES
 
+    @property
+    def after_stop_ends(self) -> bool:
+        """Whether the job ends with the stop of its attempt."""
+        return self.after_stop in TERMINAL_PHASES
+
+    def abandoned(self, step: int, attempt: int) -> bool:
+        """Whether a state lies on a branch that an operator gave up."""
+        return any(attempt <= back.attempt and step > back.step for back in self.rollbacks)
+
     def slot_of(self, node: str) -> NodeSlot | None:
         """The node's slot in the attempt, if it has one."""
-        return next((slot for slot in self.slots if slot.node == node), None)
+        return self.current.slot_of(node)
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTrip:
+    """A switch of which many nodes went silent at once; ``lost``: they are given up together."""
+
+    switch: str
+    at_s: float
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A node that was quarantined by a self-check, with the fingerprint of what it found."""
+
+    at_s: float
+    node: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """An order to go back: of attempts up to ``attempt``, nothing above ``step`` is restored."""
+
+    step: int
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Evictions in the current window.
+    """Evictions in the current window, by the driver itself.
 
     ``tripped_at_s`` > 0: since then inferred evictions are only observed, not enforced.
     """
 
     evictions: tuple[tuple[float, str], ...] = ()
     tripped_at_s: float = 0.0
+    switches: tuple[SwitchTrip, ...] = ()
+    # What self-checks found lately, the newest last.
+    roots: tuple[Root, ...] = ()
+    # How operators have the rules applied (core.rules); a rule without an entry is enforced.
+    modes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +447,10 @@ class Cluster:
     leader_since_s: float = 0.0
     grace_until_s: float = 0.0
     silence_hold_until_s: float = 0.0
+    # Rows of etcd that the leader could not read (jobs/NAME, nodes/NAME), and why; they stay there.
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    # When the queue is decided again even if nothing changes.
+    queue_due_s: float = 0.0
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""
@@ -458,20 +458,3 @@ class Cluster:
             (job for job in self.jobs.values() if job.active and job.slot_of(node) is not None),
             None,
         )
-
-
-def persistent_fields(kind: type[Any]) -> tuple[str, ...]:
-    """Names of the fields that are stored with the value itself."""
-    return tuple(f.name for f in fields(kind) if not f.metadata or f.metadata == RIDES)
-
-
-def differs(old: Any, new: Any) -> bool:
-    """Whether ``new`` must be stored after ``old`` (of the same type, or None).
-
-    A change of fields that only ride with others does not count.
-    """
-    if old is new:
-        return False
-    return old is None or any(
-        getattr(old, f.name) != getattr(new, f.name) for f in fields(type(new)) if not f.metadata
-    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megascale_driver.core.attempt import FaultKind
+from megascale_driver.core.candidates import candidate
 from megascale_driver.core.events import Audit
-from megascale_driver.core.scheduling import candidate
 from megascale_driver.core.state import (
     Cluster,
     Disposition,
-    FaultKind,
     Job,
     JobPhase,
     Liveness,
@@ -97,6 +97,8 @@ def _about_the_job(job: Job, cause: Audit | None) -> Iterator[Suggestion]:
 def _about_its_phase(state: Cluster, job: Job) -> Iterator[Suggestion]:
     if job.phase is JobPhase.QUEUED:
         yield from _room_for(state, job)
+    elif job.phase is JobPhase.SUSPENDED:
+        yield Suggestion("let it have nodes again", f"megascale resume {job.name} --reason REASON")
     elif job.phase in (JobPhase.FAILED, JobPhase.CANCELLED):
         if job.committed_step:
             yield Suggestion(

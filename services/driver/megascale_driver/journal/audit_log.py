@@ -45,8 +45,10 @@ class AuditLog:
         self._lines, self._first, self._positions, self._newest = [], 0, {}, {}
         self.extend(lines)
 
-    def extend(self, lines: Iterable[Audit]) -> None:
-        """Add committed lines and wake the followers."""
+    def extend(self, lines: Iterable[Audit], gone: Iterable[str] = ()) -> None:
+        """Add committed lines and wake the followers; the jobs in ``gone`` are deleted."""
+        for log in gone:
+            self._forget(log)
         for line in lines:
             self._positions[_key(line)] = self._first + len(self._lines)
             self._newest[line.log] = max(line.seq, self._newest.get(line.log, 0))
@@ -59,6 +61,17 @@ class AuditLog:
             self._first += dropped
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _forget(self, log: str) -> None:
+        """Drop the lines of a deleted job, so that a new one of its name begins its log again.
+
+        Tokens that name one of them are not valid any more.
+        """
+        if log in self._newest:
+            self._lines = [line for line in self._lines if line.log != log]
+            self._first = 0
+            self._positions = {_key(line): at for at, line in enumerate(self._lines)}
+            del self._newest[log]
 
     def behind(self, token: str) -> list[Audit]:
         """The lines behind the one that ``token`` names; for "" all lines that are held.

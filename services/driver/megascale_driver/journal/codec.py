@@ -3,28 +3,55 @@
 Volatile fields, and those that have keys of their own, are left out. Other builds may have written
 a value: an absent field takes its default, an unknown one is ignored; a wrong type is an error that
 names the field.
+
+What a type's fields are is found out once per type, not per value: a new leader reads a row for
+each of ten thousand nodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.state import persistent_fields
+from megascale_driver.core.storing import key_of, stored_fields
 
 T = TypeVar("T")
-SCHEMA_VERSION = 1
+R = TypeVar("R")
+Loader = Callable[[Any], Any]
+# The version of the stored forms that every build since 0.1.0 reads, and of those beyond it: large
+# values in parts, records of many lines, intents. ``meta`` names the higher one from the first use
+# of such a form on, so an earlier build refuses to read what it would misread.
+BASIC_VERSION = 1
+SCHEMA_VERSION = 2
+
+
+def _per_type(function: Callable[[Any], R]) -> Callable[[Any], R]:
+    return functools.cache(function)
+
+
+class _WrongError(Exception):
+    """A value cannot be read; ``path`` is put together on the way up, the innermost part first."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.path: list[str] = []
 
 
 def dump(value: Any, **extra: Any) -> bytes:
     """The JSON of a dataclass, with ``extra`` beside its fields."""
-    return json.dumps({**_plain(value), **extra}, separators=(",", ":"), sort_keys=True).encode()
+    return text({**plain(value), **extra})
+
+
+def text(value: Any) -> bytes:
+    """Plain values as JSON, in one form only."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
 def load(kind: type[T], data: bytes, **separate: Any) -> T:
@@ -33,71 +60,207 @@ def load(kind: type[T], data: bytes, **separate: Any) -> T:
     Raises:
         CodecError: not JSON, or a field of the wrong type.
     """
+    return build(kind, parse(data, kind.__name__), **separate)
+
+
+def parse(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CodecError: it is something else.
+    """
     try:
         values = json.loads(data)
-    except ValueError as error:
-        raise CodecError(f"{kind.__name__}: not JSON: {error}") from error
-    built = _build(kind, values, kind.__name__, separate)
-    assert isinstance(built, kind)
-    return built
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"{where}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CodecError(f"{where}: expected an object, got {type(values).__name__}")
+    return values
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in persistent_fields(type(value))}
+def parse_list(data: bytes, where: str) -> list[Any]:
+    """A JSON list.
+
+    Raises:
+        CodecError: it is something else.
+    """
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"{where}: not JSON: {error}") from error
+    if not isinstance(values, list):
+        raise CodecError(f"{where}: expected a list, got {type(values).__name__}")
+    return values
+
+
+def build(kind: type[T], values: Any, **separate: Any) -> T:
+    """A value from plain ones.
+
+    Raises:
+        CodecError: a field of the wrong type.
+    """
+    try:
+        found = _loader(kind)(values) if not separate else _with_separate(kind, values, separate)
+    except _WrongError as error:
+        path = ".".join([kind.__name__, *reversed(error.path)]).replace(".[", "[")
+        raise CodecError(f"{path}: {error}") from error
+    assert isinstance(found, kind)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: objects, lists, numbers, texts."""
+    kind = type(value)
+    if kind in (str, int, float, bool, type(None)):
+        return value
+    if dataclasses.is_dataclass(kind):
+        stored: dict[str, Any] = {}
+        for name, key, inline in names(kind):
+            found = plain(getattr(value, name))
+            if inline:
+                stored.update(found)
+            else:
+                stored[key] = found
+        return stored
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
-def _build(
-    kind: type[Any], values: Any, where: str, separate: Mapping[str, Any] | None = None
-) -> Any:
-    if not isinstance(values, Mapping):
-        raise CodecError(f"{where}: expected an object, got {type(values).__name__}")
+@_per_type
+def names(kind: Any) -> tuple[tuple[str, str, bool], ...]:
+    """Of each stored field its name, its key, and whether its own fields stand in its place."""
+    return tuple(
+        (field.name, key_of(field), "inline" in field.metadata) for field in stored_fields(kind)
+    )
+
+
+@_per_type
+def keys(kind: Any) -> frozenset[str]:
+    """The keys under which fields of a value are stored."""
     hints = typing.get_type_hints(kind)
-    built: dict[str, Any] = dict(separate or {})
-    for name in persistent_fields(kind):
-        if name in values and name not in built:
-            built[name] = _convert(hints[name], values[name], f"{where}.{name}")
+    own = {key for _, key, inline in names(kind) if not inline}
+    return frozenset(own).union(*(keys(hints[name]) for name, _, inline in names(kind) if inline))
+
+
+@_per_type
+def _fields(kind: Any) -> tuple[tuple[str, str, bool, Loader], ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple((name, key, inline, _loader(hints[name])) for name, key, inline in names(kind))
+
+
+def _with_separate(kind: type[Any], values: Any, separate: Mapping[str, Any]) -> Any:
+    built = {k: v for k, v in _read_fields(kind, values).items() if k not in separate}
+    return _make(kind, {**built, **separate})
+
+
+def _read_fields(kind: type[Any], values: Any) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise _WrongError(f"expected an object, got {type(values).__name__}")
+    built: dict[str, Any] = {}
+    for name, key, inline, loader in _fields(kind):
+        if inline:
+            built[name] = loader(values)
+        elif key in values:
+            try:
+                built[name] = loader(values[key])
+            except _WrongError as error:
+                error.path.append(key)
+                raise
+    return built
+
+
+def _make(kind: type[Any], built: dict[str, Any]) -> Any:
     try:
         return kind(**built)
-    except TypeError as error:
-        raise CodecError(f"{where}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise _WrongError(str(error)) from error
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
+@_per_type
+def _loader(hint: Any) -> Loader:
+    """What reads a plain value as a value of the type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        inner = next(a for a in arguments if a is not type(None))
-        return None if value is None else _convert(inner, value, where)
+        inner = _loader(next(a for a in arguments if a is not type(None)))
+        return lambda value: None if value is None else inner(value)
     if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type[Any], hint), value, where)
+        kind = typing.cast(type[Any], hint)
+        # Its fields are looked up with the first value: a type may contain itself.
+        return lambda value: _make(kind, _read_fields(kind, value))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        try:
-            return hint(value)
-        except ValueError as error:
-            raise CodecError(f"{where}: {error}") from error
+        return _enum_loader(hint)
     if origin is tuple:
-        return _sequence(arguments, value, where)
+        return _tuple_loader(arguments)
     if origin is not None and issubclass(origin, Mapping):
+        return _mapping_loader(_loader(arguments[1]))
+    return _scalar_loader(hint)
+
+
+def _enum_loader(kind: type[enum.Enum]) -> Loader:
+    known = {member.value: member for member in kind}
+
+    def read(value: Any) -> Any:
+        try:
+            found = known.get(value)
+            return found if found is not None else kind(value)
+        except (ValueError, TypeError) as error:
+            raise _WrongError(str(error)) from error
+
+    return read
+
+
+def _scalar_loader(kind: type[Any]) -> Loader:
+    def read(value: Any) -> Any:
+        if type(value) is kind:
+            return value
+        if kind is float and isinstance(value, int):
+            return float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise _WrongError(f"expected {kind.__name__}, got {value!r}")
+        return value
+
+    return read
+
+
+def _mapping_loader(inner: Loader) -> Loader:
+    def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise CodecError(f"{where}: expected an object, got {type(value).__name__}")
-        return {key: _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if hint is float and isinstance(value, int):
-        return float(value)
-    if not isinstance(value, hint):
-        raise CodecError(f"{where}: expected {hint.__name__}, got {value!r}")
-    return value
+            raise _WrongError(f"expected an object, got {type(value).__name__}")
+        return {key: _item(inner, item, str(key)) for key, item in value.items()}
+
+    return read
 
 
-def _sequence(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise CodecError(f"{where}: expected a list, got {type(value).__name__}")
+def _tuple_loader(arguments: tuple[Any, ...]) -> Loader:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    return tuple(_convert(a, item, where) for a, item in zip(arguments, value, strict=True))
+        inner = _loader(arguments[0])
+
+        def read_all(value: Any) -> Any:
+            if not isinstance(value, list):
+                raise _WrongError(f"expected a list, got {type(value).__name__}")
+            return tuple([_item(inner, item, f"[{i}]") for i, item in enumerate(value)])
+
+        return read_all
+    loaders = tuple(_loader(argument) for argument in arguments)
+
+    def read_each(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise _WrongError(f"expected a list, got {type(value).__name__}")
+        if len(value) != len(loaders):
+            raise _WrongError(f"expected {len(loaders)} values, got {len(value)}")
+        return tuple(loader(item) for loader, item in zip(loaders, value, strict=True))
+
+    return read_each
+
+
+def _item(loader: Loader, value: Any, where: str) -> Any:
+    try:
+        return loader(value)
+    except _WrongError as error:
+        error.path.append(where)
+        raise

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 
-from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.operations import CreateRevisionEquals, Delete
+from megascale_common.etcd.protocol import Etcd
 from megascale_common.node.incarnation import boot_id
 from megascale_common.node.process import start_ticks
 from megascale_common.service import logs
@@ -34,7 +34,7 @@ def self_description(address: str) -> dict[str, str | int]:
     }
 
 
-async def clear_dead_leader(client: EtcdClient, own_value: bytes | None = None) -> bool:
+async def clear_dead_leader(client: Etcd, own_value: bytes | None = None) -> bool:
     """Remove the leader key if its holder was a process of this host that is gone.
 
     A key with ``own_value``, the caller's, is removed as well: the caller led before and could not

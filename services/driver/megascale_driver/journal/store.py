@@ -1,251 +1,138 @@
 """The driver's state in etcd: loaded by a new leader, changed only by fenced transactions.
 
-Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
-``nodes/{n}``, ``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``,
-``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``.
-
-Every transaction compares two things. The create revision of the leader key fences a former leader:
-its writes fail as soon as the key is gone or is another's. The mod revision of each key that is
-written lets the transaction be applied once only. So when a reply is lost and the outcome is
-unknown, the identical transaction is sent again: either it is applied now, or it fails and finds
-its own id in what the first one wrote. A read could not decide this, because the lost transaction
-may still be on its way and be applied after the read.
+:mod:`megascale_driver.journal.rows` names the keys, :mod:`megascale_driver.journal.fenced` is how
+they are written.
 """
 
 from __future__ import annotations
 
 import json
 import time
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
 
-from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership
-from megascale_common.etcd.operations import Compare, Delete, ModRevisionEquals, Operation, Put
-from megascale_common.etcd.settled import Rejected, txn_settled
-from megascale_common.job import config as job_config
-from megascale_common.service.errors import CodecError, NotLeaderError
+from megascale_common.etcd.protocol import Etcd
 from megascale_driver.core.events import Audit
-from megascale_driver.core.state import (
-    AttemptRecord,
-    Breaker,
-    Cluster,
-    Job,
-    Node,
-    Request,
-    differs,
-)
-from megascale_driver.journal import codec
+from megascale_driver.core.state import Cluster
+from megascale_driver.journal import codec, ranges, records
+from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES, FencedWriter
+from megascale_driver.journal.reading import Loaded, Reader, read_meta
+from megascale_driver.journal.rows import INDEX, Change, Rows, pieces
 
 LEADER_KEY = "driver/leader"
-# etcd takes 128 operations in a transaction; one compare is for the leader key.
-MAX_KEYS_PER_TXN = 100
-MAX_BYTES_PER_TXN = 1 << 20  # etcd takes 1.5 MiB in a request
+META = "meta"
+LOG_SEQ = "log_seq"  # in the marker: the last line of the cluster's log
+START_DEADLINE_S = 30.0  # for the writes before the first commit, bounded by the lease as well
+GARBAGE_PER_COMMIT = 20  # chunks that nothing names any more, removed beside a decision
 
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a new leader reads from etcd."""
-
-    cluster: Cluster
-    audit: tuple[Audit, ...]
-    generation: int
+__all__ = ["LEADER_KEY", "Loaded", "Store"]
 
 
 class Store:
     """Reads and writes the cluster's keys during one leadership."""
 
-    def __init__(self, client: EtcdClient, leadership: Leadership) -> None:
+    def __init__(self, client: Etcd, leadership: Leadership) -> None:
         self._client = client
-        self._leadership = leadership
-        self._revisions: dict[str, int] = {}
-        self._cluster_log_seq = 0
+        self._rows = Rows()
+        self._deadline_s = START_DEADLINE_S
+        self._lease = leadership.lease
+        self._writer = FencedWriter(client, leadership, self._remaining_s)
+        self._version = codec.BASIC_VERSION
+        self._generation = 0
+        self._chunks: set[str] = set()  # stored ones
+
+    @property
+    def largest_request_bytes(self) -> int:
+        """The largest request of this term so far: an upper bound from the sizes of its parts."""
+        return self._writer.largest_bytes
 
     async def load(self) -> Loaded:
-        """All that earlier leaders have committed; writes ``meta`` at a cluster's first start.
+        """All that earlier leaders have decided; writes ``meta`` at a cluster's first start.
 
         Raises:
-            CodecError: a stored value cannot be read by this build.
+            CodecError: ``meta`` cannot be read, or a later build has written it.
             NotLeaderError: the leadership was lost meanwhile.
         """
-        listing = await self._client.get_prefix("")
-        values = {item.key: item.value for item in listing.items if item.key != LEADER_KEY}
-        self._revisions = {
-            item.key: item.mod_revision for item in listing.items if item.key != LEADER_KEY
-        }
-        generation = await self._meta(values.get("meta"))
-        jobs = {name: _load_job(name, values) for name in _job_names(values)}
-        # A line is written once and never changed, so the revision of its key gives its place among
-        # the lines of all logs.
-        lines = [
-            (self._revisions[key], codec.load(Audit, value))
-            for key, value in values.items()
-            if _is_log(key)
-        ]
-        audit = tuple(
-            line for _, line in sorted(lines, key=lambda item: (item[0], item[1].log, item[1].seq))
-        )
-        own = [line.seq for line in audit if not line.log]
-        cluster = Cluster(
-            nodes={
-                key[6:]: codec.load(Node, value)
-                for key, value in values.items()
-                if key.startswith("nodes/")
-            },
-            jobs=jobs,
-            requests={
-                key[9:]: codec.load(Request, value)
-                for key, value in values.items()
-                if key.startswith("requests/")
-            },
-            breaker=codec.load(Breaker, values["breaker"]) if "breaker" in values else Breaker(),
-            log_seq=max(own, default=0),
-        )
-        return Loaded(cluster, audit, generation)
+        writer = self._writer
+        await writer.adopt_marker()
+        writer.note = dict(writer.noted)
+        last = await ranges.last_number(self._client, "", writer.noted.get(LOG_SEQ, 0))
+        await self._index_jobs(last)
+        await self._read_meta()
+        await writer.recover()
+        reader = Reader(self._client, self._rows, writer.revisions)
+        # What was just carried out may have added lines.
+        last = await ranges.last_number(self._client, "", last)
+        loaded = await reader.read(self._generation, last)
+        writer.note[LOG_SEQ] = loaded.cluster.log_seq
+        self._chunks = reader.chunks
+        return loaded
+
+    async def _index_jobs(self, last: int) -> None:
+        """Make the index of jobs complete, if an earlier build has led since it was.
+
+        That does not know the index. Its term began with a line in the cluster's log, which is
+        newer than the marker that this build writes with every transaction.
+        """
+        newest = await self._client.get(records.key("", last)) if last else None
+        if self._writer.marked and (newest is None or newest.mod_revision <= self._writer.marked):
+            return
+        known = {item.key for item in (await self._client.get_prefix(INDEX)).items}
+        names = await ranges.job_names(self._client)
+        missing = [key for name in names if (key := f"{INDEX}{name}") not in known]
+        for piece in pieces([Change(key, b"{}") for key in missing], MAX_CHANGES, MAX_BYTES):
+            await self._writer.write(piece)
 
     async def commit(
         self, old: Cluster, new: Cluster, audit: tuple[Audit, ...], *, deadline_s: float
     ) -> bool:
-        """Write what differs between the states; returns whether there was anything to write.
+        """Write what differs between the states, as one decision: all of it or nothing.
 
-        It returns only when all of it is known to be committed.
+        Returns whether there was anything to write, when all of it is known to be committed.
 
         Raises:
-            NotLeaderError: a transaction was refused; nothing of it was applied.
+            NotLeaderError: it was refused; nothing of it was applied.
             EtcdError: no answer within the deadline. The outcome is unknown, so the leadership must
                 end: the next leader reads it from etcd.
         """
-        # A batch beyond the limits of one transaction becomes several. The log lines come first: if
-        # the driver fails in between, a line may be there without its decision, never a decision
-        # without its line.
-        changes = list(_changes(old, new, audit))
-        for chunk in chunks(changes):
-            await self._write(chunk, deadline_s)
-        return bool(changes)
+        self._deadline_s = deadline_s
+        self._writer.note[LOG_SEQ] = new.log_seq
+        batch = self._rows.between(old, new, audit)
+        if not batch.changes:
+            return False
+        if batch.version > self._version:
+            await self._write_meta(batch.version)
+        fresh = {key: value for key, value in batch.chunks.items() if key not in self._chunks}
+        self._chunks.update(fresh)
+        await self._writer.write(
+            [*batch.changes, *self._garbage(batch.changes)],
+            [Change(key, value) for key, value in fresh.items()],
+        )
+        return True
 
-    async def _meta(self, value: bytes | None) -> int:
-        if value is not None:
-            found = json.loads(value)
-            version = int(found["schema_version"])
-            if version > codec.SCHEMA_VERSION:
-                raise CodecError(
-                    f"meta: etcd holds schema version {version}, this driver reads versions "
-                    f"up to {codec.SCHEMA_VERSION}: start the newer build"
-                )
-            return int(found["cluster_generation"])
+    def _garbage(self, changes: list[Change]) -> list[Change]:
+        """Some of the chunks that no row names once ``changes`` are made."""
+        gone = tuple(change.key for change in changes if change.prefix)
+        self._chunks = {key for key in self._chunks if not gone or not key.startswith(gone)}
+        room = min(GARBAGE_PER_COMMIT, max(0, MAX_CHANGES - len(changes)))
+        unnamed = sorted(self._chunks - self._rows.named())[:room]
+        self._chunks.difference_update(unnamed)
+        return [Change(key) for key in unnamed]
+
+    async def _read_meta(self) -> None:
+        found = await self._client.get(META)
+        if found is not None:
+            self._writer.adopt([found])
+            self._version, self._generation = read_meta(found.value)
+            return
         # An empty etcd counts its revisions from 1 again. With the time as generation its epochs
         # are still greater than those of the etcd before; agents refuse orders of lesser ones.
-        generation = int(time.time())
-        meta = {"schema_version": codec.SCHEMA_VERSION, "cluster_generation": generation}
-        await self._write([("meta", json.dumps(meta).encode())], deadline_s=10.0)
-        return generation
+        self._generation = int(time.time())
+        await self._write_meta(codec.BASIC_VERSION)
 
-    async def _write(self, changes: list[tuple[str, bytes | None]], deadline_s: float) -> None:
-        txn_id = uuid.uuid4().hex
-        compare: list[Compare] = [self._leadership.guard()]
-        compare += [ModRevisionEquals(key, self._revisions.get(key, 0)) for key, _ in changes]
-        marker = next((key for key, value in changes if value is not None), "")
-        if not marker:
-            # A transaction that only deletes leaves no trace of its id, so it could not be settled:
-            # the id is put under a key for that purpose.
-            marker, compare = "housekeeping", [*compare, self._expect("housekeeping")]
-            changes = [*changes, (marker, b"{}")]
-        success: list[Operation] = [
-            Put(key, _stamp(value, txn_id)) if value is not None else Delete(key)
-            for key, value in changes
-        ]
-        result = await txn_settled(
-            self._client,
-            compare=compare,
-            success=success,
-            marker_key=marker,
-            txn_id=txn_id,
-            deadline_s=deadline_s,
-        )
-        if isinstance(result, Rejected):
-            raise NotLeaderError(
-                f"the write of {', '.join(key for key, _ in changes[:4])} was refused"
-            )
-        for key, value in changes:
-            self._revisions[key] = result.revision if value is not None else 0
+    async def _write_meta(self, version: int) -> None:
+        meta = {"schema_version": version, "cluster_generation": self._generation}
+        await self._writer.write([Change(META, json.dumps(meta).encode())])
+        self._version = version
 
-    def _expect(self, key: str) -> ModRevisionEquals:
-        return ModRevisionEquals(key, self._revisions.get(key, 0))
-
-
-def chunks(changes: list[tuple[str, bytes | None]]) -> Iterator[list[tuple[str, bytes | None]]]:
-    """The changes in order, cut into transactions within the limits; a larger value is alone."""
-    chunk: list[tuple[str, bytes | None]] = []
-    size_bytes = 0
-    for key, value in changes:
-        more_bytes = 2 * len(key) + len(value or b"")  # the key is in its compare as well
-        if chunk and (
-            len(chunk) == MAX_KEYS_PER_TXN or size_bytes + more_bytes > MAX_BYTES_PER_TXN
-        ):
-            yield chunk
-            chunk, size_bytes = [], 0
-        chunk.append((key, value))
-        size_bytes += more_bytes
-    if chunk:
-        yield chunk
-
-
-def _stamp(value: bytes, txn_id: str) -> bytes:
-    return json.dumps(
-        {**json.loads(value), "txn": txn_id}, separators=(",", ":"), sort_keys=True
-    ).encode()
-
-
-def _changes(
-    old: Cluster, new: Cluster, audit: tuple[Audit, ...]
-) -> Iterator[tuple[str, bytes | None]]:
-    """(key, new value or None to delete) of all that differs, log lines first."""
-    for line in audit:
-        yield (
-            (f"jobs/{line.log}/log/{line.seq:020d}" if line.log else f"log/{line.seq:020d}"),
-            codec.dump(line),
-        )
-    for name, job in new.jobs.items():
-        before = old.jobs.get(name)
-        if before is None or before.config is not job.config:
-            yield f"jobs/{name}/specs/{job.spec_revision}", job_config.to_json(job.config).encode()
-        if before is not job:
-            for record in job.attempts[len(before.attempts) if before else 0 :]:
-                yield f"jobs/{name}/attempts/{record.number:06d}", codec.dump(record)
-            if differs(before, job):
-                yield f"jobs/{name}/head", codec.dump(job)
-    for name, node in new.nodes.items():
-        if differs(old.nodes.get(name), node):
-            yield f"nodes/{name}", codec.dump(node)
-    if differs(old.breaker, new.breaker):
-        yield "breaker", codec.dump(new.breaker)
-    if old.requests != new.requests:
-        for key in new.requests.keys() - old.requests.keys():
-            yield f"requests/{key}", codec.dump(new.requests[key])
-        for key in old.requests.keys() - new.requests.keys():
-            yield f"requests/{key}", None
-
-
-def _job_names(values: dict[str, bytes]) -> list[str]:
-    return [
-        key.split("/")[1] for key in values if key.startswith("jobs/") and key.endswith("/head")
-    ]
-
-
-def _load_job(name: str, values: dict[str, bytes]) -> Job:
-    head = values[f"jobs/{name}/head"]
-    revision = int(json.loads(head).get("spec_revision", 1))
-    spec = json.loads(values[f"jobs/{name}/specs/{revision}"])
-    spec.pop("txn", None)
-    prefix = f"jobs/{name}/attempts/"
-    records = [
-        codec.load(AttemptRecord, value)
-        for key, value in sorted(values.items())
-        if key.startswith(prefix)
-    ]
-    return codec.load(Job, head, config=job_config.from_accepted(spec), attempts=tuple(records))
-
-
-def _is_log(key: str) -> bool:
-    return key.startswith("log/") or (key.startswith("jobs/") and "/log/" in key)
+    def _remaining_s(self) -> float:
+        return min(self._deadline_s, self._lease.remaining_s())

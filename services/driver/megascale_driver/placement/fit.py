@@ -79,22 +79,6 @@ def warnings(config: JobConfig, known: Sequence[Capacity]) -> list[str]:
     return found
 
 
-def missing(config: JobConfig, known: Iterable[Candidate], free: Sequence[Candidate]) -> str:
-    """Why a queued job has not been placed, in one clause; ``free`` are the nodes that it may use.
-
-    Empty if it can be placed.
-    """
-    known = list(known)
-    if lack := _lack(config, known):
-        return lack
-    world_size, tp = config.layout.world_size, config.layout.tp
-    if place(world_size, tp, free) is not None:
-        return ""
-    groups = f" in groups of {tp} on one node" if tp > 1 else ""
-    idle = _usable(free, tp)
-    return f"it needs {_devices(world_size)}{groups}, {idle} of {_usable(known, tp)} are free"
-
-
 def _lack(config: JobConfig, known: Sequence[Candidate]) -> str:
     """What the job needs beyond all known nodes; empty if they suffice."""
     world_size, tp = config.layout.world_size, config.layout.tp

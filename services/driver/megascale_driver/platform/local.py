@@ -243,6 +243,7 @@ class LocalCluster:
         command += ["--token-file", str(self.folder / "token"), "--address-file", str(address_file)]
         command += ["--heartbeat-interval-s", f"{options.heartbeat_interval_s:g}"]
         command += ["--hang-floor-s", f"{options.hang_floor_s:g}"]
+        command += ["--audit-export", str(self.folder / "audit")]
         command += ["--metrics-bind", "127.0.0.1:0"]
         command += ["--metrics-address-file", str(self.folder / metrics_targets.DRIVER_FILE)]
         self._driver = Child("driver", command, self.folder / "driver.log")

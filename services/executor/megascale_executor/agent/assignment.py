@@ -47,6 +47,11 @@ def check_assignment(
         raise AssignmentError(
             f"devices {unknown} are not of node {node}, which has {sorted(devices)}"
         )
+    beyond = [rank for rank in ranks if not 0 <= rank < world_size]
+    if beyond:
+        raise AssignmentError(f"ranks {beyond} do not exist in a world of {world_size}")
+    if not assignment.rank_nodes and assignment.rank_table_digest:
+        return  # link protocol 2: the ranks compare the digest when they meet
     if len(assignment.rank_nodes) != world_size:
         raise AssignmentError(
             f"{len(assignment.rank_nodes)} rank_nodes for a world size of {world_size}"
@@ -98,6 +103,7 @@ def worker_assignments(
             "node": agent.node,
             "job": assignment.job,
             "attempt": assignment.attempt,
+            "rank_table": assignment.rank_table_digest,
             "rank": rank,
             "local_rank": local_rank,
             "device_kind": agent.device_kind,
@@ -115,6 +121,10 @@ def worker_assignments(
                 "target": assignment.replica_target,
                 "source": sources.get(rank, ""),
                 "bytes_per_s": rate,
+            },
+            "failures": {
+                "count": assignment.fleet_failures,
+                "device_hours": assignment.fleet_device_hours,
             },
             "restore": restore.from_proto(assignment.restore).to_mapping(),
             "reports": rank == 0,

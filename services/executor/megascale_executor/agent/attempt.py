@@ -92,6 +92,7 @@ class AttemptState:
     key: AttemptKey = NO_ATTEMPT
     phase: Phase = IDLE
     failure: str = ""
+    finished_step: int = 0  # with FINISHED: the step after which the workers ended
     store_endpoint: str = ""
     checks: tuple[types_pb2.CheckResult, ...] = ()
 
@@ -163,6 +164,7 @@ class AttemptState:
         if phase == PREPARING:
             self.checks, self.store_endpoint = (), ""
         self.key, self.phase, self.failure = self.wanted, phase, ""
+        self.finished_step = 0
 
     def prepared(self, store_endpoint: str, checks: tuple[types_pb2.CheckResult, ...]) -> None:
         """Checks have passed and the store is bound; ``store_endpoint`` is "" without rank 0."""
@@ -173,10 +175,10 @@ class AttemptState:
         if self.phase == STARTING:
             self.phase = RUNNING
 
-    def finished(self, not_saved: str = "") -> None:
-        """All workers of the node have completed; ``not_saved``: not the checkpoint, and why."""
+    def finished(self, not_saved: str = "", step: int = 0) -> None:
+        """All workers of the node have ended after ``step``; ``not_saved``: why it is not."""
         if self.phase in (STARTING, RUNNING):
-            self.phase, self.failure = FINISHED, not_saved
+            self.phase, self.failure, self.finished_step = FINISHED, not_saved, step
 
     def fail(self, failure: str, checks: tuple[types_pb2.CheckResult, ...] | None = None) -> None:
         """The attempt failed here. The first failure is kept: later ones follow from it."""
@@ -189,6 +191,7 @@ class AttemptState:
     def stopped(self) -> None:
         """Nothing of the attempt runs any more."""
         self.key, self.phase, self.failure, self.store_endpoint = NO_ATTEMPT, IDLE, "", ""
+        self.finished_step = 0
 
 
 def _with_version(desired: link_pb2.DesiredState, version: int) -> link_pb2.DesiredState:

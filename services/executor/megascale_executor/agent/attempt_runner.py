@@ -28,6 +28,7 @@ from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.diagnosis import Diagnosis
 from megascale_executor.agent.folders import AttemptFolder
+from megascale_executor.agent.leave_orders import LeaveOrders
 from megascale_executor.agent.profiles import Profiles, part_of
 from megascale_executor.agent.rank_logs import LogScanner
 from megascale_executor.agent.self_check import SelfChecks
@@ -66,6 +67,7 @@ class AttemptRunner:
         self.state = AttemptState()
         self.scanner = LogScanner()
         self.profiles = Profiles(config.node_folder, changed)
+        self.leave = LeaveOrders()
         self._config, self._devices = config, {device.index for device in devices}
         self._templates, self._daemon, self._reports = templates, daemon, reports
         registry = load_registry()
@@ -115,6 +117,7 @@ class AttemptRunner:
             while (action := self.state.next_action()) is not AttemptAction.NOTHING:
                 await self._do(action)
             self._profile()
+            self._leave()
 
     async def shut_down(self) -> None:
         """Stop what runs, when the agent itself ends."""
@@ -133,6 +136,11 @@ class AttemptRunner:
             self.profiles.want(self.state.key, command, self.workers)
         else:
             self.profiles.unwant(self.workers)
+
+    def _leave(self) -> None:
+        """Pass the order to save and end, or its withdrawal, to the workers once all run."""
+        if self.state.phase == attempt.RUNNING and self.state.wanted == self.state.key:
+            self.leave.want(self.state.desired.leave, self.workers)
 
     async def _do(self, action: AttemptAction) -> None:
         key = self.state.key if action is AttemptAction.STOP else self.state.wanted
@@ -266,7 +274,8 @@ class AttemptRunner:
         await self._reports.until_taken(_LAST_RECORDS_TIMEOUT_S)
         # The heartbeat that reports the end also has the last commit: the driver waits for it.
         await self._daemon.refresh()
-        self.state.finished(next((w.not_saved for w in self.workers if w.not_saved), ""))
+        step = max((worker.finished_step for worker in self.workers), default=0)
+        self.state.finished(next((w.not_saved for w in self.workers if w.not_saved), ""), step)
         self._wake_and_report()
 
     def _on_failed(self, reason: str) -> None:
@@ -292,6 +301,7 @@ class AttemptRunner:
             self._events_file = None
         self.scanner.watch({})
         self.profiles.forget(self.folder.path)
+        self.leave.forget()
         self._checks.attempt_ended(well=self.state.phase == attempt.FINISHED)
         self.state.stopped()
         self._changed()

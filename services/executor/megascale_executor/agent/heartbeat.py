@@ -70,6 +70,7 @@ def build_heartbeat(
         attempt=state.key.attempt,
         phase=state.phase,
         failure=encodable(state.failure[:MAX_ERROR_CHARS]),
+        finished_step=state.finished_step,
         workers=[worker_status(worker) for worker in runner.workers],
         checks=state.checks,
         store_endpoint=state.store_endpoint,

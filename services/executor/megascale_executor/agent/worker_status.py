@@ -30,6 +30,9 @@ def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerS
     if worker.exit_status is not None:
         message.exit_status = worker.exit_status
         message.exited_at.FromNanoseconds(round(worker.exited_at_s * 1e9))
+    if worker.passed_over:
+        message.restored_step = worker.restored_step
+        message.restore_problem = encodable(worker.passed_over[:MAX_ERROR_CHARS])
     if (status := read_status_page(worker.page)) is not None:
         message.step, message.phase = status.step, status.phase.name
         age_ns = (time.monotonic_ns() if now_ns is None else now_ns) - status.updated_ns

@@ -52,7 +52,10 @@ class Worker:
     page: Path
     process: ForkedProcess | None = None
     running: bool = False
+    restored_step: int = 0  # with ``passed_over``: what is wrong with the planned one
+    passed_over: str = ""
     finished: bool = False
+    finished_step: int = 0
     not_saved: str = ""  # with ``finished``: why the last step is not committed
     error_kind: str = ""
     error: str = ""
@@ -161,6 +164,8 @@ class WorkerSet:
     def _take(self, worker: Worker, message: WorkerMessage) -> None:
         if message["kind"] == "running":
             worker.running = True
+            worker.restored_step = message["step"]
+            worker.passed_over = message.get("passed_over", "")
             if all(each.running for each in self.workers):
                 self._events.all_running()
         elif message["kind"] == "step":
@@ -177,7 +182,8 @@ class WorkerSet:
             )
             worker.failed.set()
         elif message["kind"] == "finished":
-            worker.not_saved, worker.finished = message["not_saved"], True
+            worker.not_saved, worker.finished_step = message["not_saved"], message["step"]
+            worker.finished = True
         else:
             raise framing.FramingError(f"unknown kind {message['kind']!r}")
 

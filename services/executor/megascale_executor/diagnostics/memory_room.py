@@ -1,4 +1,4 @@
-"""Self-check: the host has room for the job's training state (on CPU) and for its staging slots.
+"""Self-check: the host has room for the job's training state (on CPU), staging slots and replicas.
 
 What is counted is exact: parameters, gradients and optimizer states from the parameter table.
 Activations and the interpreter are not counted, so too little here is certainly too little.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megascale_common.job.config import JobConfig
 from megascale_common.node import host
 from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
+from megascale_common.sizes.staging import wanted_replica_slots
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 
@@ -53,17 +54,22 @@ class MemoryNeed:
 def need(config: JobConfig, ranks: Sequence[int]) -> MemoryNeed:
     """What ``ranks`` hold: parameters, fp32 gradients, optimizer shards, two staging slots each.
 
+    With `checkpoint.replicas` also the slots of another node's ranks.
+
     Raises:
         ValueError: the job's sizes do not fit its layout.
     """
     parameter_bytes = 4 if config.training.precision == "fp32" else 2
+    # A node keeps replicas of about as many ranks of another as it has itself; one node of none.
+    alone = len(ranks) == config.layout.world_size
+    slots = MIN_STAGING_SLOTS + (0 if alone else wanted_replica_slots(config.checkpoint))
     state = staging = 0
     for rank in ranks:
         table = parameter_table(config, rank)
         elements = sum(buffer.elements for buffer in table.buffers)
         shard_bytes = len(DEFAULT_STATES) * STATE_BYTES * table.shard_elements
         state += elements * (parameter_bytes + STATE_BYTES) + shard_bytes
-        staging += MIN_STAGING_SLOTS * shard_bytes if config.checkpoint.uri else 0
+        staging += slots * shard_bytes if config.checkpoint.uri else 0
     return MemoryNeed(state, staging)
 
 

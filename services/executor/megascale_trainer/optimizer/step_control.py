@@ -24,7 +24,8 @@ class StepTotals:
 
     ``entropy``, ``z_loss`` and ``weight`` are sums over the tokens of the global batch;
     ``squared_norm`` is that of the gradient of their sum, each parameter counted once;
-    ``broken_ranks`` counts ranks with a non-finite gradient.
+    ``broken_ranks`` counts ranks with a non-finite gradient. ``votes`` and ``wishes`` are about
+    snapshots (:mod:`megascale_trainer.process.snapshot_steps`).
     """
 
     entropy: torch.Tensor
@@ -33,6 +34,7 @@ class StepTotals:
     squared_norm: torch.Tensor
     broken_ranks: torch.Tensor
     votes: torch.Tensor
+    wishes: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ def local_totals(
     at: Coordinates,
     vote: int,
     device: torch.device,
+    wish: int = 0,
 ) -> torch.Tensor:
-    """This rank's share of the totals, float64 [6], ready to be summed over all ranks.
+    """This rank's share of the totals, float64 [7], ready to be summed over all ranks.
 
     The loss is the same on all tp ranks, and so are the replicated parameters: tp rank 0 alone
     contributes them.
@@ -72,14 +75,14 @@ def local_totals(
     # adds nothing to the norm.
     finite = squared_norm.isfinite()
     squared_norm = torch.where(finite, squared_norm, zero)
-    rest = torch.stack((squared_norm, 1.0 - finite.double(), zero + vote))
+    rest = torch.stack((squared_norm, 1.0 - finite.double(), zero + vote, zero + wish))
     return torch.cat((losses, rest))
 
 
 def step_control(vector: torch.Tensor, clip_norm: float) -> tuple[StepTotals, StepControl]:
     """Clip factor min(1, clip_norm / norm) over the whole model and the finite flag.
 
-    Both come from the summed vector [6].
+    Both come from the summed vector [7].
 
     ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
     weight are usable.

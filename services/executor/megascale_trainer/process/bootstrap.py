@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _EdgeKind = Literal["activation", "gradient"]
 
+RANK_TABLE_KEY = "rank-table"
 # Thread blocks of an edge's NCCL kernel. Each occupies a multiprocessor and spins there from its
 # post until the partner's comes: often for a whole computation. Its message takes a small part of
 # that. NCCL_MAX_CTAS overrides it.
@@ -49,6 +50,25 @@ def create_groups(
         return single_process_groups()
     factory = _Factory(layout, rank, store, device, timeout_s, status)
     return Groups(factory.world(), factory.axis("tp"), factory.axis("dp"), factory.edges(ring))
+
+
+def compare_rank_tables(store: Store, rank: int, digest: str) -> None:
+    """Refuse to meet ranks that were given another table of ranks; an empty digest is not compared.
+
+    Every rank has its own slice of the table only. One look-up per rank, before any group is made.
+
+    Raises:
+        RuntimeError: rank 0 was given another table.
+    """
+    if not digest:
+        return
+    if rank == 0:
+        store.set(RANK_TABLE_KEY, digest)
+    elif (found := store.get(RANK_TABLE_KEY).decode()) != digest:
+        raise RuntimeError(
+            f"rank {rank} was given rank table {digest}, rank 0 {found}: they belong to different "
+            "placements of the attempt"
+        )
 
 
 def destroy_groups() -> None:

@@ -24,8 +24,11 @@ import torch
 
 from megascale_common.job.config import JobConfig
 from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_common.sizes.checkpoint_interval import PUBLISHED_DEVICE_HOURS, mtbf_s
+from megascale_trainer.auto_interval import AutoCadence, wished_steps
 from megascale_trainer.host_copy import CopyEnd
 from megascale_trainer.parallel.groups import Group
+from megascale_trainer.save_cost import SaveCost
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.snapshot_schedule import Cadence, Votes
 
@@ -39,7 +42,7 @@ RECONNECT_S = 0.5
 class SnapshotSteps:
     """Votes, copies and seals for the steps of one rank; without ``snapshots`` it does nothing.
 
-    ``done`` is the step that the run starts from.
+    ``done`` is the step that the run starts from, and ``device_hours`` are those between failures.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class SnapshotSteps:
         status: StatusPageWriter,
         snapshots: Snapshotter | None,
         done: int = 0,
+        device_hours: float = PUBLISHED_DEVICE_HOURS,
     ) -> None:
         self._config, self._status, self._snapshots = config, status, snapshots
         # of the newest step whose result was read: (step, skipped updates, its values are finite)
@@ -55,12 +59,9 @@ class SnapshotSteps:
         # By step: what the ranks voted on the snapshot after it. With short intervals the votes on
         # the next one are known before this one is taken.
         self._decided: dict[int, Votes] = {}
-        self._cadence = Cadence(
-            snapshot_interval=config.checkpoint.memory_interval_steps,
-            persist_interval=config.checkpoint.interval_steps,
-            last_step=config.training.steps,
-            done=done,
-        )
+        self._cadence = _cadence(config, done)
+        self._cost = SaveCost()
+        self._mtbf_s = mtbf_s(device_hours, config.layout.world_size)
         self._last_missed = False  # some rank had no slot for the last step
         self._slot_timeout_s = min(
             LAST_SLOT_TIMEOUT_S,
@@ -85,12 +86,50 @@ class SnapshotSteps:
         self._status.update(phase=Phase.STEP)
         return vote
 
-    def settle(self, step: int, votes: int, skipped_updates: int, *, finite: bool) -> None:
+    @property
+    def wish(self) -> int:
+        """How many steps this rank would leave between saves, where the ranks decide that."""
+        cadence, snapshots = self._cadence, self._snapshots
+        if not isinstance(cadence, AutoCadence):
+            return 0
+        persist_s = 0.0 if snapshots is None else snapshots.store.persist_s
+        steps = self._config.training.steps
+        return wished_steps(self._cost, persist_s, self._mtbf_s, cadence.interval, steps)
+
+    def timed(self, step: int, time_s: float) -> None:
+        """``step`` took ``time_s``; the daemon compares it with those beside which it persists."""
+        if self._snapshots is None:
+            return
+        self._snapshots.report_time(step, time_s)
+        # Where each step has a snapshot, a save costs what its way to storage does.
+        split = self._config.checkpoint.snapshot_interval_steps > 0
+        copying = self._snapshots.copied is not None and not split
+        self._cost.add(time_s, disturbed=copying or self._snapshots.store.persisting)
+
+    def figures(self) -> dict[str, float]:
+        """What a step record says about saves, by the names of its fields."""
+        if not isinstance(self._cadence, AutoCadence):
+            return {}
+        found: dict[str, float] = {"checkpoint_interval_steps": self._cadence.interval}
+        if self._cost.cost_s is not None:
+            found["checkpoint_cost_s"] = self._cost.cost_s
+        return found
+
+    def settle(
+        self, step: int, votes: int, skipped_updates: int, *, finite: bool, wishes: int = 0
+    ) -> None:
         """The result of ``step`` was read; its snapshot may have started before, or follow."""
         self._settle(step, skipped_updates, finite=finite)
         subject = self._cadence.subject(step)
         if self._snapshots is not None and subject is not None:
             self._decided[subject] = Votes.of(votes)
+        if isinstance(self._cadence, AutoCadence):
+            self._cadence.decide(step, wishes)
+
+    def poll(self) -> None:
+        """The host waits for the device: seal what was copied by now, so that its slot is free."""
+        if self._snapshots is not None:
+            self._snapshots.seal_if_copied()
 
     def after(self, step: int, skipped_updates: int) -> None:
         """``step`` was launched: seal what was copied; start or skip its snapshot as decided."""
@@ -113,6 +152,42 @@ class SnapshotSteps:
         self._settle(self._config.training.steps, skipped_updates, finite=True)
         self._vote_and_take_last(world, device, skipped_updates)
 
+    @property
+    def last(self) -> int:
+        """The step that the run ends with, as far as it is decided."""
+        return self._cadence.last
+
+    def end_at(self, step: int) -> None:
+        """The run ends early, with ``step``, if that can be saved."""
+        self._cadence.end_at(step)
+
+    def save_early(self, world: Group, device: torch.device, skipped_updates: int) -> str:
+        """After a step that the run is to end with: returns "" once it is committed, or why not.
+
+        Every rank calls it together, and all have the same answer. After a problem they train on.
+        """
+        if self._snapshots is None:
+            return "the job has no checkpoints"
+        # A rank that gives up at once waits for the others in the all-reduce.
+        timeout_s = min(
+            self._config.checkpoint.final_timeout_s,
+            self._config.recovery.collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT,
+        )
+        problem = self._save_last(world, device, skipped_updates, timeout_s)
+        saved = torch.zeros(1, device=device, dtype=torch.float64)
+        saved += not problem
+        world.all_reduce(saved)
+        if saved.item() > 0:  # a commit that one rank has seen is there for all
+            return ""
+        self._cadence.go_on()
+        self._status.update(phase=Phase.STEP)
+        return problem
+
+    def close(self) -> None:
+        """After a run that ended early: the last step is committed."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+
     def finish(self, world: Group, device: torch.device, skipped_updates: int) -> str:
         """After the last step: wait until it is committed; returns "" or why it is not.
 
@@ -121,16 +196,25 @@ class SnapshotSteps:
         if self._snapshots is None:
             return ""
         timeout_s = self._config.checkpoint.final_timeout_s
+        problem = self._save_last(world, device, skipped_updates, timeout_s)
+        if problem:
+            print(f"the last checkpoint is not committed: {problem}", flush=True)
+        self._snapshots.close()
+        return problem
+
+    def _save_last(
+        self, world: Group, device: torch.device, skipped_updates: int, timeout_s: float
+    ) -> str:
+        """Wait until the last step is committed, and take its snapshot again where it was skipped.
+
+        Returns "" or the problem.
+        """
         # The ranks have the same sum of votes, so they try equally often.
         for _ in range(math.ceil(timeout_s / self._slot_timeout_s)):
             if not self._last_missed:
                 break
             self._vote_and_take_last(world, device, skipped_updates)
-        problem = self._drain_last(skipped_updates, time.monotonic() + timeout_s)
-        if problem:
-            print(f"the last checkpoint is not committed: {problem}", flush=True)
-        self._snapshots.close()
-        return problem
+        return self._drain_last(skipped_updates, time.monotonic() + timeout_s)
 
     def _drain_last(self, skipped_updates: int, deadline_s: float) -> str:
         assert self._snapshots is not None
@@ -138,7 +222,7 @@ class SnapshotSteps:
             self._status.update(phase=Phase.SNAPSHOT)
             self._snapshots.seal_if_copied(wait=True)
             slice_s = min(DRAIN_SLICE_S, max(0.0, deadline_s - time.monotonic()))
-            drained = self._snapshots.drain(self._config.training.steps, slice_s)
+            drained = self._snapshots.drain(self.last, slice_s)
             if not drained.problem or time.monotonic() >= deadline_s:
                 return drained.problem
             if not self._snapshots.connected:
@@ -151,22 +235,20 @@ class SnapshotSteps:
 
     def _take_last_alone(self, skipped_updates: int) -> None:
         assert self._snapshots is not None
-        steps = self._config.training.steps
-        if Votes.of(self._snapshots.reserve(steps)).must_skip == 0:
-            self._take(steps, Votes(0, 0), skipped_updates)
+        if Votes.of(self._snapshots.reserve(self.last)).must_skip == 0:
+            self._take(self.last, Votes(0, 0), skipped_updates)
 
     def _vote_and_take_last(self, world: Group, device: torch.device, skipped_updates: int) -> None:
         assert self._snapshots is not None
-        steps = self._config.training.steps
         self._status.update(phase=Phase.SNAPSHOT)
         votes = torch.zeros(1, device=device, dtype=torch.float64)
-        votes += self._snapshots.reserve_or_wait(steps, self._slot_timeout_s)
+        votes += self._snapshots.reserve_or_wait(self.last, self._slot_timeout_s)
         world.all_reduce(votes)
-        self._take(steps, Votes.of(round(votes.item())), skipped_updates)
+        self._take(self.last, Votes.of(round(votes.item())), skipped_updates)
 
     def _take(self, step: int, votes: Votes, skipped_updates: int) -> None:
         assert self._snapshots is not None
-        if step == self._config.training.steps:
+        if step == self.last:
             self._last_missed = votes.must_skip > 0
         persist = not votes.must_skip and self._cadence.persists(step, votes)
         small_state = {
@@ -178,6 +260,8 @@ class SnapshotSteps:
         }
         if self._snapshots.take(step, small_state, votes=votes.must_skip, persist=persist):
             print(f"step {step}: snapshot started", flush=True)
+            if persist:
+                self._cost.began()
         # Where the result was read before the copy started (CPU, last step), it is settled here.
         if self._settled is not None and self._settled[0] == step:
             self._settle(*self._settled[:2], finite=self._settled[2])
@@ -187,3 +271,20 @@ class SnapshotSteps:
         if self._snapshots is not None:
             small_state = {"skipped_updates": skipped_updates}
             self._snapshots.settle(step, small_state, finite=finite)
+
+
+def _cadence(config: JobConfig, done: int) -> Cadence:
+    checkpoint, last_step = config.checkpoint, config.training.steps
+    if checkpoint.interval == "auto":
+        return AutoCadence(
+            snapshot_interval=checkpoint.snapshot_interval_steps,
+            last_step=last_step,
+            done=done,
+            world_size=config.layout.world_size,
+        )
+    return Cadence(
+        snapshot_interval=checkpoint.memory_interval_steps,
+        persist_interval=checkpoint.interval_steps,
+        last_step=last_step,
+        done=done,
+    )

@@ -16,8 +16,10 @@ import torch
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_trainer.data.device_batches import StepBatches
 from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.process.leave_order import STEPS_AHEAD, LeaveOrder
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_records import StepRecords
+from megascale_trainer.snapshot_schedule import Votes
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import StepResult, Trainer
 
@@ -49,17 +51,22 @@ class StepLoop:
     snapshots: SnapshotSteps
     records: StepRecords
     profiler: StepProfiler
+    leave: LeaveOrder
     skipped: int
 
-    def run(self, done: int) -> None:
-        """All steps from ``done`` + 1 on, until the last has ended on this rank."""
+    def run(self, done: int) -> int:
+        """All steps from ``done`` + 1 on, until the last has ended on this rank; returns the last.
+
+        That is the job's, or an earlier one whose checkpoint is committed, by an order to leave.
+        """
         self.records.start()
-        steps = self.trainer.config.training.steps
         previous: _InFlight | None = None
-        for step in range(done + 1, steps + 1):
+        step, steps = done, self.trainer.config.training.steps
+        while step < self.snapshots.last:
+            step += 1
             self.profiler.before(step)
             # The snapshot of the step before must be sealed, or the last one finds no slot.
-            if step == steps and previous is not None:
+            if step == self.snapshots.last and previous is not None:
                 self._read(previous)
                 previous = None
             current = self._launch(step)
@@ -71,21 +78,34 @@ class StepLoop:
                 previous = None
             begin_s = time.monotonic()
             self.snapshots.after(step, self.skipped)
+            if step == self.snapshots.last < steps:
+                self._save_early(step)
             self.records.held_up(time.monotonic() - begin_s)
             if step % COLLECT_EVERY_STEPS == 0:
                 gc.collect()
             self.profiler.after(step)
         self.trainer.settle()
         self.profiler.finish()
+        return step
+
+    def _save_early(self, step: int) -> None:
+        """End the run with ``step`` if its state can be saved; otherwise it goes on."""
+        self.trainer.settle()
+        problem = self.snapshots.save_early(self.groups.world, self.device, self.skipped)
+        if problem:
+            self.leave.fail()
+            print(f"step {step} is not saved, so training continues: {problem}", flush=True)
+        else:
+            print(f"step {step} is saved; the run ends here by order", flush=True)
 
     def _launch(self, step: int) -> _InFlight:
-        vote = self.snapshots.vote(step)
+        vote, wish = self.snapshots.vote(step) + self.leave.vote, self.snapshots.wish
         batches = self.data.take()
         # A snapshot that is still being copied reads the states: the update must not write them.
         copied = self.snapshots.copied
         if copied is not None:
             self.trainer.wait_before_update(copied)
-        launched = _InFlight(step, self.trainer.train_step(batches, vote=vote))
+        launched = _InFlight(step, self.trainer.train_step(batches, vote=vote, wish=wish))
         if step < self.trainer.config.training.steps:
             self.data.prefetch()
         return launched
@@ -96,7 +116,7 @@ class StepLoop:
         On a CPU it is there already. The first ends the warm-up, the last has no step behind it to
         hide in, and an evaluation waits for the device anyway.
         """
-        last = self.trainer.config.training.steps
+        last = self.snapshots.last
         return self.device.type == "cpu" or step in (first, last) or self._evaluates_after(step)
 
     def _read(self, launched: _InFlight) -> None:
@@ -104,6 +124,7 @@ class StepLoop:
         # The host stays in this loop when its device hangs: the page shows how far that came.
         while not launched.result.ready():
             self.groups.poll()
+            self.snapshots.poll()
             time.sleep(STEP_POLL_S)
         record = launched.result.read()
         self.status.update(step=launched.step, phase=Phase.STEP)
@@ -113,8 +134,15 @@ class StepLoop:
         # what they decide from it.
         sound = math.isfinite(record.loss) and math.isfinite(record.gradient_norm)
         finite = record.skipped or sound
-        self.snapshots.settle(launched.step, record.votes, self.skipped, finite=finite)
+        self.snapshots.settle(
+            launched.step, record.votes, self.skipped, finite=finite, wishes=record.wishes
+        )
+        early = launched.step + STEPS_AHEAD
+        if Votes.of(record.votes).leave and early < self.snapshots.last:
+            self.snapshots.end_at(early)
         values = self.records.of(record, self.skipped)
+        self.snapshots.timed(launched.step, values["step_time_s"])
+        values |= self.snapshots.figures()
         if self._evaluates_after(launched.step):
             values["evaluation_loss"] = self._evaluate()
         self.records.send(values)

@@ -16,6 +16,7 @@ from megascale_common.sizes import flops
 from megascale_trainer.trainer import StepRecord
 
 FIRST_LOGGED_STEPS, LOG_INTERVAL_S = 10, 1.0
+_OWN = ("skipped", "votes", "wishes")  # what the ranks exchange with each other alone
 
 
 class StepRecords:
@@ -47,9 +48,7 @@ class StepRecords:
         utilisation = flops.mfu(
             config.model, tokens_per_s, config.layout.world_size, self._device_name
         )
-        values = {
-            key: value for key, value in asdict(record).items() if key not in ("skipped", "votes")
-        }
+        values = {key: value for key, value in asdict(record).items() if key not in _OWN}
         values |= {
             "skipped_updates": skipped_updates,
             "attempt": self._assignment["attempt"],

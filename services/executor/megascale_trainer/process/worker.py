@@ -30,10 +30,12 @@ from megascale_common.node.messages import (
     Assignment,
     ErrorKind,
     Failed,
+    FailureCount,
     Finished,
     Running,
 )
 from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_common.sizes.checkpoint_interval import device_hours_per_failure
 from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_trainer.daemon_link import RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
@@ -41,7 +43,8 @@ from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import title
-from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
+from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.loaded_model import differences
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
@@ -49,6 +52,7 @@ from megascale_trainer.process.step_records import StepRecords
 from megascale_trainer.restore import RestoreRefused, restore
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
+from megascale_trainer.telemetry.timeline import Timeline
 from megascale_trainer.trainer import Trainer
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -111,11 +115,14 @@ class _Worker:
         )
         self._snapshots: Snapshotter | None = None
         self._skipped, self._consumed = 0, 0
+        self._start = Timeline()
+        self._passed_over: tuple[str, ...] = ()
 
     def run(self) -> None:
         """The whole life of the rank."""
         self._say_hello()
-        self._groups = self._meet()
+        with self._start.part("meet"):
+            self._groups = self._meet()
         try:
             self._work()
         except BaseException:
@@ -126,29 +133,33 @@ class _Worker:
 
     def _work(self) -> None:
         config, status = self._config, self._status
-        trainer = self._build()
+        start = self._start
+        with start.part("build"):
+            trainer = self._build()
         if config.checkpoint.uri:
-            self._snapshots = self._register(trainer)
-        done = self._restore(trainer)
-        loop = self._step_loop(trainer, done)
+            with start.part("register"):
+                self._snapshots = self._register(trainer)
+        with start.part("restore"):
+            done = self._restore(trainer)
+        with start.part("data"):
+            loop = self._step_loop(trainer, done)
+        print(f"ready to train: {start}", flush=True)
         # From here on garbage is only collected at chosen steps (see step_loop).
         gc.collect()
         gc.freeze()
         gc.disable()
-        framing.send(self._agent, Running(kind="running", step=done))
+        passed_over = "; ".join(self._passed_over)[:MAX_ERROR_CHARS]
+        framing.send(self._agent, Running(kind="running", step=done, passed_over=passed_over))
         status.update(step=done, phase=Phase.WARMUP)
-        loop.run(done)
+        last = loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
-        not_saved = self._finish(loop, done)
+        not_saved = self._finish(loop, done, last)
         loop.data.close()
         if loop.held_out is not None:
             loop.held_out.close()
         status.update(phase=Phase.DONE)
-        print(f"finished: step {config.training.steps} is the last", flush=True)
-        framing.send(
-            self._agent,
-            Finished(kind="finished", step=config.training.steps, not_saved=not_saved),
-        )
+        print(f"finished: step {last} is the last", flush=True)
+        framing.send(self._agent, Finished(kind="finished", step=last, not_saved=not_saved))
 
     def _say_hello(self) -> None:
         who, layout = self._assignment, self._config.layout
@@ -173,6 +184,7 @@ class _Worker:
             master_listen_fd=self._store_listen if who["rank"] == 0 else None,
         )
         prefixed = PrefixStore(f"{who['job']}/{who['attempt']}", store)
+        compare_rank_tables(prefixed, who["rank"], who.get("rank_table", ""))
         return create_groups(
             config.layout,
             who["rank"],
@@ -210,6 +222,7 @@ class _Worker:
             },
             in_flight=snapshots_in_flight(self._config.checkpoint.memory_interval_steps),
             max_write_mib_per_s=self._config.checkpoint.max_write_mib_per_s,
+            max_step_slowdown=self._config.checkpoint.max_step_slowdown,
             replicas=who["replicas"],
         )
         timeout_s = self._config.recovery.collective_timeout_s
@@ -236,6 +249,10 @@ class _Worker:
         self._status.update(phase=Phase.RESTORE)
         world = self._groups.world
         restored = restore(self._snapshots.link, plan, trainer, self._device, world)
+        plan = self._plan = restored.plan
+        self._passed_over = restored.passed_over
+        for problem in restored.passed_over:
+            print(f"passed over: {problem}", flush=True)
         if restored.damage:
             print(f"memory is damaged, storage was read: {restored.damage}", flush=True)
         small_state = restored.small_state
@@ -282,6 +299,7 @@ class _Worker:
 
     def _step_loop(self, trainer: Trainer, done: int) -> StepLoop:
         config, device = self._config, self._device
+        leave = LeaveOrder(self._assignment["rank"])
         return StepLoop(
             trainer=trainer,
             device=device,
@@ -289,14 +307,27 @@ class _Worker:
             status=self._status,
             data=self._open_data("training", self._consumed),
             held_out=self._open_data("evaluation", 0) if config.evaluates else None,
-            snapshots=SnapshotSteps(config, self._status, self._snapshots, done),
+            snapshots=SnapshotSteps(
+                config, self._status, self._snapshots, done, self._device_hours()
+            ),
             records=StepRecords(self._agent, self._assignment, config, device),
-            profiler=StepProfiler(self._agent, device),
+            profiler=StepProfiler(self._agent, device, leave.take),
+            leave=leave,
             skipped=self._skipped,
         )
 
-    def _finish(self, loop: StepLoop, done: int) -> str:
+    def _device_hours(self) -> float:
+        """Device hours between failures, as published, and as the fleet has counted."""
+        counted = self._assignment.get("failures", FailureCount(count=0, device_hours=0.0))
+        return device_hours_per_failure(
+            self._config.checkpoint.device_mtbf_hours, counted["count"], counted["device_hours"]
+        )
+
+    def _finish(self, loop: StepLoop, done: int, last: int) -> str:
         """After the last step: have it committed; returns "" or why it is not."""
+        if last < self._config.training.steps:
+            loop.snapshots.close()
+            return ""
         world, device, skipped = self._groups.world, self._device, loop.skipped
         if done == self._config.training.steps:
             if self._plan.source is RestoreSource.STORAGE:

@@ -15,6 +15,7 @@ import select
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -42,11 +43,13 @@ class _Recording:
 class StepProfiler:
     """Carries out the agent's commands: :meth:`before` and :meth:`after` surround each step.
 
-    :meth:`finish` follows the last one.
+    :meth:`finish` follows the last one. ``others`` takes the commands that are not about profiles.
     """
 
-    def __init__(self, agent: socket.socket, device: torch.device) -> None:
-        self._agent, self._device = agent, device
+    def __init__(
+        self, agent: socket.socket, device: torch.device, others: Callable[[framing.Message], None]
+    ) -> None:
+        self._agent, self._device, self._others = agent, device, others
         self._wanted: ProfileSteps | None = None
         self._ready: Any = None  # the profiler of ``_wanted``, once it is prepared
         self._recording: _Recording | None = None
@@ -106,10 +109,8 @@ class StepProfiler:
                 self._drop(self._wanted, "skipped", "cancelled before its first step")
             return
         if message["kind"] != "profile":
-            raise framing.FramingError(
-                "a worker that trains accepts 'profile' and 'cancel_profile', "
-                f"not {message['kind']!r}"
-            )
+            self._others(message)
+            return
         if self._wanted is not None:
             self._drop(
                 self._wanted, "skipped", "another profile was asked for before its first step"

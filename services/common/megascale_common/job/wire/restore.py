@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.job.restore import RestorePlan, RestoreSource
 
@@ -23,7 +25,12 @@ def from_proto(plan: link_pb2.RestorePlan) -> RestorePlan:
     if plan.source:
         source = RestoreSource[types_pb2.RestoreSource.Name(plan.source).removeprefix(_PREFIX)]
     return RestorePlan(
-        source, plan.step, plan.written_by_attempt, plan.manifest_uri, plan.manifest_xxh3
+        source,
+        plan.step,
+        plan.written_by_attempt,
+        plan.manifest_uri,
+        plan.manifest_xxh3,
+        older=tuple(replace(from_proto(older), checked=False) for older in plan.older),
     )
 
 
@@ -35,4 +42,5 @@ def to_proto(plan: RestorePlan) -> link_pb2.RestorePlan:
         written_by_attempt=plan.written_by_attempt,
         manifest_uri=plan.manifest_uri,
         manifest_xxh3=plan.manifest_xxh3,
+        older=map(to_proto, plan.older),
     )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Edges, Group, Receive
+from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.telemetry.spans import span
@@ -109,7 +110,9 @@ class PipelineExecutor:
         self._gradients[place] = self._posted_gradients.pop(place).wait()
 
     def _backward(self, place: _Place) -> None:
-        torch.autograd.backward(self._outputs.pop(place), self._gradients.pop(place, None))
+        output, gradient = self._outputs.pop(place), self._gradients.pop(place, None)
+        begin = output if gradient is None else given_gradient(output, gradient)
+        torch.autograd.backward(begin)
 
     def _send_gradient(self, place: _Place) -> None:
         gradient = self._inputs.pop(place).grad

@@ -1,0 +1,188 @@
+"""Commands that move running work: restart, update, drain; the driver's rules: policy, breaker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from megascale_cli.exits import fail, with_client
+from megascale_cli.options import (
+    MAX_NUMBER,
+    Check,
+    Cluster,
+    JobName,
+    Json,
+    NodeName,
+    Reason,
+)
+from megascale_cli.output import console, phase_text, print_json, print_table, short
+from megascale_client import AsyncClient, InvalidJob, Job, PolicyMode, load_job
+
+Now = Annotated[bool, typer.Option("--now", help="Stop at once instead of saving first.")]
+
+
+def restart(
+    name: JobName,
+    reason: Reason,
+    from_step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP",
+            min=0,
+            max=MAX_NUMBER,
+            help="Go back to this complete checkpoint; later ones are not restored any more.",
+        ),
+    ] = None,
+    now: Now = False,
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Begin a new attempt of a job, also of one that has failed; its restart budgets start anew.
+
+    A running job saves first, unless --now or --from-step is given.
+
+    Example: [bold]megascale restart demo --reason "the data is repaired"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        answer = await client.restart(
+            name, reason=reason, from_step=from_step, now=now, validate_only=check
+        )
+        if as_json:
+            print_json(answer)
+        else:
+            _print(name, answer.job, answer.consequence, check)
+
+    with_client(action, cluster, as_json)
+
+
+def update(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="JOB.YAML", help="The whole new job file; its name says which job is meant."
+        ),
+    ],
+    reason: Reason,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin the next attempt as soon as it has saved.")
+    ] = False,
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Give a job a new configuration: its next attempt uses it, and the present one goes on.
+
+    The model, the layout and the folder of the checkpoints cannot change.
+
+    Example: [bold]megascale update job.yaml --reason "more steps" --restart[/bold]
+    """
+    try:
+        spec = load_job(file)
+    except InvalidJob as error:
+        raise fail(error, as_json) from None
+
+    async def action(client: AsyncClient) -> None:
+        answer = await client.update(spec, reason=reason, restart=restart, validate_only=check)
+        for warning in answer.warnings:
+            typer.echo(f"warning: {warning}", err=True)
+        if as_json:
+            print_json(answer)
+            return
+        changed = ", ".join(answer.changed_fields) or "nothing"
+        _print(spec.name, answer.job, f"{answer.consequence} (changed: {changed})", check)
+
+    with_client(action, cluster, as_json)
+
+
+def drain(
+    node: NodeName,
+    reason: Reason,
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Empty a node: its job saves, leaves it, and goes on elsewhere; no new work until `uncordon`.
+
+    Example: [bold]megascale drain n2 --reason "new firmware"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        answer = await client.drain(node, reason=reason, validate_only=check)
+        if as_json:
+            print_json(answer)
+            return
+        outcome = "would be drained" if check else f"is {short(answer.node.disposition)}"
+        console.print(f"node [bold]{node}[/bold] {outcome}")
+        console.print(answer.consequence, markup=False, soft_wrap=True)
+
+    with_client(action, cluster, as_json)
+
+
+def policy(
+    rule: Annotated[
+        str | None, typer.Argument(metavar="RULE", help="Name of the rule; without it, list all.")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Argument(metavar="MODE", help="enforce, or observe: only log.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="The reason, for the audit log.")] = "",
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """List the driver's rules, or have one observed or enforced.
+
+    Example: [bold]megascale policy hang observe --reason "a slow profile"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        if rule is None or mode is None:
+            await _list_rules(client, as_json)
+            return
+        answer = await client.set_policy(rule, mode, reason=reason, validate_only=check)
+        if as_json:
+            print_json(answer)
+            return
+        verb = "would be" if check else "is"
+        shown = short(answer.rule.mode)
+        console.print(f"rule [bold]{rule}[/bold] {verb} in {shown}; {escape(answer.consequence)}")
+
+    with_client(action, cluster, as_json)
+
+
+async def _list_rules(client: AsyncClient, as_json: bool) -> None:
+    rules = (await client.cluster_info()).rules
+    if as_json:
+        for each in rules:
+            print_json(each)
+        return
+    rows = ((each.name, short(PolicyMode(each.mode)), escape(each.effect)) for each in rules)
+    print_table(("RULE", "MODE", "WHEN ENFORCED"), rows, empty="the driver has no rules")
+
+
+def reset_breaker(
+    reason: Reason, check: Check = False, cluster: Cluster = None, as_json: Json = False
+) -> None:
+    """Have silent nodes evicted again, after the breaker has tripped; they are observed anew first.
+
+    Example: [bold]megascale reset-breaker --reason "the switch is back"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        answer = await client.reset_breaker(reason=reason, validate_only=check)
+        if as_json:
+            print_json(answer)
+        else:
+            console.print(answer.consequence, markup=False, soft_wrap=True)
+
+    with_client(action, cluster, as_json)
+
+
+def _print(name: str, job: Job, consequence: str, check: bool) -> None:
+    now = "would do" if check else phase_text(job.phase)
+    console.print(f"job [bold]{name}[/bold]: {now}; {escape(consequence)}", soft_wrap=True)

@@ -1,0 +1,10 @@
+#!/bin/sh
+# Forget an ended job; its checkpoints stay. VALIDATE_ONLY=true only shows what would happen.
+. "$(dirname "$0")/../common.sh"
+usage 2 "$#" "JOB REASON"
+call "$(driver)" DriverService/DeleteJob '{
+  "name": '"$(quote "$1")"',
+  "reason": '"$(quote "$2")"',
+  "validate_only": '"${VALIDATE_ONLY:-false}"',
+  "request_id": "'"$(request_id)"'"
+}'

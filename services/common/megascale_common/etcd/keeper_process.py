@@ -1,0 +1,263 @@
+"""The keeper of a lease as a process of its own: it renews while its owner's event loop ticks.
+
+Owner and keeper share a pair of local sockets that keep message boundaries. The owner sends signs
+of life with the time of the sending, and which lease to keep; the keeper sends each answered
+renewal. Neither ever waits for the other: a full socket drops signs of life, and the owner reads
+what has come whenever it looks at its lease. A keeper whose owner ends ends with it, by the
+parent-death signal and by the end of the socket; an owner whose keeper ends starts another.
+
+The keeper uses etcd's stubs without asyncio and nothing else of ours, so nothing that keeps the
+owner busy keeps it busy:
+
+    python -m megascale_common.etcd.keeper_process --socket FD --etcd HOST:PORT[,..]
+"""
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import structlog
+
+from megascale_common.etcd import rpc_pb2, rpc_pb2_grpc
+from megascale_common.etcd.connection import CHANNEL_OPTIONS, TlsConfig
+from megascale_common.etcd.keeper import KEEPALIVES_PER_TTL, Renewal
+from megascale_common.etcd.lease import now_s
+from megascale_common.node.process import arm_parent_death, child_environment
+
+# How long the owner may give no sign of life: longer than a full garbage collection of a large
+# state, and short enough that a driver that hangs is replaced within half a minute.
+SILENCE_LIMIT_S = 15.0
+RETRY_S = 0.2
+STOP_TIMEOUT_S = 2.0
+
+# To the keeper: what, lease id, time to live in seconds, when sent. From it: as in Renewal.
+_ORDER = struct.Struct("=cqid")
+_RENEWAL = struct.Struct("=qdi")
+_TICK, _KEEP, _DROP = b"t", b"k", b"d"
+_MESSAGE_BYTES = 64
+
+_log = structlog.get_logger(__name__)
+
+
+class KeeperProcess:
+    """A `keeper.Keeper` in a process of its own; use it from the main thread, as a context.
+
+    The process is started with the first order and again when it has ended. The parent-death signal
+    fires when the thread ends that started it.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        tls: TlsConfig | None = None,
+        silence_limit_s: float = SILENCE_LIMIT_S,
+    ) -> None:
+        self._endpoints, self._tls, self._silence_limit_s = tuple(endpoints), tls, silence_limit_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._kept: tuple[int, int] | None = None
+        self._newest: Renewal | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process, if it runs."""
+        running = self._process is not None and self._process.poll() is None
+        return self._process.pid if running and self._process is not None else None
+
+    def start(self) -> None:
+        """Start the process, if none runs: it takes a second until it renews."""
+        if self.pid is None:
+            self._start()
+
+    def keep(self, lease_id: int, ttl_s: int) -> None:
+        """Renew this lease from now on, and no other."""
+        self._kept = lease_id, ttl_s
+        self.start()
+        self._send(_KEEP, lease_id, ttl_s)
+        self.tick()
+
+    def drop(self) -> None:
+        """Renew no lease any more."""
+        self._kept = None
+        self._send(_DROP)
+
+    def tick(self) -> None:
+        """The owner's loop has run now; a keeper that has ended is replaced."""
+        if self.pid is None and self._kept is not None:
+            _log.warning("the keeper of the lease has ended; another is started")
+            self._start()
+            self._send(_KEEP, *self._kept)
+        self._send(_TICK)
+
+    def newest(self) -> Renewal | None:
+        """The newest renewal that the keeper has reported."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self._socket is not None:
+                message = self._socket.recv(_MESSAGE_BYTES)
+                if len(message) != _RENEWAL.size:
+                    break
+                self._newest = Renewal(*_RENEWAL.unpack(message))
+        return self._newest
+
+    def close(self) -> None:
+        """End the process."""
+        self._kept = None
+        process, self._process = self._process, None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def __enter__(self) -> "KeeperProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            ours.setblocking(False)
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "megascale_common.etcd.keeper_process"),
+                    *("--socket", str(theirs.fileno()), "--etcd", ",".join(self._endpoints)),
+                    *("--silence-limit-s", str(self._silence_limit_s)),
+                    *_tls_options(self._tls),
+                ],
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._socket = ours
+
+    def _send(self, kind: bytes, lease_id: int = 0, ttl_s: int = 0) -> None:
+        # A full socket means that the keeper stands still: it then renews nothing, and the validity
+        # ends by itself. A closed one is replaced with the next sign of life.
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            if self._socket is not None:
+                self._socket.send(_ORDER.pack(kind, lease_id, ttl_s, now_s()))
+
+
+class _Renewing:
+    """The keeper's side: what to renew, and whether it may."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        endpoints: Sequence[str],
+        tls: TlsConfig | None,
+        silence_limit_s: float,
+    ) -> None:
+        self._connection, self._silence_limit_s = connection, silence_limit_s
+        self._channels = [
+            grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+            if tls is None
+            else grpc.secure_channel(endpoint, tls.credentials(), options=CHANNEL_OPTIONS)
+            for endpoint in endpoints
+        ]
+        self._stubs: list[rpc_pb2_grpc.LeaseStub] = [
+            rpc_pb2_grpc.LeaseStub(channel) for channel in self._channels
+        ]
+        self._lease: tuple[int, int] | None = None
+        self._ticked_s = self._due_s = now_s()
+
+    def run(self) -> None:
+        """Renew until the owner has gone."""
+        while self._take():
+            if self._lease is None or (wait_s := self._due_s - now_s()) > 0:
+                select.select([self._connection], [], [], None if self._lease is None else wait_s)
+            elif now_s() - self._ticked_s > self._silence_limit_s:
+                # Until the owner lives: its next sign of life, if one comes, is read above.
+                select.select([self._connection], [], [], RETRY_S)
+            else:
+                self._renew(*self._lease)
+
+    def _take(self) -> bool:
+        """Take in what the owner has sent; False when it has gone."""
+        with contextlib.suppress(BlockingIOError):
+            while message := self._connection.recv(_MESSAGE_BYTES):
+                kind, lease_id, ttl_s, sent_s = _ORDER.unpack(message)
+                if kind == _TICK:
+                    self._ticked_s = max(self._ticked_s, sent_s)
+                else:
+                    self._lease = (lease_id, ttl_s) if kind == _KEEP else None
+                    self._due_s = sent_s + ttl_s / KEEPALIVES_PER_TTL
+            return False
+        return True
+
+    def _renew(self, lease_id: int, ttl_s: int) -> None:
+        sent_s = now_s()
+        interval_s = ttl_s / KEEPALIVES_PER_TTL
+        request = rpc_pb2.LeaseKeepAliveRequest(ID=lease_id)
+        try:
+            # A stream per renewal, so that the next one can go to another member.
+            call = self._stubs[0].LeaseKeepAlive(
+                iter((request,)), timeout=interval_s / len(self._stubs)
+            )
+            reply = next(iter(call))
+            call.cancel()
+        except (grpc.RpcError, StopIteration) as error:
+            print(f"lease {lease_id:x} not renewed: {_reason(error)}", file=sys.stderr, flush=True)
+            self._stubs.append(self._stubs.pop(0))
+            self._due_s = now_s() + RETRY_S
+            return
+        self._due_s = sent_s + interval_s
+        if reply.TTL <= 0:
+            self._lease = None
+        self._connection.send(_RENEWAL.pack(lease_id, sent_s, reply.TTL))
+
+
+def _reason(error: Exception) -> str:
+    return str(error.code().name) if isinstance(error, grpc.Call) else "the stream ended"
+
+
+def _tls_options(tls: TlsConfig | None) -> list[str]:
+    if tls is None:
+        return []
+    options = ["--ca", str(tls.ca_path)]
+    if tls.certificate_path and tls.key_path:
+        options += ["--certificate", str(tls.certificate_path), "--key", str(tls.key_path)]
+    return options
+
+
+def main() -> None:
+    """Renew what the owner orders, until it is gone."""
+    arm_parent_death()
+    # Ctrl-C at a terminal is for the owner, which resigns in order; it needs its lease until then.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="megascale_common.etcd.keeper_process")
+    parser.add_argument("--socket", required=True, type=int, metavar="FD")
+    parser.add_argument("--etcd", required=True, metavar="HOST:PORT[,..]")
+    parser.add_argument("--silence-limit-s", type=float, default=SILENCE_LIMIT_S, metavar="S")
+    for name in ("--ca", "--certificate", "--key"):
+        parser.add_argument(name, type=Path, metavar="PEM")
+    options = parser.parse_args()
+    tls = TlsConfig(options.ca, options.certificate, options.key) if options.ca else None
+    connection = socket.socket(fileno=options.socket)
+    connection.setblocking(False)
+    with contextlib.suppress(ConnectionError):
+        _Renewing(connection, options.etcd.split(","), tls, options.silence_limit_s).run()
+    # Without waiting for gRPC's threads: the owner has gone, and nothing is left to end in order.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

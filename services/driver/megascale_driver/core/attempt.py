@@ -1,0 +1,163 @@
+"""One attempt of a job: where it runs, what was ordered for it, how far it came, what broke it.
+
+A job keeps its newest attempt, also after it has ended: the next one is placed near it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megascale_common.job.restore import RestorePlan
+from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
+from megascale_driver.core.storing import RIDES, VOLATILE, stored_as
+
+
+class FaultKind(enum.StrEnum):
+    """What broke an attempt.
+
+    WORKER_SYMPTOM is the error of a rank that lost its peer: the cause is on another rank.
+    JOB_TOO_BIG and BAD_JOB are facts about the job, on a healthy node. DEADLINE names a node only
+    if no other node was late.
+    """
+
+    NODE_DEAD = "NODE_DEAD"
+    NODE_RESTARTED = "NODE_RESTARTED"
+    NODE_EVICTED = "NODE_EVICTED"
+    CHECK_FAILED = "CHECK_FAILED"
+    JOB_TOO_BIG = "JOB_TOO_BIG"
+    BAD_JOB = "BAD_JOB"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    WORKER_EXITED = "WORKER_EXITED"
+    WORKER_SYMPTOM = "WORKER_SYMPTOM"
+    CHECKPOINT_CORRUPT = "CHECKPOINT_CORRUPT"
+    DEADLINE = "DEADLINE"
+    HANG = "HANG"
+    OPEN_FAILED = "OPEN_FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that broke the current attempt. ``hard``: a fact, not an inference."""
+
+    kind: FaultKind
+    node: str
+    at_s: float
+    message: str
+    rank: int = -1
+    hard: bool = True
+
+
+class LeaveKind(enum.StrEnum):
+    """Why a job leaves its nodes by order.
+
+    It is suspended, a higher priority goes first, it begins anew, or one of its nodes is emptied.
+    """
+
+    SUSPEND = "SUSPEND"
+    PREEMPT = "PREEMPT"
+    RESTART = "RESTART"
+    DRAIN = "DRAIN"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """An order to save and leave the nodes; ``beside`` is the job that a PREEMPT makes room for.
+
+    ``nodes`` are emptied: they get no work when the attempt has stopped.
+    """
+
+    kind: LeaveKind
+    reason: str
+    actor: str
+    since_s: float
+    beside: str = ""
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlot:
+    """One node's slot in an attempt: ``ranks[i]`` runs on the node's device ``devices[i]``.
+
+    The slot is bound to one incarnation of the node. A later incarnation runs nothing of it.
+    """
+
+    node: str
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...]
+    incarnation: str = ""
+
+
+class _SlotIndex:
+    """The slots of one attempt by node, built when first asked for."""
+
+    __slots__ = ("_by_node", "slots")
+
+    def __init__(self, slots: tuple[NodeSlot, ...]) -> None:
+        self.slots = slots
+        self._by_node: Mapping[str, NodeSlot] | None = None
+
+    def of(self, node: str) -> NodeSlot | None:
+        if self._by_node is None:
+            self._by_node = {slot.node: slot for slot in self.slots}
+        return self._by_node.get(node)
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCount:
+    """Faults that ended attempts, and the hours that devices trained, over the fleet's jobs."""
+
+    count: int = 0
+    device_hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt; ``number`` counts from 1, and 0 is that of a job which was never placed."""
+
+    number: int = field(default=0, metadata=stored_as("attempt"))
+    slots: tuple[NodeSlot, ...] = ()
+    store_endpoint: str = ""
+    committer_endpoint: str = ""
+    # What the committer chose to restore; None before it has.
+    restore: RestorePlan | None = None
+    replica_orders: ReplicaOrders = field(default_factory=ReplicaOrders)
+    # The fleet's when the attempt started; of jobs with checkpoint.interval auto.
+    failure_count: FailureCount = field(default_factory=FailureCount)
+    faults: tuple[Fault, ...] = ()
+    # Kept when the attempt has stopped for it: then the job holds none of its nodes any more.
+    leaving: Leaving | None = None
+    # Until then it is not displaced again, after it could not save.
+    stays_until_s: float = 0.0
+    # Newest step that is known to be completed.
+    step: int = field(default=0, metadata=RIDES)
+    last_step_at_s: float = field(default=0.0, metadata=VOLATILE)
+    # Time per step between the two newest step records; 0 before there are two.
+    step_interval_s: float = field(default=0.0, metadata=VOLATILE)
+    open_asked: bool = field(default=False, metadata=VOLATILE)
+    open_failures: int = field(default=0, metadata=VOLATILE)
+    open_not_before_s: float = field(default=0.0, metadata=VOLATILE)
+    # When all nodes were prepared and the committer was first called; 0 before.
+    open_since_s: float = field(default=0.0, metadata=VOLATILE)
+    # When all nodes had finished, while the commit of the last step was not known; 0 before.
+    finished_at_s: float = field(default=0.0, metadata=VOLATILE)
+    # The newest step whose snapshot was skipped, and how many were.
+    skipped_step: int = field(default=0, metadata=VOLATILE)
+    skipped_snapshots: int = field(default=0, metadata=VOLATILE)
+    failed_copies: FailedCopies = field(default_factory=FailedCopies, metadata=VOLATILE)
+    # Since when the job stood still at a hang that was only observed; 0 without one.
+    observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
+    # First step of the newest divergence that was logged; 0 without one.
+    diverged_from: int = field(default=0, metadata=VOLATILE)
+    _index: _SlotIndex = field(
+        default_factory=lambda: _SlotIndex(()), metadata=VOLATILE, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        if self._index.slots is not self.slots:  # kept by replace() while the slots stay
+            object.__setattr__(self, "_index", _SlotIndex(self.slots))
+
+    def slot_of(self, node: str) -> NodeSlot | None:
+        """The node's slot, if it has one."""
+        return self._index.of(node)

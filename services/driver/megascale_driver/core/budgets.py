@@ -1,0 +1,104 @@
+"""How often a job is restarted: per cause and window, with back-off, and in a row without progress.
+
+A run of months loses many nodes, so restarts are counted within a window, and each cause has a
+budget of its own. Attempts that bring the job no further wait longer each time. Lost nodes are
+counted in the window only: the job has left them, and the next attempt runs on others. While
+another node stands by, the node that failed last is left before the job ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megascale_driver.core import blame
+from megascale_driver.core.attempt import Fault, FaultKind
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import Job, JobPhase
+
+# Faults that the job has no part in: they do not count against its restart budgets.
+FREE_OF_CHARGE = frozenset({FaultKind.NODE_EVICTED})
+# The node is gone with the fault.
+_NODE_GONE = frozenset({FaultKind.NODE_DEAD, FaultKind.CHECK_FAILED, FaultKind.NODE_EVICTED})
+
+
+def charge(draft: Draft, job: Job) -> Job:
+    """Count the restart; a new highest step since the last restart clears the counts in a row."""
+    faults = job.current.faults
+    if faults and all(fault.kind in FREE_OF_CHARGE for fault in faults):
+        return job
+    mark = max(job.best_step, job.committed_step, job.progress_mark)
+    progressed = mark > job.progress_mark
+    # A refused checkpoint counts as progress: the next attempt restores another one.
+    corrupt = any(fault.kind is FaultKind.CHECKPOINT_CORRUPT for fault in faults)
+    in_a_row = job.restarts_without_progress + (0 if corrupt or _node_gone(job) else 1)
+    return draft.job(
+        job.name,
+        restarts=job.restarts + 1,
+        restart_times=_counted(job, cause_of(faults), draft.now_s, draft.policy),
+        restarts_without_progress=0 if progressed else in_a_row,
+        node_failures={} if progressed else job.node_failures,
+        roots={} if progressed else job.roots,
+        progress_mark=mark,
+    )
+
+
+def check(draft: Draft, job: Job) -> Job:
+    """Fail the job if it has no restart left; else set when its next attempt may begin."""
+    if job.after_stop is not JobPhase.QUEUED:
+        return job
+    recovery, cause = job.config.recovery, cause_of(job.current.faults)
+    recent = len(job.restart_times.get(cause, ()))
+    allowed = recovery.max_restarts_without_progress
+    if recent > recovery.max_restarts:
+        window_h = draft.policy.restart_window_s / 3600
+        spent = (
+            f"recovery.max_restarts = {recovery.max_restarts} is spent: "
+            f"{recent} restarts for {cause} within {window_h:g} hours"
+        )
+        return _end(draft, job, spent)
+    if job.restarts_without_progress > allowed:
+        if not allowed or not blame.leave_for_another(draft, job):
+            spent = f"recovery.max_restarts_without_progress = {allowed} is spent"
+            return _end(draft, job, spent)
+        job = draft.job(job.name, restarts_without_progress=allowed)
+    delay_s = backoff(job.restarts_without_progress, draft.policy)
+    return draft.job(job.name, not_before_s=draft.now_s + delay_s if delay_s else 0.0)
+
+
+def cause_of(faults: tuple[Fault, ...]) -> str:
+    """The budget that a restart counts against: the kind of the fault that explains it."""
+    found = blame.culprit(faults)
+    if found is None or found.kind is FaultKind.WORKER_SYMPTOM:
+        return FaultKind.WORKER_EXITED
+    return found.kind
+
+
+def backoff(in_a_row: int, policy: Policy) -> float:
+    """How long to wait before the next attempt, after so many in a row without progress."""
+    if in_a_row < 2:
+        return 0.0
+    return min(policy.backoff_s * 2.0 ** min(in_a_row - 2, 30), policy.backoff_max_s)
+
+
+def _counted(job: Job, cause: str, now_s: float, policy: Policy) -> Mapping[str, tuple[float, ...]]:
+    """The restarts within the window by cause, with this one; no more than decide anything."""
+    since_s = now_s - policy.restart_window_s
+    times = {**job.restart_times, cause: (*job.restart_times.get(cause, ()), round(now_s, 1))}
+    kept = job.config.recovery.max_restarts + 1
+    recent = {key: tuple(t for t in all_ if t > since_s)[-kept:] for key, all_ in times.items()}
+    return {key: found for key, found in recent.items() if found}
+
+
+def _node_gone(job: Job) -> bool:
+    """Whether the attempt was lost with a node, which the job has left."""
+    return any(f.kind in _NODE_GONE and f.node in job.evicted for f in job.current.faults)
+
+
+def _end(draft: Draft, job: Job, spent: str) -> Job:
+    cause = blame.culprit(job.current.faults)
+    last = f"; last failure: {cause.message}" if cause else ""
+    alike = blame.seen_alike(draft, job, cause) if cause else ()
+    if alike:
+        last += f" (the same on nodes {', '.join(alike)}: a matter of software, not of the nodes)"
+    return draft.job(job.name, after_stop=JobPhase.FAILED, stop_reason=spent + last)

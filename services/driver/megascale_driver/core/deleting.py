@@ -1,0 +1,49 @@
+"""Deletes ended jobs: by order, and the oldest beyond a number or an age."""
+
+from __future__ import annotations
+
+from megascale_driver.core.draft import DRIVER, Draft
+from megascale_driver.core.events import DeleteRequested
+from megascale_driver.core.state import Job
+
+# The keys of a job are deleted together, and a job may have thousands: few jobs in one decision.
+MAX_AT_ONCE = 4
+
+
+def delete(draft: Draft, event: DeleteRequested) -> None:
+    """Forget an ended job: its record, attempts and log; its checkpoints stay."""
+    job = draft.jobs.get(event.job)
+    if job is None:
+        draft.refuse("JOB_NOT_FOUND")
+    elif not job.terminal:
+        draft.refuse("JOB_NOT_ENDED", f"job {job.name} is {job.phase.lower()}; cancel it first")
+    else:
+        _delete(draft, job, event.reason, event.actor)
+
+
+def expire(draft: Draft) -> None:
+    """Delete what the policy keeps no longer, the oldest first, a few at a time."""
+    ended = [job for job in draft.jobs.values() if job.terminal]
+    ended.sort(key=lambda job: (job.updated_at_s, job.name))
+    policy = draft.policy
+    oldest_s = draft.now_s - policy.keep_ended_s
+    surplus = max(0, len(ended) - policy.keep_ended_jobs)
+    for number, job in enumerate(ended[:MAX_AT_ONCE]):
+        if number < surplus:
+            why = f"more than {policy.keep_ended_jobs} jobs have ended, and it was the first"
+        elif job.updated_at_s < oldest_s:
+            why = f"it ended more than {policy.keep_ended_s / 86_400:g} days ago"
+        else:
+            return
+        _delete(draft, job, why, DRIVER)
+
+
+def _delete(draft: Draft, job: Job, why: str, actor: str) -> None:
+    del draft.jobs[job.name]
+    uri = job.config.checkpoint.uri
+    draft.log(
+        "JOB_DELETED", f"job {job.name}, which had {job.phase.lower()}, is deleted: {why}",
+        subject=f"jobs/{job.name}", actor=actor, policy="retention",
+        outcome="its record and log are gone"
+        + (f"; its checkpoints stay in {uri}" if uri else ""),
+    )  # fmt: skip

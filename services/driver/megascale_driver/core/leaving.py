@@ -1,0 +1,177 @@
+"""Jobs that leave their nodes by order: suspended by a person, or displaced by a higher priority.
+
+A running job first saves: its workers take a snapshot after the same step, wait until it is
+committed, and end (Report.finished_step). Then the attempt stops, and the job is SUSPENDED or
+QUEUED without its nodes. If it cannot save, its workers train on, and after a time the order is
+withdrawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megascale_driver.core import nodes, profiles
+from megascale_driver.core.attempt import LeaveKind, Leaving
+from megascale_driver.core.draft import DRIVER, Draft
+from megascale_driver.core.saving import without_failing
+from megascale_driver.core.state import Disposition, Job, JobPhase
+
+# Beside checkpoint.final_timeout_s, which a save may take: time for the order to reach the workers
+# and for their last step.
+ORDER_S = 120.0
+# The next attempt follows at once, on the nodes that it may still use.
+STAYS = frozenset({LeaveKind.RESTART, LeaveKind.DRAIN})
+
+
+def order(
+    draft: Draft, job: Job, kind: LeaveKind, *, reason: str, actor: str = DRIVER, beside: str = ""
+) -> Job:
+    """Order the workers of a running job to save and end."""
+    before = job.current.leaving
+    emptied = before.nodes if before is not None else ()
+    leaving = Leaving(kind, reason, actor, draft.now_s, beside, emptied)
+    job = draft.attempt(job.name, leaving=leaving)
+    what = {
+        LeaveKind.SUSPEND: "suspended",
+        LeaveKind.RESTART: "restarted",
+        LeaveKind.DRAIN: "moved to other nodes",
+    }.get(kind, f"displaced by job {beside}")
+    return draft.job(
+        job.name,
+        reason=f"attempt {job.attempt} saves its state, then stops: it is {what} ({reason})",
+        spares=job.spares if kind in STAYS else (),
+    )
+
+
+def preempt(draft: Draft, job: Job, *, beside: str, why: str) -> None:
+    """Displace a running job for ``beside``, which has a higher priority."""
+    order(draft, job, LeaveKind.PREEMPT, reason=why, beside=beside)
+    draft.log(
+        "PREEMPTION_ORDERED", f"it must leave its nodes: {why}", subject=f"jobs/{job.name}",
+        job=job.name, attempt=job.attempt, policy="priority",
+        outcome="it saves its state first; then it waits for nodes again",
+    )  # fmt: skip
+
+
+def ended_early(draft: Draft, job: Job) -> str | None:
+    """Why an attempt stops whose workers have all ended before the last step.
+
+    None where they have done all steps; "" while the commit of their last step is not known.
+    """
+    reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
+    step = max((report.finished_step for report in reports if report is not None), default=0)
+    if not step or step >= job.config.training.steps:
+        return None
+    if job.committed_step < step:
+        # A worker saw the commit, and its node's progress shows it with the next heartbeat.
+        if not job.current.finished_at_s:
+            job = draft.attempt(job.name, finished_at_s=draft.now_s)
+        if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
+            return ""
+        draft.job(
+            job.name,
+            committed_step=step,
+            committed_by_attempt=job.attempt,
+            committed_at_s=draft.now_s,
+            conditions=without_failing(job),
+        )
+    if job.current.leaving is None:  # withdrawn, but the workers had stopped by then
+        draft.attempt(job.name, leaving=Leaving(LeaveKind.PREEMPT, "", DRIVER, draft.now_s))
+    return f"its state after step {step} is saved"
+
+
+def expire(draft: Draft, job: Job) -> None:
+    """Withdraw an order that nobody needs any more, or that has not been carried out in time."""
+    leaving = job.current.leaving
+    if leaving is None:
+        return
+    winner = draft.jobs.get(leaving.beside)
+    if leaving.beside and (winner is None or winner.phase is not JobPhase.QUEUED):
+        withdraw(draft, job, f"job {leaving.beside} no longer waits for its nodes")
+        return
+    limit_s = job.config.checkpoint.final_timeout_s + ORDER_S
+    if draft.now_s - leaving.since_s < limit_s:
+        return
+    if leaving.kind in STAYS or leaving.nodes:
+        _stop_unsaved(draft, job, leaving, limit_s)
+        return
+    withdraw(draft, job, f"it has not saved within {limit_s:g} s")
+    draft.attempt(job.name, stays_until_s=draft.now_s + draft.policy.save_again_s)
+
+
+def withdraw(draft: Draft, job: Job, why: str) -> None:
+    """Take the order to leave back: the job keeps its nodes."""
+    leaving = job.current.leaving
+    assert leaving is not None
+    draft.attempt(job.name, leaving=None)
+    draft.job(job.name, reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes")
+    draft.log(
+        "LEAVE_WITHDRAWN", f"it stays on its nodes: {why}", subject=f"jobs/{job.name}",
+        job=job.name, attempt=job.attempt, policy=leaving.kind.lower(),
+        outcome="training continues",
+    )  # fmt: skip
+
+
+def left(draft: Draft, job: Job) -> None:
+    """The attempt of a job that was ordered to leave has stopped: its nodes are free."""
+    leaving = job.current.leaving
+    assert leaving is not None
+    saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
+    empty(draft, job)
+    job = draft.jobs[job.name]
+    if leaving.kind is LeaveKind.SUSPEND:
+        suspended(draft, job, leaving.actor, leaving.reason)
+        return
+    if leaving.kind in STAYS:
+        draft.attempt(job.name, leaving=None)
+        draft.job(
+            job.name, phase=JobPhase.QUEUED, stop_reason=f"{leaving.reason}; {saved}",
+            reason=f"waiting for nodes after: {leaving.reason}; {saved}",
+        )  # fmt: skip
+        return
+    beside = f" by job {leaving.beside}" if leaving.beside else ""
+    draft.job(
+        job.name, phase=JobPhase.QUEUED, spares=(), stop_reason=f"displaced{beside}; {saved}",
+        reason=f"waiting for nodes after: displaced{beside}; {saved}",
+    )  # fmt: skip
+    draft.log(
+        "JOB_PREEMPTED", f"displaced{beside}; {saved}", subject=f"jobs/{job.name}",
+        job=job.name, attempt=job.attempt, policy="priority",
+        outcome="it starts again from there when there are nodes for it",
+    )  # fmt: skip
+
+
+def empty(draft: Draft, job: Job) -> None:
+    """The attempt has stopped: nodes that were to be emptied get no more work."""
+    order = job.current.leaving
+    for name in order.nodes if order is not None else ():
+        node = draft.nodes.get(name)
+        if order is not None and node is not None and node.disposition is Disposition.DRAINING:
+            why = node.disposition_reason
+            nodes.quarantine(draft, name, why, actor=order.actor, policy="manual")
+
+
+def _stop_unsaved(draft: Draft, job: Job, order: Leaving, limit_s: float) -> None:
+    """The order stands although the job could not save: a node that must be emptied is."""
+    profiles.attempt_ends(draft, job)
+    why = f"{order.reason}; it could not save within {limit_s:g} s"
+    draft.job(
+        job.name, phase=JobPhase.STOPPING, after_stop=JobPhase.QUEUED, stop_reason=why,
+        reason=f"attempt {job.attempt} is being stopped: {why}",
+    )  # fmt: skip
+
+
+def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
+    """The job runs nothing and gets no nodes before it is resumed."""
+    saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
+    # What it left must not be kept for it: an order without an attempt says that as well.
+    leaving = job.current.leaving or Leaving(LeaveKind.SUSPEND, reason, actor, draft.now_s)
+    draft.job(
+        job.name, phase=JobPhase.SUSPENDED, spares=(), waits_as="",
+        current=replace(job.current, leaving=leaving),
+        reason=f"suspended by {actor}: {reason}; {saved}",
+    )  # fmt: skip
+    draft.log(
+        "JOB_SUSPENDED", f"suspended: {saved}", subject=f"jobs/{job.name}", job=job.name,
+        attempt=job.attempt, actor=actor, outcome="its nodes are free; ResumeJob starts it again",
+    )  # fmt: skip

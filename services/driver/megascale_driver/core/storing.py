@@ -1,0 +1,72 @@
+"""Which fields of the state are stored, and when a change of one must be.
+
+A field says so in its metadata; one that says nothing is stored, and a change of it causes a write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+# Not stored: a new leader rebuilds it from hellos and heartbeats.
+VOLATILE: Mapping[str, bool] = {"volatile": True}
+# Stored whenever another field of the same value is; causes no write by itself.
+RIDES: Mapping[str, bool] = {"rides": True}
+# Stored under a key of its own.
+SEPARATE: Mapping[str, bool] = {"separate": True}
+# A value whose fields are stored among those of its owner: older builds read them there.
+INLINE: Mapping[str, bool] = {"inline": True}
+
+Field = dataclasses.Field[Any]
+
+
+def stored_as(key: str) -> Mapping[str, str]:
+    """The field is stored under ``key``, the name that it had in older builds."""
+    return {"key": key}
+
+
+def key_of(field: Field) -> str:
+    """The name under which the field is stored."""
+    return str(field.metadata.get("key", field.name))
+
+
+_STORED: dict[type[Any], tuple[Field, ...]] = {}
+_DECIDING: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
+
+
+def stored_fields(kind: type[Any]) -> tuple[Field, ...]:
+    """The fields that are stored with the value itself, those of INLINE values as one field."""
+    if kind not in _STORED:
+        left_out = ("volatile", "separate")
+        _STORED[kind] = tuple(
+            f for f in dataclasses.fields(kind) if not any(name in f.metadata for name in left_out)
+        )
+    return _STORED[kind]
+
+
+def _deciding(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
+    """The fields whose change causes a write, each with whether it is INLINE."""
+    if kind not in _DECIDING:
+        _DECIDING[kind] = tuple(
+            (f.name, "inline" in f.metadata)
+            for f in stored_fields(kind)
+            if "rides" not in f.metadata
+        )
+    return _DECIDING[kind]
+
+
+def differs(old: Any, new: Any) -> bool:
+    """Whether ``new`` must be stored after ``old`` (of the same type, or None).
+
+    A change of fields that only ride with others does not count.
+    """
+    if old is new:
+        return False
+    if old is None:
+        return True
+    for name, inline in _deciding(type(new)):
+        before, after = getattr(old, name), getattr(new, name)
+        if before is not after and (differs(before, after) if inline else before != after):
+            return True
+    return False

@@ -1,0 +1,223 @@
+"""Fenced writes of any size, each of which happens as a whole or not at all.
+
+Every transaction compares the create revision of the leader key, which fences a former leader: its
+writes fail as soon as the key is gone or is another's. It also compares the mod revision of a key
+that it writes, so it is applied once only: when a reply is lost and the outcome is unknown, the
+identical transaction is sent again. Either it is applied now, or it fails and finds its own id in
+what the first one wrote. A read could not decide this, because the lost transaction may still be
+on its way and be applied after the read.
+
+etcd takes 128 operations and 1.5 MiB in a transaction. A decision beyond half of that becomes an
+*intent*: its changes are stored in pieces under ``intents/{id}/``, which mean nothing by
+themselves; then one small transaction puts ``intents/{id}``, and with it the decision is made; then
+the pieces are carried out one by one, each in the transaction that removes it. A leader that ends
+in between leaves the rest to the next one, which carries it out before it reads anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from megascale_common.etcd.election import Leadership
+from megascale_common.etcd.errors import EtcdError
+from megascale_common.etcd.operations import (
+    Compare,
+    Delete,
+    DeleteRange,
+    KeyValue,
+    ModRevisionEquals,
+    Operation,
+    Put,
+)
+from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.settled import Rejected, txn_settled
+from megascale_common.service import logs
+from megascale_common.service.errors import NotLeaderError
+from megascale_driver.journal import codec
+from megascale_driver.journal.rows import Change, pieces, size_of
+
+INTENTS = "intents/"
+# Half of what etcd takes: --max-txn-ops 128, --max-request-bytes 1.5 MiB.
+MAX_CHANGES = 60
+MAX_BYTES = 700 << 10
+MARKER = "journal"
+_PIECE_BYTES = MAX_BYTES // 2  # as text within text, a piece grows by its quotation marks
+
+_log = logs.get(__name__)
+
+
+class FencedWriter:
+    """Writes of one leadership, one after another.
+
+    ``marker`` is the key by which a transaction without a suitable one of its own is recognised;
+    writers that work side by side have different ones.
+    """
+
+    def __init__(
+        self,
+        client: Etcd,
+        leadership: Leadership,
+        remaining_s: Callable[[], float],
+        marker: str = MARKER,
+    ) -> None:
+        self.revisions: dict[str, int] = {}
+        self.note: dict[str, int] = {}  # stored in the marker with each transaction
+        self.noted: dict[str, int] = {}  # as found there
+        self.marked = 0  # the marker's revision, as found; 0 without one
+        self.largest_bytes = 0  # of all requests so far, as this module counts them
+        self._client, self._leadership, self._marker = client, leadership, marker
+        self._remaining_s = remaining_s
+
+    def adopt(self, items: Iterable[KeyValue]) -> None:
+        """Take note of keys as they are stored."""
+        self.revisions.update((item.key, item.mod_revision) for item in items)
+
+    async def adopt_marker(self) -> None:
+        """Read the marker's revision, before the first write of a leadership."""
+        found = await self._client.get(self._marker)
+        self.marked = found.mod_revision if found is not None else 0
+        self.revisions[self._marker] = self.marked
+        if found is not None:
+            values = codec.parse(found.value, self._marker)
+            self.noted = {name: v for name, v in values.items() if type(v) is int}
+
+    async def write(self, changes: Sequence[Change], before: Sequence[Change] = ()) -> None:
+        """Make all changes in one transaction, or in an intent if they are too many.
+
+        ``before`` are values that nothing names yet: they are stored first, in any number of
+        transactions.
+
+        Raises:
+            NotLeaderError: a transaction was refused; nothing of ``changes`` was applied.
+            EtcdError: no answer within the lease. The outcome is unknown, so the leadership must
+                end: the next leader reads it from etcd.
+        """
+        for piece in pieces(list(before), MAX_CHANGES, MAX_BYTES):
+            await self._send(piece)
+        if len(changes) <= MAX_CHANGES and sum(map(size_of, changes)) <= MAX_BYTES:
+            await self._send(changes)
+            return
+        name = f"{INTENTS}{uuid.uuid4().hex}"
+        staged = [
+            Change(f"{name}/{number:06d}", _packed(piece))
+            for number, piece in enumerate(pieces(list(changes), MAX_CHANGES, _PIECE_BYTES))
+        ]
+        for change in staged:
+            await self._send([change])
+        await self._send([Change(name, codec.text({"pieces": len(staged)}))])
+        await self._carry_out(name, [change.key for change in staged])
+
+    async def recover(self) -> None:
+        """Carry out the intents of the leader before, and remove what it had not decided yet."""
+        listing = await self._client.get_prefix(INTENTS)
+        self.adopt(listing.items)
+        keys = [item.key for item in listing.items]
+        decided = [key for key in keys if key.count("/") == 1]
+        for name in decided:
+            await self._carry_out(name, [key for key in keys if key.startswith(f"{name}/")])
+        orphans = [
+            Change(key) for key in keys
+            if key not in decided and not any(key.startswith(f"{name}/") for name in decided)
+        ]  # fmt: skip
+        for piece in pieces(orphans, MAX_CHANGES, MAX_BYTES):
+            await self._send(piece)
+        if keys:
+            _log.info("intents found", carried_out=len(decided), dropped=len(orphans))
+
+    async def _carry_out(self, name: str, keys: list[str]) -> None:
+        for key in keys:
+            found = await self._client.get(key)
+            if found is None:
+                raise NotLeaderError(f"{key}: a piece of a decision is gone")
+            self.revisions[key] = found.mod_revision
+            # The piece goes with its changes, so it is carried out once. Their own keys are not
+            # compared: they may have been changed by the leader that wrote the piece.
+            await self._send(_unpacked(found.value), guards=[key])
+        await self._send([Change(name)])
+
+    async def _send(self, changes: Sequence[Change], guards: Sequence[str] = ()) -> None:
+        """One transaction. With ``guards``, these keys are compared and removed, and no others."""
+        if not changes and not guards:
+            return
+        txn_id = uuid.uuid4().hex
+        compared = guards or [c.key for c in changes if not c.prefix and not c.end]
+        compare: list[Compare] = [self._leadership.guard(), self._expect(self._marker)]
+        compare += [self._expect(key) for key in compared]
+        success = [_operation(change) for change in changes]
+        success += [Delete(key) for key in guards]
+        success.append(Put(self._marker, json.dumps({"txn": txn_id, **self.note}).encode()))
+        sent_bytes = sum(map(size_of, changes)) + size_of(Change(self._marker, b"x" * 48))
+        self.largest_bytes = max(self.largest_bytes, sent_bytes)
+        result = await txn_settled(
+            self._client,
+            compare=compare,
+            success=success,
+            marker_key=self._marker,
+            txn_id=txn_id,
+            deadline_s=max(self._remaining_s(), 0.1),
+        )
+        if isinstance(result, Rejected):
+            await self._refused(result)
+            raise NotLeaderError(
+                f"the write of {', '.join(change.key for change in changes[:4])} was refused"
+            )
+        self._written([*changes, *map(Change, guards)], result.revision)
+
+    async def _refused(self, result: Rejected) -> None:
+        """If this is the leader still, somebody else has changed keys: have all read again."""
+        guard = self._leadership.guard()
+        holder = result.current.get(guard.key)
+        if holder is None or holder.create_revision != guard.revision:
+            return
+        _log.error("keys in etcd were changed by another than the leader; the term begins again")
+        with contextlib.suppress(EtcdError):
+            # Without its marker the next term looks for jobs that the index does not name.
+            await self._client.txn(compare=[guard], success=[Delete(self._marker)])
+
+    def _written(self, changes: Iterable[Change], revision: int) -> None:
+        self.revisions[self._marker] = revision
+        for change in changes:
+            if change.value is not None:
+                self.revisions[change.key] = revision
+            else:
+                self.revisions.pop(change.key, None)
+            if change.prefix:
+                for key in [key for key in self.revisions if key.startswith(change.key)]:
+                    del self.revisions[key]
+
+    def _expect(self, key: str) -> ModRevisionEquals:
+        return ModRevisionEquals(key, self.revisions.get(key, 0))
+
+
+def _operation(change: Change) -> Operation:
+    if change.value is not None:
+        return Put(change.key, change.value)
+    if change.end:
+        return DeleteRange(change.key, change.end)
+    return Delete(change.key, prefix=change.prefix)
+
+
+def _packed(piece: list[Change]) -> bytes:
+    return codec.text(
+        [
+            [
+                change.key,
+                None if change.value is None else change.value.decode(),
+                change.prefix,
+                change.end,
+            ]
+            for change in piece
+        ]
+    )
+
+
+def _unpacked(value: bytes) -> list[Change]:
+    found: list[Any] = json.loads(value)
+    return [
+        Change(key, None if text is None else text.encode(), prefix, end)
+        for key, text, prefix, end in found
+    ]

@@ -1,0 +1,105 @@
+"""Lines of the audit log as records in etcd: a key per line, or per block of a mass event.
+
+The lines of one decision are few, as a rule: each has a key of its own, the form of all builds. A
+mass event (a switch, all nodes) has thousands that differ in little: they become blocks, each with
+what its lines have in common once. Lines keep their numbers either way, and a block lies under the
+key of its first line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+from megascale_common.service.errors import CodecError
+from megascale_driver.core.events import Audit
+from megascale_driver.journal import codec
+
+PLAIN_LINES = 24  # of one decision in one log; more become blocks
+BLOCK_BYTES = 64 << 10  # a block is closed once its lines are as large
+BLOCK_LINES = 512  # or as many: between two records of a log lies no larger gap
+_NUMBER_DIGITS = 20
+
+
+def folder(log: str) -> str:
+    """Where the records of a log lie: a job's, or the cluster's for ""."""
+    return f"jobs/{log}/log/" if log else "log/"
+
+
+def key(log: str, seq: int) -> str:
+    """The key of the record that begins with line ``seq``."""
+    return f"{folder(log)}{seq:0{_NUMBER_DIGITS}d}"
+
+
+def number(record_key: str) -> int:
+    """The number of the first line in a record.
+
+    Raises:
+        CodecError: not the key of a record.
+    """
+    text = record_key.rpartition("/")[2]
+    if len(text) != _NUMBER_DIGITS or not text.isdecimal():
+        raise CodecError(f"{record_key}: not the key of a line of the log")
+    return int(text)
+
+
+def is_record(some_key: str) -> bool:
+    """Whether a key is that of a record of any log."""
+    return some_key.startswith("log/") or (some_key.startswith("jobs/") and "/log/" in some_key)
+
+
+def records(lines: Iterable[Audit]) -> Iterator[tuple[str, bytes, bool]]:
+    """(key, value, whether it is a block) of the lines of one decision, in order."""
+    for log, found in groupby(sorted(lines, key=_place), key=lambda line: line.log):
+        group = list(found)
+        if len(group) <= PLAIN_LINES:
+            for line in group:
+                yield key(log, line.seq), codec.dump(line), False
+        else:
+            for block in _blocks(group):
+                yield key(log, block[0]["seq"]), _packed(block), True
+
+
+def lines_of(value: bytes, where: str) -> list[Audit]:
+    """The lines of a record.
+
+    Raises:
+        CodecError: it cannot be read.
+    """
+    values = codec.parse(value, where)
+    if "lines" not in values:
+        return [codec.build(Audit, values)]
+    common, own = values.get("common", {}), values["lines"]
+    if not isinstance(common, dict) or not isinstance(own, list):
+        raise CodecError(f"{where}: not a block of lines")
+    return [codec.build(Audit, {**common, **line}) for line in own]
+
+
+def _place(line: Audit) -> tuple[str, int]:
+    return line.log, line.seq
+
+
+def _blocks(lines: list[Audit]) -> Iterator[list[dict[str, Any]]]:
+    block: list[dict[str, Any]] = []
+    size_bytes = 0
+    for line in lines:
+        values = codec.plain(line)
+        block.append(values)
+        size_bytes += 80 + len(line.message) + sum(len(str(item)) for item in values["evidence"])
+        if size_bytes >= BLOCK_BYTES or len(block) == BLOCK_LINES:
+            yield block
+            block, size_bytes = [], 0
+    if block:
+        yield block
+
+
+def _packed(block: list[dict[str, Any]]) -> bytes:
+    first = block[0]
+    same = {name for name in first if all(line[name] == first[name] for line in block)}
+    return codec.text(
+        {
+            "common": {name: first[name] for name in same},
+            "lines": [{n: v for n, v in line.items() if n not in same} for line in block],
+        }
+    )

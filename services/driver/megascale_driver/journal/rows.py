@@ -1,0 +1,178 @@
+"""Which keys change between two states of the cluster, and to what.
+
+Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
+``nodes/{n}``, ``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``,
+``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``, ``index/{j}`` (the names of all jobs, found
+without going through their logs); large fields of a head or an attempt lie in
+chunks under ``jobs/{j}/attempts/{n}/placement/`` and ``jobs/{j}/parts/``, those of the breaker
+under ``parts/`` (:mod:`megascale_driver.journal.parts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascale_common.job import config as job_config
+from megascale_driver.core.events import Audit
+from megascale_driver.core.overlay import changed_keys
+from megascale_driver.core.state import Cluster, Job
+from megascale_driver.core.storing import differs
+from megascale_driver.journal import codec, records
+from megascale_driver.journal.parts import PARTS, PartEncoder
+
+INDEX = "index/"
+TXN_ID = "txn"  # earlier builds wrote the id of the transaction into every value
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A new value for a key; without one the key goes.
+
+    With ``prefix`` everything goes that begins with it, with ``end`` all from it to before that.
+    """
+
+    key: str
+    value: bytes | None = None
+    prefix: bool = False
+    end: str = ""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The changes of one decision, and the chunks that they name, by key.
+
+    ``version``: the schema version that reads them.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    chunks: dict[str, bytes] = field(default_factory=dict)
+    version: int = codec.BASIC_VERSION
+
+
+class Rows:
+    """Turns states into rows; keeps what it must know of the rows as they are stored."""
+
+    def __init__(self) -> None:
+        self._parts = PartEncoder()
+        # Fields of a stored row that this build does not know: a later build wrote them, and finds
+        # them again when it leads.
+        self._foreign: dict[str, dict[str, Any]] = {}
+        # The chunks that each row names.
+        self._named: dict[str, frozenset[str]] = {}
+
+    def adopt(self, key: str, kind: type[Any], values: Mapping[str, Any]) -> None:
+        """Take note of a row that was read."""
+        known = {*codec.keys(kind), PARTS, TXN_ID}
+        if foreign := {name: value for name, value in values.items() if name not in known}:
+            self._foreign[key] = foreign
+        if PARTS in values:
+            found = values[PARTS].values()
+            self._named[key] = frozenset(part for parts in found for part in parts)
+
+    def named(self) -> frozenset[str]:
+        """All chunks that rows name."""
+        return frozenset().union(*self._named.values())
+
+    def between(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> Batch:
+        """All that differs, log lines first."""
+        batch = Batch()
+        for key, value, block in records.records(audit):
+            batch.changes.append(Change(key, value))
+            if block:
+                batch.version = codec.SCHEMA_VERSION
+        for name in changed_keys(old.jobs, new.jobs):
+            if (job := new.jobs.get(name)) is not None:
+                self._job(batch, old.jobs.get(name), job)
+            else:
+                self._remove_job(batch, name)
+        for name in changed_keys(old.nodes, new.nodes):
+            if (node := new.nodes.get(name)) is None:
+                batch.changes.append(Change(f"nodes/{name}"))
+                self._forget(f"nodes/{name}")
+            elif differs(old.nodes.get(name), node):
+                self._put(batch, f"nodes/{name}", node, lambda _: "parts/")
+        if differs(old.breaker, new.breaker):
+            self._put(batch, "breaker", new.breaker, lambda _: "parts/")
+        for name in changed_keys(old.requests, new.requests):
+            request = new.requests.get(name)
+            value_or_none = None if request is None else codec.dump(request)
+            batch.changes.append(Change(f"requests/{name}", value_or_none))
+        return batch
+
+    def _remove_job(self, batch: Batch, name: str) -> None:
+        """Everything of a job goes, with what this decision would have added to it."""
+        folder = f"jobs/{name}/"
+        batch.changes = [change for change in batch.changes if not change.key.startswith(folder)]
+        batch.changes += [Change(folder, prefix=True), Change(f"{INDEX}{name}")]
+        self._forget(folder)
+
+    def _job(self, batch: Batch, before: Job | None, job: Job) -> None:
+        name = job.name
+        if before is None:
+            batch.changes.append(Change(f"{INDEX}{name}", b"{}"))
+        if before is None or before.config is not job.config:
+            spec = job_config.to_json(job.config).encode()
+            batch.changes.append(Change(f"jobs/{name}/specs/{job.spec_revision}", spec))
+        known = {record.number for record in before.attempts} if before is not None else set()
+        for record in job.attempts:
+            if record.number not in known:
+                self._put(batch, attempt_key(name, record.number), record,
+                          chunk_folder(name, record.number))  # fmt: skip
+        if differs(before, job):
+            self._put(batch, f"jobs/{name}/head", job, chunk_folder(name, job.attempt))
+
+    def _put(self, batch: Batch, key: str, value: Any, folder_of: Callable[[str], str]) -> None:
+        encoded = self._parts.encode(key, folder_of, value)
+        row = {**self._foreign.get(key, {}), **encoded.values}
+        batch.changes.append(Change(key, codec.text(row)))
+        batch.chunks.update(encoded.chunks)
+        if encoded.keys:
+            batch.version = codec.SCHEMA_VERSION
+            self._named[key] = encoded.keys
+        else:
+            self._named.pop(key, None)
+
+    def _forget(self, prefix: str) -> None:
+        for rows in (self._foreign, self._named):
+            for key in [key for key in rows if key.startswith(prefix)]:
+                del rows[key]
+        self._parts.forget(prefix)
+
+
+def attempt_key(job: str, number: int) -> str:
+    """The key of an attempt's record."""
+    return f"jobs/{job}/attempts/{number:06d}"
+
+
+def chunk_folder(job: str, attempt: int) -> Callable[[str], str]:
+    """Where the chunks of a job's fields lie: its slots with the attempt, for as long as that."""
+    return lambda path: (
+        f"{attempt_key(job, attempt)}/placement/"
+        if path.rpartition(".")[2] == "slots"
+        else f"jobs/{job}/parts/"
+    )
+
+
+def pieces(changes: list[Change], most: int, most_bytes: int) -> Iterator[list[Change]]:
+    """The changes in order, in lists within the limits; a larger value is alone in its list."""
+    piece: list[Change] = []
+    size_bytes = 0
+    for change in changes:
+        more_bytes = size_of(change)
+        if piece and (len(piece) == most or size_bytes + more_bytes > most_bytes):
+            yield piece
+            piece, size_bytes = [], 0
+        piece.append(change)
+        size_bytes += more_bytes
+    if piece:
+        yield piece
+
+
+def size_of(change: Change) -> int:
+    """Bytes of a change in a request, at most: the key is in its compare and its read as well."""
+    return 3 * (len(change.key) + KEY_OVERHEAD_BYTES) + len(change.value or b"")
+
+
+KEY_OVERHEAD_BYTES = 96  # the cluster's prefix, revisions, tags and lengths

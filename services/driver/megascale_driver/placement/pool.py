@@ -1,0 +1,111 @@
+"""The idle nodes during one decision of the queue: who may take which of them.
+
+Spares of a running job and survivors of a recovering one are guarded with that job's priority: only
+the job itself and jobs of strictly higher priority may take them, and these only where nothing else
+suffices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megascale_driver.placement.gang import Candidate
+from megascale_driver.placement.queue_values import RunningJob, WaitingJob
+from megascale_driver.placement.room import Room
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Some idle nodes, and their room."""
+
+    nodes: dict[str, Candidate]
+    room: Room
+
+    def without(self, names: frozenset[str]) -> Tier:
+        """The same without these nodes."""
+        if names.isdisjoint(self.nodes):
+            return self
+        nodes = {name: c for name, c in self.nodes.items() if name not in names}
+        return Tier(nodes, Room(nodes.values()))
+
+
+class Pool:
+    """Idle nodes that no earlier decision has given away."""
+
+    def __init__(
+        self,
+        idle: Mapping[str, Candidate],
+        waiting: Iterable[WaitingJob],
+        running: Iterable[RunningJob],
+    ) -> None:
+        self.free = dict(idle)
+        self.room = Room(idle.values())
+        # By node: the owner's priority and name, and the node itself.
+        self._guarded: dict[str, tuple[int, str, Candidate]] = {}
+        for job in sorted(running, key=lambda each: (-each.priority, each.name)):
+            self._guard(job.priority, job.name, job.spares)
+        for waiter in sorted(waiting, key=lambda each: each.order):
+            if waiter.recovering:
+                kept = (*(part.node for part in waiter.last), *waiter.spares)
+                names = [name for name in kept if name not in waiter.evicted]
+                self._guard(waiter.priority, waiter.name, names)
+
+    def own(self, job: WaitingJob) -> dict[str, Candidate]:
+        """Guarded nodes of the job itself that are idle."""
+        return {n: c for n, (_, owner, c) in self._guarded.items() if owner == job.name}
+
+    def tiers(self, job: WaitingJob) -> Iterator[Tier]:
+        """Nodes that the job may take, ever more of them; the later ones only where needed.
+
+        First those that nobody else claims, then what jobs of lower priority hold in reserve, and
+        last the nodes that the job has left: better one of them than to wait for ever.
+        """
+        mine, lower = self.own(job), self._lower(job.priority)
+        first = Tier({**self.free, **mine}, self.room.plus([Room(mine.values())]))
+        tiers = [first]
+        if lower:
+            tiers.append(Tier({**first.nodes, **lower}, first.room.plus([Room(lower.values())])))
+        for tier in tiers:
+            yield tier.without(job.evicted)
+        if not job.evicted.isdisjoint(tiers[-1].nodes):
+            yield tiers[-1]
+
+    def room_for(self, job: WaitingJob) -> Room:
+        """Room of all nodes that the job may take, those of its last tier."""
+        room = self.room.copy()
+        for _, (priority, owner, candidate) in self._guarded.items():
+            if owner == job.name or priority < job.priority:
+                room.add(candidate)
+        return room
+
+    def open_to(self, job: WaitingJob) -> dict[str, Candidate]:
+        """All nodes that the job may take."""
+        return {**self.free, **self._lower(job.priority), **self.own(job)}
+
+    def take(self, names: Iterable[str]) -> None:
+        """These nodes are given away."""
+        for name in names:
+            candidate = self.free.pop(name, None)
+            if candidate is not None:
+                self.room.remove(candidate)
+            self._guarded.pop(name, None)
+
+    def release(self, job: WaitingJob, but: Collection[str] = ()) -> None:
+        """The job no longer keeps its survivors and spares, except those in ``but``."""
+        for name, candidate in self.own(job).items():
+            if name in but:
+                continue
+            del self._guarded[name]
+            self.free[name] = candidate
+            self.room.add(candidate)
+
+    def _lower(self, priority: int) -> dict[str, Candidate]:
+        return {n: c for n, (held, _, c) in self._guarded.items() if held < priority}
+
+    def _guard(self, priority: int, owner: str, names: Iterable[str]) -> None:
+        for name in names:
+            candidate = self.free.pop(name, None)
+            if candidate is not None:
+                self.room.remove(candidate)
+                self._guarded[name] = (priority, owner, candidate)

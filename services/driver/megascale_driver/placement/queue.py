@@ -1,0 +1,264 @@
+"""The order of the queue: which waiting job starts where, waits for what, or displaces whom. Pure.
+
+Jobs are taken by priority, then those that recover, then by age, and each gets what the jobs before
+it have left. A gang that cannot start yet has nodes held for it (:mod:`reservation`), or displaces
+jobs of lower priority (:mod:`preemption`); later jobs start beside it on what it cannot use. A job
+that no known nodes could run holds nothing, except for a while the survivors of its last attempt:
+so it stops nobody. Nothing here depends on an earlier decision, so a new leader decides the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megascale_driver.placement import reservation
+from megascale_driver.placement.cost import fewest_switches
+from megascale_driver.placement.gang import Candidate, replace_lost
+from megascale_driver.placement.pool import Pool
+from megascale_driver.placement.preemption import Holding, victims
+from megascale_driver.placement.queue_values import (
+    STARTS,
+    Choice,
+    Decision,
+    Kind,
+    Placer,
+    Plan,
+    RunningJob,
+    View,
+    WaitingJob,
+)
+from megascale_driver.placement.quota import Ledger
+from megascale_driver.placement.room import Room
+
+# A placement of thousands of nodes costs milliseconds; what is left over starts with the next tick.
+MAX_STARTS = 32
+MAX_NAMES = 4  # jobs that a sentence names
+
+
+def decide(view: View, place: Placer = fewest_switches) -> Plan:
+    """Every decision about the waiting jobs; of equal views the same."""
+    return _Round(view, place).plan()
+
+
+class _Round:
+    """One decision in progress: what is left after the jobs taken so far."""
+
+    def __init__(self, view: View, place: Placer) -> None:
+        self._view, self._place = view, place
+        self._pool = Pool(view.idle, view.waiting, view.running)
+        self._known = Room(view.known.values())
+        self._busy = [Holding.of(job, _nodes_of(job, view)) for job in view.running]
+        between = _between(view)
+        if between:
+            self._busy.append(Holding.of(_NOBODY, between))
+        self._holder = {name: each for each in self._busy for name in each.nodes}
+        self._quota = Ledger(view.quotas, view.running)
+        self._decisions: list[Decision] = []
+        self._holding: list[str] = []  # jobs for which nodes are held
+        self._displaced: set[str] = set()
+
+    def plan(self) -> Plan:
+        starts = 0
+        for job in sorted(self._view.waiting, key=lambda each: each.order):
+            decision = self._decide(job)
+            self._decisions.append(decision)
+            starts += decision.kind in STARTS
+            if starts == MAX_STARTS:
+                break
+        return Plan(tuple(self._decisions), dict(self._pool.free))
+
+    def _decide(self, job: WaitingJob) -> Decision:
+        if self._view.now_s < job.not_before_s:
+            own = tuple(self._pool.own(job))
+            self._pool.take(own)
+            return Decision(Kind.KEEP, job.name, "", nodes=own)
+        if why := self._quota.never(job):
+            self._pool.release(job)
+            return Decision(Kind.WAIT, job.name, why)
+        if not self._known.fits(job.world_size, job.tp):
+            return self._unplaceable(job)
+        short = self._quota.short(job)
+        room = self._pool.room_for(job)
+        if not short and room.fits(job.world_size, job.tp):
+            found = self._choose(job)
+            if found is not None:
+                return self._start(job, found)
+        return self._hold(job, room, short)
+
+    def _unplaceable(self, job: WaitingJob) -> Decision:
+        """No known nodes could run it: it waits for nodes to join or return, and stops nobody."""
+        lack = self._lack(job)
+        waited_s = self._view.now_s - job.waiting_since_s
+        own = tuple(self._pool.own(job))
+        if own and waited_s < self._view.rules.survivors_s:
+            self._pool.take(own)
+            limit_s = self._view.rules.survivors_s
+            kept = f"it keeps {_list(own)} for {limit_s:g} s after its last attempt"
+            return Decision(Kind.KEEP, job.name, f"{lack}; {kept}", nodes=own)
+        self._pool.release(job)
+        return Decision(Kind.WAIT, job.name, lack)
+
+    def _lack(self, job: WaitingJob) -> str:
+        """What all known nodes lack for the job, as a clause."""
+        needs = _need(job)
+        if not self._view.known:
+            return f"it needs {_devices(job)}, and no node has joined yet"
+        largest = self._known.largest()
+        if job.tp > largest:
+            return (
+                f"it needs nodes of at least {job.tp} devices, and the largest that may be used "
+                f"has {largest}"
+            )
+        return f"{needs}, and the nodes that may be used can give {self._known.most(job.tp)}"
+
+    def _choose(self, job: WaitingJob) -> Choice | None:
+        """The cheapest placement; of a job that recovers, one that keeps its survivors."""
+        tiers = list(self._pool.tiers(job))
+        if job.recovering:
+            for tier in tiers:
+                if (kept := _with_survivors(job, tier.nodes)) is not None:
+                    return kept
+        for tier in tiers:
+            if tier.room.fits(job.world_size, job.tp):
+                return self._place(job.world_size, job.tp, tier.nodes.values())
+        return None
+
+    def _start(self, job: WaitingJob, found: Choice) -> Decision:
+        used = tuple(part.node for part in found.parts)
+        self._pool.take(used)
+        self._quota.use(job)
+        self._pool.release(job, but=job.spares)  # survivors that it does not take
+        if self._holding:
+            why = (
+                f"{found.why}; beside what is held for {_jobs(self._holding)}, without delaying it"
+            )
+            return Decision(Kind.BACKFILL, job.name, why, found.parts)
+        return Decision(Kind.PLACE, job.name, found.why, found.parts)
+
+    def _hold(self, job: WaitingJob, room: Room, short: int) -> Decision:
+        """It cannot start yet: displace others, hold nodes, or wait behind the jobs before it."""
+        rules = self._view.rules
+        busy = [each for each in self._busy if each.job.name not in self._displaced]
+        leave = victims(job, room, busy, short=short) if rules.preempt else None
+        for victim in leave or ():
+            self._displaced.add(victim.name)
+            why = f"job {job.name} of priority {job.priority} needs its nodes"
+            self._decisions.append(Decision(Kind.PREEMPT, victim.name, why, beside=job.name))
+        why = self._quota.why(job) if short else self._missing(job, room)
+        self._quota.promise(job)
+        if short and leave is None:
+            self._pool.release(job)
+            return Decision(Kind.WAIT, job.name, why)
+        found = reservation.reserve(
+            job,
+            self._pool.open_to(job),
+            self._counted_on(leave or ()),
+            soon={victim.name for victim in leave or ()},
+            now_s=self._view.now_s,
+            backfill=self._view.now_s - job.waiting_since_s < rules.backfill_s,
+        )
+        if found is None:
+            own = tuple(self._pool.own(job))
+            self._pool.take(own)
+            first = f"held for {_jobs(self._holding)}" if self._holding else "given away first"
+            why = f"{why}; the nodes that it needs are {first}"
+            return Decision(Kind.KEEP if own else Kind.WAIT, job.name, why, nodes=own)
+        for name in found.busy:
+            self._uncount(name)
+        held = (*found.idle, *(n for n in self._pool.own(job) if n not in found.idle))
+        self._pool.take(held)
+        self._holding.append(job.name)
+        why += self._awaits(job, found, leave)
+        return Decision(Kind.RESERVE, job.name, why, nodes=held)
+
+    def _missing(self, job: WaitingJob, room: Room) -> str:
+        """What is missing now, as a clause."""
+        return f"{_need(job)}, {room.most(job.tp)} of {self._known.most(job.tp)} are free"
+
+    def _awaits(
+        self,
+        job: WaitingJob,
+        found: reservation.Reservation,
+        leave: Sequence[RunningJob] | None,
+    ) -> str:
+        text = f"; {_list(found.idle)} held for it" if found.idle else ""
+        if leave:
+            gone = [victim.name for victim in leave]
+            return f"{text}; {_jobs(gone)} of lower priority must save and leave"
+        ahead = [name for name in found.behind if name]
+        text += f" until {_jobs(ahead)} ends or leaves" if ahead else ""
+        cannot = [
+            f"job {each.job.name} is not displaced: {each.job.cannot}"
+            for each in self._busy
+            if each.job.cannot and each.job.priority < job.priority and not each.job.leaving
+        ]
+        return "; ".join([text, *cannot[:1]]) if self._view.rules.preempt else text
+
+    def _counted_on(self, leave: Sequence[RunningJob]) -> list[Holding]:
+        """Busy nodes that the job may count on; where others leave for it, theirs come first."""
+        if not leave:
+            return [each for each in self._busy if each.nodes]
+        names = {victim.name for victim in leave}
+        return [each for each in self._busy if each.job.name in names or each.job.leaving]
+
+    def _uncount(self, name: str) -> None:
+        """Later jobs cannot count on this node."""
+        if name in self._holder:
+            self._holder[name].count_on(name)
+
+
+def _with_survivors(job: WaitingJob, usable: dict[str, Candidate]) -> Choice | None:
+    """The last placement with its lost nodes replaced; None if it cannot be completed.
+
+    Survivors keep their ranks, because their memory holds the snapshots of those ranks.
+    """
+    mine = {part.node for part in job.last}
+    welcome = {name: c for name, c in usable.items() if name not in job.evicted}
+    survivors = {name: c for name, c in welcome.items() if name in mine}
+    named = [welcome[name] for name in job.spares if name in welcome and name not in mine]
+    others = [c for name, c in welcome.items() if name not in mine and name not in job.spares]
+    parts = replace_lost(job.last, survivors, named, others)
+    if parts is None:
+        return None
+    fresh = tuple(part.node for part in parts if part.node not in mine)
+    if not fresh:
+        return Choice(parts, "the same nodes, whose memory may hold its snapshots")
+    kept = len(parts) - len(fresh)
+    spares = [name for name in fresh if name in job.spares]
+    origin = "spare" if len(spares) == len(fresh) else "node"
+    text = f"{kept} of {len(parts)} nodes keep their ranks, {origin} {_list(fresh)} joins them"
+    return Choice(parts, text)
+
+
+def _nodes_of(job: RunningJob, view: View) -> dict[str, Candidate]:
+    """Nodes of a running job that may be usable once it has left them."""
+    return {name: view.known[name] for name in job.nodes if name in view.known}
+
+
+# Holds nodes whose last job has left them and that have not reported idle yet.
+_NOBODY = RunningJob(name="", world_size=0, nodes=(), leaving=True)
+
+
+def _between(view: View) -> dict[str, Candidate]:
+    """Nodes that no job holds and that cannot start now: they are about to be idle."""
+    held = {name for job in view.running for name in job.nodes}
+    names = sorted(n for n in view.known if n not in held and n not in view.idle)
+    return {name: view.known[name] for name in names}
+
+
+def _need(job: WaitingJob) -> str:
+    groups = f" in groups of {job.tp} on one node" if job.tp > 1 else ""
+    return f"it needs {_devices(job)}{groups}"
+
+
+def _devices(job: WaitingJob) -> str:
+    return f"{job.world_size} device{'' if job.world_size == 1 else 's'}"
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+
+
+def _jobs(names: Sequence[str]) -> str:
+    return f"job {names[0]}" if len(names) == 1 else f"jobs {_list(names)}"

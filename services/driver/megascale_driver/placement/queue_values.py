@@ -1,0 +1,157 @@
+"""What the queue is asked and what it answers, as values: jobs, nodes, quotas; decisions.
+
+Times are Unix seconds. A job's size is its number of ranks, each on one device.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from megascale_driver.placement.gang import Candidate, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A placement, and why it is the cheapest, as a clause."""
+
+    parts: tuple[Part, ...]
+    why: str
+
+
+# Chooses the cheapest placement of (ranks, tp) among candidates; None if they do not suffice. It
+# must find one whenever megascale_driver.placement.room.Room.fits the candidates.
+Placer = Callable[[int, int, Iterable[Candidate]], Choice | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingJob:
+    """A queued job.
+
+    ``last``: its placement when it was last running, while it recovers from a fault; empty for a
+    job that is new, was preempted or resumed. ``waiting_since_s``: since when it is queued.
+    ``not_before_s``: it backs off until then.
+    """
+
+    name: str
+    world_size: int
+    tp: int = 1
+    priority: int = 0
+    tenant: str = "default"
+    created_s: float = 0.0
+    waiting_since_s: float = 0.0
+    last: tuple[Part, ...] = ()
+    spares: tuple[str, ...] = ()
+    evicted: frozenset[str] = frozenset()
+    not_before_s: float = 0.0
+
+    @property
+    def recovering(self) -> bool:
+        """Whether it had nodes, some of which may survive."""
+        return bool(self.last)
+
+    @property
+    def order(self) -> tuple[int, bool, float, str]:
+        """Its place in the queue: by priority, then what recovers, then by age."""
+        return (-self.priority, not self.recovering, self.created_s, self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningJob:
+    """A job that holds nodes.
+
+    ``ends_s``: when it is expected to end; None if unknown. ``preemptible``: whether it can save
+    and then stop; ``cannot`` is the reason if not. ``leaving``: it has been ordered to leave its
+    nodes already, or is stopping.
+    """
+
+    name: str
+    world_size: int
+    nodes: tuple[str, ...]
+    priority: int = 0
+    tenant: str = "default"
+    started_s: float = 0.0
+    ends_s: float | None = None
+    spares: tuple[str, ...] = ()
+    preemptible: bool = False
+    cannot: str = ""
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Limits of the queue, in seconds.
+
+    ``preempt``: whether jobs of higher priority displace others. A gang that has waited for
+    ``backfill_s`` holds every free node that it could use: from then on no estimate of when others
+    end can delay it. A job whose nodes are lost and cannot be replaced keeps its survivors for
+    ``survivors_s``.
+    """
+
+    preempt: bool = True
+    backfill_s: float = 1800.0
+    survivors_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The cluster as the queue takes it.
+
+    ``idle``: nodes that could start now. ``known``: all that are or may soon be usable, the idle
+    and the busy ones among them. ``quotas``: devices that all jobs of a tenant may hold at once; a
+    tenant without an entry is not limited.
+    """
+
+    now_s: float
+    waiting: tuple[WaitingJob, ...]
+    running: tuple[RunningJob, ...] = ()
+    idle: Mapping[str, Candidate]
+    known: Mapping[str, Candidate]
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    rules: Rules = field(default_factory=Rules)
+
+
+class Kind(enum.StrEnum):
+    """What is decided about a job.
+
+    PLACE: it starts. BACKFILL: it starts on nodes that no earlier job in the queue can use sooner.
+    RESERVE: it waits, and nodes are held for it, those in ``nodes`` now and others as they get
+    free. KEEP: it recovers and cannot be placed, but keeps
+    its survivors and spares for a while. WAIT: it waits and holds nothing. PREEMPT: it runs, and
+    must save and leave its nodes.
+    """
+
+    PLACE = "PLACE"
+    BACKFILL = "BACKFILL"
+    RESERVE = "RESERVE"
+    KEEP = "KEEP"
+    WAIT = "WAIT"
+    PREEMPT = "PREEMPT"
+
+
+STARTS = frozenset({Kind.PLACE, Kind.BACKFILL})
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision. ``why`` is a clause for the job's reason and the audit log; "": it backs off.
+
+    ``parts``: with PLACE and BACKFILL. ``nodes``: idle nodes that are held for the job. ``beside``:
+    the job that a PREEMPT makes room for.
+    """
+
+    kind: Kind
+    job: str
+    why: str
+    parts: tuple[Part, ...] = ()
+    nodes: tuple[str, ...] = ()
+    beside: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All decisions, in the order in which they were made, and the idle nodes that are left."""
+
+    decisions: tuple[Decision, ...]
+    free: Mapping[str, Candidate]

@@ -1,0 +1,93 @@
+"""What of a heartbeat decides anything, in a form that is cheap to compare with the one before.
+
+Most heartbeats repeat the one before but for counters, times, steps and status pages. Those are
+read on demand (:func:`megascale_driver.presence.reports.pages`). Everything else is evidence: texts
+and numbers are compared as they are, repeated messages in their serialized form, before anything is
+converted to values of the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+from google.protobuf.message import Message
+
+from megascale.v1 import link_pb2
+
+_EXITED = link_pb2.WORKER_STATE_EXITED
+_AT_WORK = frozenset({link_pb2.ATTEMPT_PHASE_RUNNING, link_pb2.ATTEMPT_PHASE_FINISHED})
+
+
+class Evidence(NamedTuple):
+    """The parts of a heartbeat as :meth:`megascale_driver.presence.lane.Lane.beat` takes them."""
+
+    prompt: Hashable
+    slow: Hashable
+    shared: tuple[Hashable, ...]
+    counted: tuple[tuple[str, Hashable], ...]
+
+
+def of(beat: link_pb2.Heartbeat) -> Evidence:
+    """The evidence of a heartbeat."""
+    prompt: list[Hashable] = [
+        beat.desired_version,
+        beat.epoch_seen.create_revision,
+        beat.epoch_seen.cluster_generation,
+        beat.job,
+        beat.attempt,
+        beat.phase,
+        beat.failure,
+        beat.finished_step,
+        beat.store_endpoint,
+    ]
+    for worker in beat.workers:
+        # Not the whole message: the age of the status page in it grows with each heartbeat.
+        prompt += (worker.rank, worker.state)
+        if worker.state == _EXITED or worker.error_kind:
+            prompt += (worker.exit_status, worker.error_kind, worker.error)
+    # Presence of the lists first: an empty one costs nothing more.
+    if beat.checks:
+        prompt.append(_bytes(beat.checks))
+    if beat.traces:
+        prompt.append(_bytes(beat.traces))
+    if beat.HasField("checkpoint_daemon"):
+        prompt.append(beat.checkpoint_daemon.SerializeToString())
+    slow: list[Hashable] = []
+    shared: list[Hashable] = []
+    counted: list[tuple[str, Hashable]] = []
+    for item in beat.checkpoints:
+        _checkpoints(item, prompt, slow, shared)
+        if item.skipped_step:
+            counted.append((item.job, (item.skipped_by_attempt, item.skipped_step)))
+    if beat.phase not in _AT_WORK:
+        # Between attempts what lies in memory decides where the next one restores from.
+        prompt += slow
+        slow = []
+    return Evidence(tuple(prompt), tuple(slow), tuple(shared), tuple(counted))
+
+
+def _checkpoints(
+    item: link_pb2.CheckpointProgress,
+    prompt: list[Hashable],
+    slow: list[Hashable],
+    shared: list[Hashable],
+) -> None:
+    job = item.job
+    prompt.append(job)
+    if item.HasField("failure"):
+        prompt.append(item.failure.SerializeToString())
+    if item.HasField("replica_failure"):
+        prompt.append(item.replica_failure.SerializeToString())
+    if item.damaged:
+        prompt.append(_bytes(item.damaged))
+    if item.sealed:
+        slow.append(_bytes(item.sealed))
+    if item.replicas:
+        slow.append(_bytes(item.replicas))
+    if item.committed_step:
+        shared.append((job, "committed", item.committed_step, item.committed_by_attempt))
+
+
+def _bytes(messages: Iterable[Message]) -> bytes:
+    return b"\0".join([message.SerializeToString() for message in messages])

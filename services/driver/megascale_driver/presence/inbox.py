@@ -1,0 +1,127 @@
+"""The events that wait for the core: what must not be lost in order, progress per job.
+
+Hellos, broken links, exits, answers and operators' orders are never dropped and keep their order.
+Progress (what lies in memory, what was committed) waits per job, the newest of each node only, and
+jobs take turns, so that no job holds up another. When there is too much of it, the newest record
+is dropped: its node's next heartbeat brings it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+MAX_PROGRESS = 100_000
+# Reports of one node in a row that wait; beyond, its newest replaces the one before.
+MAX_REPORTS = 16
+PROGRESS_SHARE = 4  # one in so many events taken may be progress while others wait
+
+Entry = TypeVar("Entry")
+
+
+class _Waiting(Generic[Entry]):
+    """The entries of one node that wait in order, and its newest reports among them."""
+
+    __slots__ = ("count", "reports")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.reports: list[_Cell[Entry]] = []  # since its last entry of another kind
+
+
+class _Cell(Generic[Entry]):
+    """A place in the order, whose entry may be replaced by a newer one."""
+
+    __slots__ = ("entry", "node")
+
+    def __init__(self, node: str, entry: Entry) -> None:
+        self.node, self.entry = node, entry
+
+
+class Inbox(Generic[Entry]):
+    """Events in the order in which the core takes them."""
+
+    def __init__(self, max_progress: int = MAX_PROGRESS) -> None:
+        self.dropped = 0
+        self._max_progress = max_progress
+        self._ordered: deque[_Cell[Entry]] = deque()
+        self._waiting: dict[str, _Waiting[Entry]] = {}
+        self._progress: dict[str, dict[str, Entry]] = {}  # by job, then by node
+        self._job_of: dict[str, str] = {}  # of each node whose progress waits
+
+    def __len__(self) -> int:
+        return len(self._ordered) + len(self._job_of)
+
+    def put(self, entry: Entry, node: str = "") -> None:
+        """Add an event that must not be lost; ``node``: the one that it is about, if any."""
+        if node in self._job_of:  # its progress came first
+            self._append(node, self._take_progress(node))
+        self._append(node, entry)
+        if node:
+            self._waiting[node].reports.clear()
+
+    def put_report(self, entry: Entry, node: str) -> None:
+        """Add a report of a node that must not be lost."""
+        if node in self._job_of:
+            self._take_progress(node)  # the report has all that this one had
+        waiting = self._waiting.get(node)
+        if waiting is not None and len(waiting.reports) >= MAX_REPORTS:
+            waiting.reports[-1].entry = entry
+            return
+        cell = self._append(node, entry)
+        self._waiting[node].reports.append(cell)
+
+    def put_progress(self, entry: Entry, node: str, job: str) -> bool:
+        """Add a report that only shows progress of ``job``; False if it had to be dropped."""
+        if node in self._waiting:
+            self.put_report(entry, node)  # it must not overtake what waits of its node
+            return True
+        if node in self._job_of:
+            self._take_progress(node)
+        elif len(self._job_of) >= self._max_progress:
+            self.dropped += 1
+            return False
+        self._progress.setdefault(job, {})[node] = entry
+        self._job_of[node] = job
+        return True
+
+    def take(self, limit: int) -> list[Entry]:
+        """Remove and return at most ``limit`` events: those in order first, then jobs in turn."""
+        kept = min(len(self._job_of), max(1, limit // PROGRESS_SHARE))
+        taken = [self._pop() for _ in range(min(len(self._ordered), limit - kept))]
+        while self._progress and len(taken) < limit:
+            job, nodes = next(iter(self._progress.items()))
+            taken.append(self._take_progress(next(iter(nodes))))
+            if nodes:  # the next turn is another job's
+                self._progress[job] = self._progress.pop(job)
+        return taken
+
+    def clear(self) -> list[Entry]:
+        """Remove and return everything."""
+        return self.take(len(self) + 1)
+
+    def _append(self, node: str, entry: Entry) -> _Cell[Entry]:
+        cell = _Cell(node, entry)
+        self._ordered.append(cell)
+        if node:
+            self._waiting.setdefault(node, _Waiting()).count += 1
+        return cell
+
+    def _pop(self) -> Entry:
+        cell = self._ordered.popleft()
+        waiting = self._waiting.get(cell.node)
+        if waiting is not None:
+            waiting.count -= 1
+            if not waiting.count:
+                del self._waiting[cell.node]
+            elif waiting.reports and waiting.reports[0] is cell:
+                del waiting.reports[0]
+        return cell.entry
+
+    def _take_progress(self, node: str) -> Entry:
+        job = self._job_of.pop(node)
+        nodes = self._progress[job]
+        entry = nodes.pop(node)
+        if not nodes:
+            del self._progress[job]
+        return entry

@@ -1,0 +1,254 @@
+"""Who sends heartbeats, who has fallen silent, and which heartbeats the core has to see.
+
+A heartbeat costs O(1) here and enters the core only if its evidence differs from the evidence that
+the core has of the node, or if the node was reported silent. Deadlines lie in a heap and are lazy:
+a heartbeat only notes its time; an entry that comes due is compared with the newest heartbeat and
+put back if the node was heard since. No I/O and no clock: the time comes with each call, and
+:meth:`Lane.next_deadline_s` names the next moment at which silence alone changes anything.
+
+Note [Silence]
+~~~~~~~~~~~~~~
+The lane reports a silent node when its silence reaches the limit of SUSPECT, at each further limit
+of the policy, and every RECHECK_S in between, until the core has declared it DEAD or it is heard
+again. What follows from the silence is the core's decision (:mod:`megascale_driver.core.liveness`):
+steps of its job, probes and the breaker count, which the lane does not know.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from megascale_driver.core.events import Silence
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import Liveness, Node
+
+RECHECK_S = 1.0
+# Evidence that only a restart needs (what lies in the memory of the nodes) enters the core at most
+# so often per second, over all nodes. Each node gets the same share.
+SLOW_PER_S = 50.0
+MAX_SHARED = 10_000  # facts remembered; a forgotten one only enters the core again
+
+
+class News(enum.Enum):
+    """Whether the core has to see a heartbeat: not, for its progress, or because it decides."""
+
+    NONE = enum.auto()
+    PROGRESS = enum.auto()
+    DECIDES = enum.auto()
+
+
+@dataclass(slots=True)
+class _Presence:
+    """What the lane knows of one node; ``due_s`` is its entry in the heap that counts."""
+
+    incarnation: str
+    last_beat_s: float
+    linked: bool = False
+    due_s: float = math.inf
+    silent: bool = False
+    assumed: bool = False
+    evidence: object = None
+    slow: object = None
+    slow_at_s: float = -math.inf
+
+
+class Lane:
+    """The presence of all nodes; every method takes the time as ``now_s``, Unix seconds."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._limits = (
+            policy.suspect_after_s,
+            policy.dead_after_s,
+            policy.dead_uncorroborated_after_s,
+        )
+        self._nodes: dict[str, _Presence] = {}
+        self._heap: list[tuple[float, str]] = []
+        # Facts that every node of a job reports and that count once, in the order of arrival.
+        self._shared: dict[Hashable, None] = {}
+        self._reporters: dict[str, str] = {}  # node by job
+        self._linked = 0
+
+    def begin(self, now_s: float, nodes: Iterable[str]) -> None:
+        """A term starts with these nodes stored: each has its full time to be heard.
+
+        The core of the new term has no evidence of any node, so the next heartbeat of each counts.
+        """
+        self._shared.clear()
+        for name in nodes:
+            self._nodes.setdefault(name, _Presence("", now_s))
+        for name, found in self._nodes.items():
+            found.last_beat_s, found.silent = max(found.last_beat_s, now_s), False
+            found.evidence = found.slow = None
+            found.assumed = False
+            self._schedule(name, found, now_s)
+
+    def opened(self, now_s: float, node: str, incarnation: str) -> None:
+        """The node has opened its link."""
+        found = self._nodes.get(node)
+        if found is None:
+            found = self._nodes[node] = _Presence(incarnation, now_s)
+        self._linked += not found.linked
+        found.incarnation, found.linked, found.last_beat_s = incarnation, True, now_s
+        found.silent, found.assumed, found.evidence, found.slow = False, False, None, None
+        self._schedule(node, found, now_s)
+
+    def closed(self, node: str, incarnation: str) -> None:
+        """The node's link broke; its silence counts from its newest heartbeat."""
+        found = self._nodes.get(node)
+        if found is not None and found.linked and found.incarnation == incarnation:
+            found.linked = False
+            self._linked -= 1
+            if found.assumed:
+                raise ValueError(f"node {node} is assumed to be heard: doubt it before its link")
+            # The core ignores what it had not yet read of this node, so the others say it again.
+            self._shared.clear()
+
+    def beat(
+        self,
+        now_s: float,
+        node: str,
+        evidence: object,
+        slow: object = None,
+        shared: Iterable[Hashable] = (),
+        counted: Iterable[tuple[str, Hashable]] = (),
+    ) -> News:
+        """Take in a heartbeat of the open link; whether the core has to see it.
+
+        Args:
+            evidence: what decides at once; compared with that of the newest heartbeat seen.
+            slow: what only a restart needs; a change of it counts once per node in a while.
+            shared: facts that all nodes of a job report; only the first report of each is news.
+            counted: (job, fact) of facts that all its nodes report and count: only those of one
+                node of the job are news, because each node's counter is its own.
+        """
+        found = self._nodes[node]
+        found.last_beat_s = now_s
+        progress = self._first(node, shared, counted) or (
+            found.slow != slow and now_s - found.slow_at_s >= self._linked / SLOW_PER_S
+        )
+        decides = found.silent or found.evidence != evidence
+        if not (decides or progress):
+            return News.NONE
+        if found.silent:
+            found.silent = False
+            self._schedule(node, found, now_s)
+        found.evidence = evidence
+        if found.slow != slow:
+            found.slow, found.slow_at_s = slow, now_s
+        return News.DECIDES if decides else News.PROGRESS
+
+    def alive(self, now_s: float, node: str) -> News:
+        """The node was heard, with the evidence of its heartbeat before."""
+        found = self._nodes[node]
+        return self.beat(now_s, node, found.evidence, found.slow)
+
+    def forget(self, node: str) -> None:
+        """The core did not get the node's newest report: its next heartbeat is news again."""
+        found = self._nodes.get(node)
+        if found is not None:
+            found.evidence = found.slow = None
+            self._shared.clear()
+
+    def last_beat_s(self, node: str) -> float:
+        """When the node was last heard; 0 if it is not known."""
+        found = self._nodes.get(node)
+        return found.last_beat_s if found is not None else 0.0
+
+    def due(self, now_s: float, nodes: Mapping[str, Node]) -> tuple[Silence, ...]:
+        """The nodes whose silence is to be evaluated now; ``nodes`` are those of the core.
+
+        Nodes that the core has forgotten are forgotten, and DEAD ones wait for their next sign.
+        """
+        silences: list[Silence] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            at_s, name = heapq.heappop(self._heap)
+            found = self._nodes.get(name)
+            if found is None or found.due_s != at_s:
+                continue  # overtaken by a later entry
+            found.due_s = math.inf
+            node = nodes.get(name)
+            if node is None and not found.linked:
+                del self._nodes[name]
+                continue
+            if node is not None and node.liveness is Liveness.DEAD:
+                found.silent = True  # its next heartbeat is news
+                continue
+            if now_s - found.last_beat_s >= self._limits[0]:
+                found.silent = True
+                silences.append(Silence(name, found.incarnation, found.last_beat_s))
+            self._schedule(name, found, now_s)
+        return tuple(silences)
+
+    def next_deadline_s(self) -> float:
+        """When :meth:`due` may next return a node, if none is heard before; inf for never."""
+        while self._heap:
+            at_s, name = self._heap[0]
+            found = self._nodes.get(name)
+            if found is not None and found.due_s == at_s:
+                deadline_s = max(at_s, found.last_beat_s + self._limits[0])
+                if deadline_s == at_s:
+                    return at_s
+                heapq.heappop(self._heap)
+                found.due_s = deadline_s
+                heapq.heappush(self._heap, (deadline_s, name))
+            else:
+                heapq.heappop(self._heap)
+        return math.inf
+
+    def assume(self, node: str) -> None:
+        """From now on the node counts as heard at all times, until :meth:`doubt`.
+
+        The entry of simulations for stretches in which nothing changes: they send no heartbeat that
+        would only repeat the one before (:mod:`megascale_driver.presence.pace`).
+        """
+        found = self._nodes.get(node)
+        if found is not None and found.linked:
+            found.assumed, found.due_s = True, math.inf
+
+    def doubt(self, now_s: float, node: str, last_beat_s: float) -> None:
+        """The node no longer counts as heard; its newest heartbeat arrived at ``last_beat_s``."""
+        found = self._nodes.get(node)
+        if found is not None and found.assumed:
+            found.assumed, found.last_beat_s = False, last_beat_s
+            self._schedule(node, found, now_s)
+
+    def _first(
+        self, node: str, shared: Iterable[Hashable], counted: Iterable[tuple[str, Hashable]]
+    ) -> bool:
+        """Note the facts of a heartbeat; whether one of them is new."""
+        new = [fact for fact in shared if fact not in self._shared]
+        new += [
+            item
+            for item in counted
+            if self._reports_for(item[0], node) and item not in self._shared
+        ]
+        for fact in new:
+            if len(self._shared) >= MAX_SHARED:
+                del self._shared[next(iter(self._shared))]
+            self._shared[fact] = None
+        return bool(new)
+
+    def _reports_for(self, job: str, node: str) -> bool:
+        """Whether this node's counters of the job count: one node's do, as long as it is there."""
+        known = self._nodes.get(self._reporters.get(job, ""))
+        if known is None or not known.linked or known.silent:
+            if len(self._reporters) >= MAX_SHARED:
+                self._reporters.clear()
+            self._reporters[job] = node
+        return self._reporters[job] == node
+
+    def _schedule(self, name: str, found: _Presence, now_s: float) -> None:
+        """Put the node's next deadline into the heap; its earlier entries no longer count."""
+        silent_s = now_s - found.last_beat_s
+        if silent_s < self._limits[0]:
+            due_s = found.last_beat_s + self._limits[0]
+        else:
+            limits = (found.last_beat_s + limit for limit in self._limits)
+            due_s = min([now_s + RECHECK_S, *(at_s for at_s in limits if at_s > now_s)])
+        if due_s != found.due_s:
+            found.due_s = due_s
+            heapq.heappush(self._heap, (due_s, name))

@@ -1,0 +1,142 @@
+"""From a heartbeat to the core's values: the report of a node, and the status pages of its ranks.
+
+Everything that comes from a node is cut to a bound here, before it enters the state and etcd.
+"""
+
+from __future__ import annotations
+
+from megascale.v1 import link_pb2, types_pb2
+from megascale_driver.analysis.progress import OperationCount, RankStatus
+from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.conditions import CheckpointFailure
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Check,
+    Report,
+    TraceReport,
+    TraceState,
+    WorkerReport,
+)
+
+MAX_NAME = 64
+MAX_OPERATIONS = 64
+MAX_TEXT = 4096
+MAX_LABEL = 256  # characters of an address or an id
+MAX_TRACES = 64
+
+
+def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: float = 0.0) -> Report:
+    """A heartbeat; the version of a desired state of another epoch counts as 0.
+
+    Args:
+        beat: the heartbeat.
+        epoch: that of the present term.
+        clock_offset_s: the driver's clock minus the node's; times of the node are corrected by it.
+
+    Raises:
+        ValueError: a phase, verdict or state that this build does not know.
+    """
+    seen = beat.epoch_seen
+    current = (seen.cluster_generation, seen.create_revision) == (
+        epoch.cluster_generation,
+        epoch.create_revision,
+    )
+    name = (
+        link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_")
+        if beat.phase
+        else "IDLE"
+    )
+    return Report(
+        desired_version=beat.desired_version if current else 0,
+        job=beat.job,
+        attempt=beat.attempt,
+        phase=AttemptPhase(name),
+        failure=beat.failure[:MAX_TEXT],
+        finished_step=max(0, beat.finished_step),
+        workers=tuple(_worker(item, clock_offset_s) for item in beat.workers),
+        checks=tuple(
+            Check(c.name, types_pb2.CheckVerdict.Name(c.verdict).removeprefix("CHECK_VERDICT_"),
+                  c.target, c.detail[:MAX_TEXT], c.elapsed.ToNanoseconds() / 1e9)
+            for c in beat.checks
+        ),
+        store_endpoint=beat.store_endpoint,
+        progress=tuple(_progress(item) for item in beat.checkpoints),
+        traces=tuple(_trace(item) for item in beat.traces[:MAX_TRACES]),
+        daemon_restarts=beat.checkpoint_daemon.restarts,
+        daemon_exit_status=beat.checkpoint_daemon.exit_status,
+        replica_endpoint=beat.checkpoint_daemon.replica_endpoint[:MAX_LABEL],
+    )  # fmt: skip
+
+
+def pages(beat: link_pb2.Heartbeat) -> tuple[RankStatus, ...]:
+    """The status pages of the ranks that have one."""
+    return tuple(_status(item) for item in beat.workers if item.phase)
+
+
+def _worker(status: link_pb2.WorkerStatus, clock_offset_s: float) -> WorkerReport:
+    exited_at_s = status.exited_at.ToNanoseconds() / 1e9
+
+    return WorkerReport(
+        rank=status.rank,
+        exited=status.state == link_pb2.WORKER_STATE_EXITED,
+        exit_status=status.exit_status,
+        error=status.error[-MAX_TEXT:],
+        error_kind=status.error_kind,
+        exited_at_s=exited_at_s + clock_offset_s if exited_at_s else 0.0,
+        restored_step=status.restored_step if status.HasField("restored_step") else -1,
+        restore_problem=status.restore_problem[:MAX_TEXT],
+    )
+
+
+def _status(status: link_pb2.WorkerStatus) -> RankStatus:
+    return RankStatus(
+        rank=status.rank,
+        step=status.step,
+        phase=status.phase[:MAX_NAME],
+        age_s=max(0.0, status.status_age.ToNanoseconds() / 1e9),
+        operations=tuple(
+            OperationCount(item.group[:MAX_NAME], item.entered, item.completed)
+            for item in status.operations[:MAX_OPERATIONS]
+        ),
+    )
+
+
+def _trace(item: link_pb2.TraceReport) -> TraceReport:
+    name = (
+        types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_")
+        if item.state
+        else "FAILED"
+    )
+    return TraceReport(
+        item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT]
+    )
+
+
+def _progress(item: link_pb2.CheckpointProgress) -> Progress:
+    return Progress(
+        job=item.job,
+        sealed=tuple(
+            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed
+        ),
+        committed_step=item.committed_step,
+        committed_by_attempt=item.committed_by_attempt,
+        manifest_uri=item.manifest_uri,
+        failure=_failure(item.failure) if item.HasField("failure") else None,
+        skipped_snapshots=item.skipped_snapshots,
+        skipped_step=item.skipped_step,
+        skipped_by_attempt=item.skipped_by_attempt,
+        replicas=tuple(
+            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.replicas
+        ),
+        replica_failure=_failure(item.replica_failure)
+        if item.HasField("replica_failure")
+        else None,
+        damaged=tuple(
+            CheckpointFailure(found.attempt, found.step, found.rank, found.error[:MAX_TEXT])
+            for found in item.damaged
+        ),
+    )
+
+
+def _failure(item: link_pb2.CheckpointFailure) -> CheckpointFailure:
+    return CheckpointFailure(item.attempt, item.step, item.rank, item.error[:MAX_TEXT])

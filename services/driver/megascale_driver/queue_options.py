@@ -1,0 +1,73 @@
+"""The driver's options about the queue: quotas, preemption, how long ended jobs are kept."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from megascale_common.job.names import is_dns_label
+
+
+def add_queue_options(parser: argparse.ArgumentParser) -> None:
+    """Add them; every driver of a cluster must be given the same ones."""
+    parser.add_argument(
+        "--quota",
+        type=quota,
+        action="append",
+        default=[],
+        metavar="TENANT=DEVICES",
+        help="the jobs of this tenant hold at most so many devices at once; may be repeated; a "
+        "tenant without a quota is not limited",
+    )
+    parser.add_argument(
+        "--preemption",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a job of higher priority displaces running ones of lower priority that can save "
+        "their state first; default yes",
+    )
+    parser.add_argument(
+        "--keep-ended-jobs",
+        type=_count,
+        default=1000,
+        metavar="N",
+        help="delete the oldest ended jobs beyond this number; their checkpoints stay; "
+        "default 1000",
+    )
+    parser.add_argument(
+        "--keep-ended-days",
+        type=_days,
+        default=30.0,
+        metavar="DAYS",
+        help="delete jobs that ended longer ago; their checkpoints stay; default 30",
+    )
+
+
+def quota(text: str) -> tuple[str, int]:
+    """A tenant and its devices, from TENANT=DEVICES.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not of that form.
+    """
+    tenant, equals, devices = text.partition("=")
+    if not equals or not is_dns_label(tenant):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give TENANT=DEVICES, with a tenant of a-z, 0-9 and '-'"
+        )
+    return tenant, _count(devices)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 0 or more")
+    return int(text)
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = math.nan
+    if not 0 < days < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number of days")
+    return days

@@ -1,0 +1,146 @@
+"""DriverService, the methods that move running work: restart, update, drain, rules, breaker."""
+
+from __future__ import annotations
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.service.errors import NotFoundError, invalid
+from megascale_common.service.handlers import answers
+from megascale_driver import admission, update_request, wire
+from megascale_driver.core.events import (
+    BreakerResetRequested,
+    DrainRequested,
+    PolicyRequested,
+    RestartRequested,
+    UpdateRequested,
+)
+from megascale_driver.core.rules import RULES
+from megascale_driver.core.state import Job
+from megascale_driver.service_base import (
+    Context,
+    actor_of,
+    checked_spec,
+    request_key,
+    required_reason,
+)
+from megascale_driver.service_watch import WatchMethods
+
+SHOWN = 8  # checkpoints that an error lists
+
+
+class OrderMethods(WatchMethods):
+    """Orders of operators about running work and about the driver's own rules."""
+
+    @answers
+    async def RestartJob(
+        self, request: driver_pb2.RestartJobRequest, context: Context
+    ) -> driver_pb2.RestartJobResponse:
+        """Begin a new attempt, from the newest state or from a named step."""
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        job, step = self._job(request.name), None
+        later: tuple[int, ...] = ()
+        if request.HasField("from_step"):
+            step = request.from_step
+            later = await self._later_steps(job, step)
+        event = RestartRequested(
+            self.engine.clock.now_s(), job.name, reason, actor_of(context),
+            from_step=step, later_steps=later, now=request.now, request=key,
+        )  # fmt: skip
+        consequence = self._preview(event, "RESTART_REQUESTED", "job")
+        if not request.validate_only:
+            await self._call(event)
+        return driver_pb2.RestartJobResponse(
+            job=self._message(self._job(request.name)), consequence=consequence
+        )
+
+    async def _later_steps(self, job: Job, step: int) -> tuple[int, ...]:
+        """The complete checkpoints above ``step``, which must be one itself."""
+        if step < 0:
+            raise invalid("from_step", f"{step} is negative", "give the step of a checkpoint")
+        commits = await self._commits(job) if job.config.checkpoint.uri else []
+        steps = sorted({commit.step for commit in commits}, reverse=True)
+        if step not in steps and (step or steps):
+            newest = ", ".join(map(str, steps[:SHOWN])) or "none"
+            raise NotFoundError(
+                f"job {job.name} has no complete checkpoint of step {step}; it has {newest} "
+                "(`megascale checkpoint list` has all)",
+                reason="CHECKPOINT_NOT_FOUND",
+            )
+        return tuple(found for found in steps if found > step)
+
+    @answers
+    async def UpdateJob(
+        self, request: driver_pb2.UpdateJobRequest, context: Context
+    ) -> driver_pb2.UpdateJobResponse:
+        """Give a job a new configuration for its next attempt."""
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        config = checked_spec(request)
+        job = self._job(config.name)
+        changed = update_request.changed_fields(job.config, config)
+        warnings = await admission.examine(config, self.engine.state)
+        event = UpdateRequested(
+            self.engine.clock.now_s(), config, request.restart, reason, actor_of(context), key
+        )
+        consequence = self._preview(event, "UPDATE_REQUESTED", "job")
+        if not request.validate_only:
+            await self._call(event)
+        return driver_pb2.UpdateJobResponse(
+            job=self._message(self._job(config.name)),
+            consequence=consequence,
+            changed_fields=changed,
+            warnings=warnings,
+        )
+
+    @answers
+    async def DrainNode(
+        self, request: driver_pb2.DrainNodeRequest, context: Context
+    ) -> driver_pb2.DrainNodeResponse:
+        """Empty a node; its job saves before it leaves."""
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        node = self._node(request.name)
+        event = DrainRequested(self.engine.clock.now_s(), node.name, reason, actor_of(context), key)
+        consequence = self._preview_leaving(event)
+        if not request.validate_only:
+            await self._call(event)
+        return driver_pb2.DrainNodeResponse(
+            node=self._node_message(request.name), consequence=consequence
+        )
+
+    @answers
+    async def SetPolicy(
+        self, request: driver_pb2.SetPolicyRequest, context: Context
+    ) -> driver_pb2.SetPolicyResponse:
+        """Have a rule observed or enforced."""
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        self._require_state()
+        if request.rule not in RULES:
+            known = ", ".join(RULES)
+            raise invalid("rule", f"there is no rule {request.rule!r}", f"give one of {known}")
+        if not request.mode:
+            raise invalid("mode", "missing", "give POLICY_MODE_ENFORCE or POLICY_MODE_OBSERVE")
+        mode = types_pb2.PolicyMode.Name(request.mode).removeprefix("POLICY_MODE_")
+        event = PolicyRequested(
+            self.engine.clock.now_s(), request.rule, mode, reason, actor_of(context), key
+        )
+        consequence = self._preview(event, "POLICY_SET", "rule")
+        if not request.validate_only:
+            await self._call(event)
+        rule = driver_pb2.PolicyRule(
+            name=request.rule, mode=request.mode, effect=RULES[request.rule]
+        )
+        return driver_pb2.SetPolicyResponse(rule=rule, consequence=consequence)
+
+    @answers
+    async def ResetBreaker(
+        self, request: driver_pb2.ResetBreakerRequest, context: Context
+    ) -> driver_pb2.ResetBreakerResponse:
+        """Enforce inferred verdicts again."""
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        self._require_state()
+        event = BreakerResetRequested(self.engine.clock.now_s(), reason, actor_of(context), key)
+        consequence = self._preview(event, "BREAKER_RESET", "breaker")
+        if not request.validate_only:
+            await self._call(event)
+        return driver_pb2.ResetBreakerResponse(consequence=consequence)
+
+    def _rules(self) -> list[driver_pb2.PolicyRule]:
+        return wire.rule_messages(self.engine.state.breaker.modes)

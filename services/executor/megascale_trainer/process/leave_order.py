@@ -1,0 +1,47 @@
+"""The order to save and end early: it rides in rank 0's vote, and ends all ranks together.
+
+Every rank reads the sum of the votes of step s, on CUDA after it launched s + 1. So the first step
+that no rank has launched then, s + 2, is the last for all of them. If its state cannot be saved,
+they train on, and rank 0 asks again only for another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megascale_common.node import framing
+from megascale_trainer.snapshot_schedule import LEAVE
+
+STEPS_AHEAD = 2
+
+
+class LeaveOrder:
+    """The newest order that this rank has from its agent."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._wanted, self._failed = "", ""
+
+    def take(self, message: framing.Message) -> None:
+        """A message of the agent that is not about profiles.
+
+        Raises:
+            FramingError: it is of a kind that a worker which trains does not accept.
+        """
+        kind: Any = message["kind"]
+        if kind not in ("leave", "stay"):
+            raise framing.FramingError(
+                "a worker that trains accepts 'profile', 'cancel_profile', 'leave' and 'stay', "
+                f"not {kind!r}"
+            )
+        self._wanted = message["id"] if kind == "leave" else ""
+
+    @property
+    def vote(self) -> int:
+        """This rank's part in the sum of the votes of a step."""
+        asks = self._rank == 0 and self._wanted and self._wanted != self._failed
+        return LEAVE if asks else 0
+
+    def fail(self) -> None:
+        """The order could not be carried out."""
+        self._failed = self._wanted

@@ -1,0 +1,286 @@
+"""A crash case of replicas: snapshots of one rank are copied to a peer, and fetched from there.
+
+Sender, server, store and reader are the daemon's own, over real sockets; the connections between
+them are cut and their bits flipped, the peer's memory is damaged, the peer is lost, an attempt
+follows another, and the sender of an earlier one goes on. The oracle: what is fetched is what was
+sealed, and what a peer reports as whole, and nothing has damaged, can be fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tests.crash.oracle import Oracle
+from tests.crash.wire import CUT, FLIP_ON_THE_WAY, Wire, WireFault
+from tests.harness.checkpoint_files import registration_of
+
+from megascale_checkpoint.checksums import piece_checksums
+from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
+from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.replicas.fetch import fetch
+from megascale_checkpoint.replicas.protocol import PeerError, StateKey
+from megascale_checkpoint.replicas.sender import ReplicaSender
+from megascale_checkpoint.replicas.server import ReplicaServer
+from megascale_checkpoint.replicas.store import ReplicaStore
+from megascale_checkpoint.slots import SlotSeal, SlotTable
+from megascale_checkpoint.staging import StagingFolder
+from megascale_common.service.errors import DamagedError, ServiceError
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+
+TOKEN, JOB, VALUES = "token-of-the-tests", "job", 24_576
+FLIP_REPLICA, LOSE_PEER, OLD_SENDER = "flip a replica", "lose the peer", "an old sender goes on"
+REPLICA_KINDS = (CUT, FLIP_ON_THE_WAY, FLIP_REPLICA, LOSE_PEER, OLD_SENDER)
+OPERATIONS = ("seal", "seal", "seal", "settle", "fetch", "attempt", "fault", "fault")
+BOX = ("float32", (2 * VALUES,))
+PIECES = tuple(
+    ShardPiece(
+        f"v{n}", "master", *BOX, (n * VALUES,), ((n + 1) * VALUES,), 0, VALUES, at, primary=True
+    )
+    for n, at in ((0, 0), (1, 4 * VALUES + 64))
+)
+LAYOUT = ShardLayout(PIECES, 8 * VALUES + 4096)
+
+
+@dataclass(slots=True)
+class History:
+    """What happened, for people; the places that faults have struck."""
+
+    history: list[str] = field(default_factory=list)
+    struck: set[tuple[str, str, str]] = field(default_factory=set)
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self.history.append(text)
+
+
+@dataclass(slots=True)
+class Memory:
+    """A slot's memory."""
+
+    view: memoryview
+
+
+class Rank:
+    """The sealed slots of one rank, as the sender sees them."""
+
+    def __init__(self, registration: RegisteredRank) -> None:
+        self.registration = registration
+        self.table = SlotTable(3)
+        self.memories = [Memory(memoryview(bytearray(LAYOUT.slot_bytes))) for _ in range(3)]
+
+
+class SendingJob:
+    """The job of :class:`Rank`."""
+
+    name = JOB
+
+    def __init__(self, rank: Rank) -> None:
+        self.attempt, self.ranks = 1, {0: rank}
+
+
+class Peer:
+    """The node that keeps the replicas."""
+
+    def __init__(self, folder: Path, number: int, attempts: dict[str, int]) -> None:
+        self.staging = StagingFolder(folder / "staging", "test", "peer", f"i{number}")
+        self.pools = Pools()
+        self.store = ReplicaStore(
+            self.staging, self.pools, lambda job: attempts.get(job, 0), Signal()
+        )
+        self.server = ReplicaServer(self.store, TOKEN)
+        self.endpoint = self.server.start("127.0.0.1")
+
+    async def close(self) -> None:
+        """End it; its memory is lost."""
+        await self.server.close()
+        await self.store.close()
+        self.pools.close()
+        self.staging.remove()
+
+
+class ReplicaCase:
+    """One case; everything that it does follows from ``seed``, but not the order of its threads."""
+
+    def __init__(self, seed: int, only: tuple[str, ...] = ()) -> None:
+        self.rng = random.Random(seed)
+        self.kinds = [kind for kind in REPLICA_KINDS if not only or kind in only]
+        self.machine, self.oracle = History(), Oracle()
+        self.images: dict[tuple[int, int], bytes] = {}
+        self.damaged: set[tuple[int, int]] = set()  # replicas whose memory was flipped
+        self.attempts, self.step, self.peers = {JOB: 1}, 0, 0
+
+    async def run(self) -> None:
+        """Some operations, then a last fetch."""
+        self.folder = Path(tempfile.mkdtemp(prefix="replica-case-"))
+        self.changed = Signal()
+        self.peer = Peer(self.folder, 0, self.attempts)
+        self.wire = Wire(self.peer.endpoint)
+        self.rank = Rank(self._registration())
+        self.job, self.sender = SendingJob(self.rank), ReplicaSender(TOKEN, self.changed)
+        try:
+            for _ in range(self.rng.randint(6, 14)):
+                await self._operate(self.rng.choice(OPERATIONS))
+                if self.oracle.failed:
+                    break
+            self.wire.fault = None
+            await self._fetch()
+            self.oracle.found = True
+        finally:
+            self.machine.struck |= {(f.kind, "", "replica") for f in self.wire.struck}
+            await self.sender.close()
+            self.wire.close()
+            await self.peer.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def _operate(self, what: str) -> None:
+        if what == "seal":
+            self._seal()
+        elif what == "settle":
+            await self._settle()
+        elif what == "fetch":
+            await self._fetch()
+        elif what == "attempt":
+            await self._settle()  # the snapshot that it restores has its replica, or none
+            self.attempts[JOB] += 1
+            self.job.attempt = self.attempts[JOB]
+            self.rank.registration = self._registration()
+            self.step = max(0, self.step - self.rng.randint(0, 2))
+            self.machine.note(f"attempt {self.job.attempt} begins after step {self.step}")
+        else:
+            await self._fault(self.rng.choice(self.kinds))
+
+    def _registration(self) -> RegisteredRank:
+        given = registration_of("", 0, 1, LAYOUT, attempt=self.attempts[JOB])
+        return replace(given, replica_target=self.wire.endpoint)
+
+    def _seal(self) -> None:
+        self.step += 1
+        index = self.rank.table.acquire(self.step)
+        if index is None:
+            self.machine.note(f"step {self.step} is skipped")
+            return
+        image = bytearray(LAYOUT.slot_bytes)
+        for piece in LAYOUT.pieces:
+            begin = piece.slot_offset_bytes
+            image[begin : begin + piece.size_bytes] = self.rng.randbytes(piece.size_bytes)
+        self.rank.memories[index].view[:] = image
+        key, digest = (self.attempts[JOB], self.step), self.rank.registration.digest
+        checksums = piece_checksums(LAYOUT, memoryview(image))
+        self.rank.table.begin_seal(index, self.step, persist=False)
+        self.rank.table.finish_seal(index, SlotSeal(*key, digest, checksums, {"step": self.step}))
+        self.images[key] = bytes(image)
+        self.sender.consider([self.job])
+        self.machine.note(f"step {key[1]} of attempt {key[0]} is sealed")
+
+    async def _settle(self) -> None:
+        """Wait until nothing is sent any more."""
+        while True:
+            changed = self.changed.next()
+            self.sender.consider([self.job])
+            if not any(each.task is not None for each in self.sender._transfers.values()):
+                return
+            await changed.wait()
+
+    async def _fault(self, kind: str) -> None:
+        self.machine.note(f"fault: {kind}")
+        held = self.peer.store.sealed(JOB)
+        if kind in (CUT, FLIP_ON_THE_WAY):
+            # Within the request now and then, mostly within the bytes.
+            at = self.rng.choice((self.rng.randrange(600), self.rng.randrange(8 * VALUES)))
+            self.wire.fault = WireFault(kind, self.rng.random() < 0.7, at)
+        elif kind == LOSE_PEER:
+            await self.peer.close()
+            self.peers += 1
+            self.damaged.clear()
+            self.peer = Peer(self.folder, self.peers, self.attempts)
+            self.wire.target = self.peer.endpoint
+            self.machine.struck.add((kind, "", "replica"))
+        elif kind == FLIP_REPLICA and held:
+            await self._settle()
+            slot = self.peer.store.lend(key := self.rng.choice(self.peer.store.sealed(JOB)))
+            piece = self.rng.choice(LAYOUT.pieces)
+            at = piece.slot_offset_bytes + self.rng.randrange(piece.size_bytes)
+            slot.memory.view[at] ^= 1
+            await self.peer.store.returned(slot)
+            self.damaged.add((key.attempt, key.step))
+            self.machine.struck.add((kind, "", "replica"))
+        elif kind == OLD_SENDER:
+            await self._old_sender()
+
+    async def _old_sender(self) -> None:
+        """An older snapshot arrives late: it must not take the place of a newer one."""
+        await self._settle()
+        held = {(key.attempt, key.step) for key in self.peer.store.sealed(JOB)}
+        older = sorted(key for key in self.images if held and key < max(held))
+        if not older:
+            return
+        rank = Rank(replace(self._registration(), replica_target=self.peer.endpoint))
+        key = self.rng.choice(older)
+        image = self.images[key]
+        rank.memories[0].view[:] = image
+        checksums = piece_checksums(LAYOUT, memoryview(image))
+        seal = SlotSeal(*key, rank.registration.digest, checksums, {"step": key[1]})
+        rank.table.acquire(key[1])
+        rank.table.begin_seal(0, key[1], persist=False)
+        rank.table.finish_seal(0, seal)
+        job, sender = SendingJob(rank), ReplicaSender(TOKEN, changed := Signal())
+        sender.consider([job])
+        while any(each.task is not None for each in sender._transfers.values()):
+            await changed.wait()
+        await sender.close()
+        self.machine.note(f"an old sender has sent step {key[1]} of attempt {key[0]}")
+        self.machine.struck.add((OLD_SENDER, "", "replica"))
+        now = {(each.attempt, each.step) for each in self.peer.store.sealed(JOB)}
+        if max(held) not in now:
+            self.oracle.lost = self.oracle.lost or f"the replica of {max(held)} was overwritten"
+
+    async def _fetch(self) -> None:
+        """A spare fetches the newest whole replica, while newer ones arrive now and then."""
+        if self.rng.random() < 0.5:
+            await self._settle()
+        held = self.peer.store.sealed(JOB)
+        if not held:
+            return
+        key = max(held, key=lambda each: (each.attempt, each.step))
+        into = bytearray(b"\xff" * LAYOUT.slot_bytes)
+        faulty = self.wire.fault is not None
+        beside = not faulty and self.rng.random() < 0.5
+        reading = asyncio.create_task(
+            asyncio.to_thread(
+                fetch, self.wire.endpoint, TOKEN, key, memoryview(into), Cancellation()
+            )
+        )
+        if beside:
+            for _ in range(2):
+                self._seal()
+                await self._settle()
+        try:
+            await reading
+        except (ServiceError, PeerError) as error:
+            self._not_fetched(key, error, faulty)
+            return
+        self.machine.note(f"step {key.step} of attempt {key.attempt} is fetched")
+        if bytes(into) != self.images[key.attempt, key.step]:
+            self.oracle.silent = f"{key.attempt, key.step} was fetched with other bytes than sealed"
+
+    def _not_fetched(self, key: StateKey, error: Exception, faulty: bool) -> None:
+        name = key.attempt, key.step
+        self.machine.note(f"step {name[1]} of attempt {name[0]} is not fetched: {error}")
+        gone = "no replica of step" in str(error)  # two newer ones have arrived before the request
+        found = isinstance(error, DamagedError) or "is not what was sealed" in str(error)
+        if not faulty and not (gone and name not in self._whole()) and name not in self.damaged:
+            self.oracle.lost = (
+                self.oracle.lost or f"{name} was whole and cannot be fetched: {error}"
+            )
+        if name in self.damaged and found and name in self._whole():
+            self.oracle.lost = self.oracle.lost or f"{name} is damaged and offered again"
+        if not faulty:
+            self.damaged.discard(name)
+
+    def _whole(self) -> set[tuple[int, int]]:
+        return {(key.attempt, key.step) for key in self.peer.store.sealed(JOB)}

@@ -1,0 +1,72 @@
+"""An optimizer that sleeps at each step, installed for the workers of a test's cluster.
+
+A job that only has to train while a test breaks something around it, or while it looks at it, then
+costs little processor time. What it computes is AdamW's update, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.harness.installed_package import install
+
+OPTIMIZER = "paced-adamw"
+# With its share of two small ranks a step then takes about 20 ms.
+PACE_S = 0.012
+# A step that waits for the test (``held_from_step``) ends after this time: far below the time after
+# which a job that stands still counts as hung.
+HELD_S = 3.0
+_RELEASED = "released"
+
+_CODE = f"""
+import time
+from pathlib import Path
+
+from megascale_trainer.optimizer.adamw import AdamW
+
+RELEASED = Path(__file__).with_name({_RELEASED!r})
+
+
+class PacedAdamW(AdamW):
+    def __init__(self, setup):
+        super().__init__(setup)
+        options = setup.config.options
+        self._pace_s = options.get("pace_s", {PACE_S})
+        self._held_from_step = options.get("held_from_step", float("inf"))
+
+    def update(self, gradients, parameters, control, learning_rate, number):
+        time.sleep(self._pace_s)
+        end_s = time.monotonic() + {HELD_S}
+        while number >= self._held_from_step and not RELEASED.exists():
+            if time.monotonic() > end_s:
+                break
+            time.sleep(0.01)
+        super().update(gradients, parameters, control, learning_rate, number)
+"""
+
+
+def paced(pace_s: float = PACE_S, *, held_from_step: int | None = None) -> dict[str, Any]:
+    """The section ``optimizer`` of a job.
+
+    Args:
+        pace_s: how long each step sleeps.
+        held_from_step: from this step on, each waits for :func:`release`, for HELD_S at most.
+    """
+    held = {} if held_from_step is None else {"held_from_step": held_from_step}
+    return {"name": OPTIMIZER, "options": {"pace_s": pace_s, **held}}
+
+
+def python_path(site: Path) -> str:
+    """``PYTHONPATH`` of this process with ``site`` before it; installs the optimizer there once."""
+    if not site.exists():
+        site.mkdir()
+        factory = {OPTIMIZER: "PacedAdamW"}
+        install(site, OPTIMIZER, _CODE, factory, group="megascale.optimizers")
+    return os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+
+
+def release(site: Path) -> None:
+    """Let the steps go on that wait."""
+    (site / _RELEASED).touch()

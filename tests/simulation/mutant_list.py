@@ -1,0 +1,239 @@
+"""Defects that the simulation must find: one change each, of the shell or the core.
+
+``old`` must be in ``file`` exactly once; a mutant that no longer applies is an error, so that a
+change of the code brings its mutants along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DRIVER = "services/driver/megascale_driver/"
+COMMON = "services/common/megascale_common/"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One defect: ``old`` text in ``file`` becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+def _driver(name: str, file: str, old: str, new: str) -> Mutant:
+    return Mutant(name, DRIVER + file, old, new)
+
+
+MUTANTS = (
+    # journal and leadership
+    _driver(
+        "drop the fence", "journal/fenced.py",
+        "[self._leadership.guard(), self._expect(self._marker)]", "[self._expect(self._marker)]",
+    ),
+    _driver(
+        "tear a commit", "journal/fenced.py",
+        "            await self._send(changes)\n            return\n",
+        "            for change in changes:\n                await self._send([change])\n"
+        "            return\n",
+    ),
+    _driver(
+        "forget half of a commit", "journal/store.py",
+        "[*batch.changes, *self._garbage(batch.changes)]",
+        "[*batch.changes[: -1 if len(batch.changes) > 3 else None]]",
+    ),
+    Mutant(
+        "believe a lost write", COMMON + "etcd/settled.py",
+        "        except UnknownOutcome as error:\n            failure, unknown = error, True\n",
+        "        except UnknownOutcome as error:\n            return Applied(0)\n",
+    ),
+    Mutant(
+        "believe a refused write", COMMON + "etcd/settled.py",
+        "        return Rejected(result.revision, dict(result.found))",
+        "        return Applied(result.revision)",
+    ),
+    _driver(
+        "write no breaker", "journal/rows.py",
+        "if differs(old.breaker, new.breaker):", "if False:",
+    ),
+    _driver(
+        "write no dispositions", "journal/rows.py",
+        "elif differs(old.nodes.get(name), node):", "elif name not in old.nodes:",
+    ),
+    _driver(
+        "end with the first term", "leadership.py",
+        "            while True:\n                await self._term()\n",
+        "            await self._term()\n            await asyncio.sleep(1e9)\n",
+    ),
+    # engine and links
+    _driver(
+        "publish before the commit", "engine.py",
+        "            await self._commit(store, leadership, old, state, audit)\n",
+        "            self.state = state\n            self._publish(old, outcomes, audit)\n"
+        "            outcomes, audit = [], ()\n"
+        "            await self._commit(store, leadership, old, state, canonical("
+        "line for entry in () for line in ()))\n",
+    ),
+    _driver(
+        "commit without the log", "engine.py",
+        "await self._commit(store, leadership, old, state, audit)",
+        "await self._commit(store, leadership, old, state, ())",
+    ),
+    _driver(
+        "lose a hello", "engine.py",
+        "        self.post(NodeHello(now_s, link.node, link.identity))", "        pass",
+    ),
+    _driver(
+        "send no orders", "engine.py",
+        "if orders is not None and (link := self.links.get(name)) is not None:",
+        "if orders is not None and (link := None) is not None:",
+    ),
+    _driver(
+        "forget the open links at a new term", "engine.py",
+        "lane, links = self.presence.lane, self.links.all()",
+        "lane, links = self.presence.lane, self.links.all()[:-1]",
+    ),
+    _driver(
+        "an old link's end counts", "open_links.py",
+        "        if self._links.get(link.node) is not link:\n            return False\n"
+        "        del self._links[link.node]\n",
+        "        self._links.pop(link.node, None)\n",
+    ),
+    _driver(
+        "refuse a restarted agent", "open_links.py",
+        "            or link.received_at_s < received_since_s\n", "",
+    ),
+    # presence
+    _driver(
+        "lose changed evidence", "presence/lane.py",
+        "decides = found.silent or found.evidence != evidence",
+        "decides = found.silent or found.evidence is None",
+    ),
+    _driver(
+        "never report silence", "presence/lane.py",
+        "                silences.append(Silence(name, found.incarnation, found.last_beat_s))\n",
+        "",
+    ),
+    _driver(
+        "count an old epoch's version", "presence/reports.py",
+        "current = (seen.cluster_generation, seen.create_revision) == (",
+        "current = True or (seen.cluster_generation, seen.create_revision) == (",
+    ),
+    _driver(
+        "drop vital events", "presence/inbox.py",
+        "            waiting.reports[-1].entry = entry\n            return\n"
+        "        cell = self._append(node, entry)\n",
+        "            waiting.reports[-1].entry = entry\n            return\n"
+        "        if waiting is not None:\n            return\n"
+        "        cell = self._append(node, entry)\n",
+    ),
+    # liveness and breaker
+    _driver(
+        "skip the corroboration", "core/liveness.py",
+        "limit_s = policy.dead_after_s if corroboration else policy.dead_uncorroborated_after_s",
+        "limit_s = policy.dead_after_s",
+    ),
+    _driver(
+        "skip the silence", "core/liveness.py",
+        "        if age_s < policy.suspect_after_s:\n            continue\n",
+        "        if age_s < policy.suspect_after_s / 8:\n            continue\n",
+    ),
+    _driver(
+        "never declare a silent node dead", "core/liveness.py",
+        "        if age_s >= limit_s and", "        if age_s >= 1e9 and",
+    ),
+    _driver(
+        "no breaker", "core/breaker.py",
+        "    if len(draft.breaker.evictions) < limit(draft):\n", "    if True:\n",
+    ),
+    _driver(
+        "a refused port of another incarnation counts", "core/liveness.py",
+        "    if node is None or node.identity.incarnation != event.incarnation:\n        return\n"
+        "    if event.outcome",
+        "    if node is None:\n        return\n    if event.outcome",
+    ),
+    # nodes and requests
+    _driver(
+        "believe a report of an old incarnation", "core/nodes.py",
+        "    if node is None or node.identity.incarnation != event.incarnation or "
+        "not node.connected:\n",
+        "    if node is None:\n",
+    ),
+    _driver(
+        "order nothing on connect", "core/nodes.py",
+        "    draft.command(event.node)\n    if fresh:", "    if fresh:",
+    ),
+    _driver(
+        "carry out a request twice", "core/machine.py",
+        "    if known is None:\n        return False\n", "    return False\n",
+    ),
+    # jobs and scheduling
+    _driver(
+        "reuse an attempt", "core/scheduling.py",
+        "    number = job.attempt + 1\n", "    number = max(1, job.attempt)\n",
+    ),
+    _driver(
+        "name a dead spare", "core/candidates.py",
+        "        and node.liveness is Liveness.ALIVE\n        and node.connected\n", "",
+    ),
+    _driver(
+        "place on a node that still works", "core/candidates.py",
+        "        and node.report.phase is AttemptPhase.IDLE\n        and node.desired == _IDLE\n",
+        "",
+    ),
+    _driver(
+        "place on a quarantined node", "core/candidates.py",
+        "        node.disposition is Disposition.SCHEDULABLE\n"
+        "        and node.liveness is Liveness.ALIVE\n",
+        "        node.liveness is Liveness.ALIVE\n",
+    ),
+    _driver(
+        "give a node to two jobs", "core/candidates.py",
+        "name for other in draft.jobs.values() if other.name != job.name for name in other.spares",
+        "name for other in draft.jobs.values() if other.name == '' for name in other.spares",
+    ),
+    _driver(
+        "do not wait for the stop", "core/jobs.py",
+        "    return idle and report is not None and report.desired_version >= node.desired_version",
+        "    return True",
+    ),
+    _driver(
+        "do not order the stop", "core/desired.py",
+        "if job is None or slot is None or job.phase is JobPhase.STOPPING:",
+        "if job is None or slot is None:",
+    ),
+    _driver(
+        "start before all are prepared", "core/jobs.py",
+        "    if any(\n        _report_phase(draft.nodes.get(slot.node), job) is not "
+        "AttemptPhase.PREPARED\n        for slot in job.slots\n    ):\n        return\n    first",
+        "    if all(\n        _report_phase(draft.nodes.get(slot.node), job) is not "
+        "AttemptPhase.PREPARED\n        for slot in job.slots\n    ):\n        return\n    first",
+    ),
+    _driver(
+        "a new leader does not call again", "core/jobs.py",
+        "current=replace(job.current, open_asked=False, open_since_s=0.0)",
+        "current=replace(job.current, open_since_s=0.0)",
+    ),
+    _driver(
+        "a lost node is no fault", "core/recovery.py",
+        "    if node is None or node.liveness is Liveness.DEAD:\n        return Fault",
+        "    if node is None:\n        return Fault",
+    ),
+    _driver(
+        "a restarted node is no fault", "core/recovery.py",
+        "    if node.identity.incarnation and node.identity.incarnation != slot.incarnation:\n",
+        "    if False:\n",
+    ),
+    _driver(
+        "restore what only some ranks hold", "core/restore.py",
+        "common = steps if common is None else common & steps",
+        "common = steps if common is None else common | steps",
+    ),
+    _driver(
+        "restore a step that another attempt wrote", "core/restore.py",
+        "return max(usable, default=(0, 0))",
+        "found = max(usable, default=(0, 0))\n"
+        "    return (found[0] + 10, found[1]) if found[0] else found",
+    ),
+)  # fmt: skip

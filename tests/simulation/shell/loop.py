@@ -1,0 +1,192 @@
+"""An event loop whose time is virtual and whose ready order is drawn from a seed.
+
+Nothing here waits: when no callback is ready, time moves to the next timer. The callbacks that are
+ready together run in an order that the seed chooses, so a history holds for one interleaving of
+tasks, and another seed tries another one. There are no threads and no sockets.
+
+A task belongs to a :class:`Process`. A process can be killed between any two of its callbacks, that
+is between any two awaits of its tasks: from then on none of its code runs, not even a ``finally``.
+It can also be paused, as by SIGSTOP, and go on later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+START_S = 1_700_000_000.0
+
+_CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+# Coroutines of killed processes: collected, they would run their `finally` blocks after all.
+_BURIED: list[object] = []
+
+
+class Process:
+    """One operating-system process of the simulation: the tasks that die and stop together."""
+
+    def __init__(self, loop: VirtualLoop, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.paused = False
+        # Callbacks after which the process is killed; below 0: never.
+        self.dies_after = -1
+        self.on_death: Callable[[], None] = lambda: None
+        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self.held: list[asyncio.Handle] = []
+        self._loop = loop
+        self._context = contextvars.copy_context()
+        self._context.run(_CURRENT.set, self)
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine as a task of this process."""
+        return self._loop.create_task(work, context=self._context.copy())
+
+    def kill(self) -> None:
+        """End the process at once: none of its code runs again."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.dies_after = -1
+        _BURIED.extend(self.tasks)
+        _BURIED.extend(self.held)
+        self.held.clear()
+        self.on_death()
+
+    def pause(self) -> None:
+        """Run nothing of the process until :meth:`resume`; its timers and input wait."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        if self.paused:
+            self.paused = False
+            self._loop.ready_again(self.held)
+            self.held = []
+
+
+class DeadlockError(Exception):
+    """No callback is ready and no timer is set: the simulation would stand still for ever."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """See the module. ``random`` chooses among ready callbacks; ``steps`` counts those that ran."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(f"loop-{seed}")
+        self.steps = 0
+        self.most_steps = 100_000_000
+        self._now_s = START_S
+        self.set_task_factory(_make_task)
+
+    def time(self) -> float:
+        """The virtual time, in seconds."""
+        return self._now_s
+
+    def ready_again(self, handles: list[asyncio.Handle]) -> None:
+        """Callbacks of a process that goes on."""
+        self._ready.extend(handles)
+
+    def call_outside(self, delay_s: float, work: Callable[..., object], *args: Any) -> None:
+        """Call ``work`` later as nobody's code: it happens even if the caller dies first."""
+        self.call_later(delay_s, work, *args, context=_OUTSIDE)
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+        """Run it now, in place of a thread."""
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    async def create_connection(self, *args: Any, **options: Any) -> Any:
+        """Open a connection as :attr:`dialler` has it; there are no sockets."""
+        return await self.dialler(*args, **options)
+
+    dialler: Callable[..., Coroutine[Any, Any, Any]]
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """An error that nobody handles is one of the simulation: it ends the run."""
+        if not str(context.get("message", "")).startswith("Task was destroyed"):
+            self.unhandled.append(context)
+
+    @property
+    def unhandled(self) -> list[dict[str, Any]]:
+        """Errors of callbacks and tasks that nobody awaited."""
+        found: list[dict[str, Any]] = self.__dict__.setdefault("_unhandled", [])
+        return found
+
+    def _run_once(self) -> None:
+        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        if not self._ready:
+            while timers and timers[0]._cancelled:  # type: ignore[attr-defined]
+                heapq.heappop(timers)._scheduled = False  # type: ignore[attr-defined]
+            if not timers:
+                raise DeadlockError("nothing is left to happen")
+            self._now_s = max(self._now_s, timers[0].when())
+        while timers and timers[0].when() <= self._now_s:
+            timer = heapq.heappop(timers)
+            timer._scheduled = False  # type: ignore[attr-defined]
+            self._ready.append(timer)
+        batch = list(self._ready)
+        self._ready.clear()
+        if len(batch) > 1:
+            self.random.shuffle(batch)
+        for handle in batch:
+            if not handle._cancelled:  # type: ignore[attr-defined]
+                self._run(handle)
+
+    def _run(self, handle: asyncio.Handle) -> None:
+        process = handle._context.get(_CURRENT)  # type: ignore[attr-defined]
+        if process is not None:
+            if not process.alive:
+                _BURIED.append(handle)
+                return
+            if process.paused:
+                process.held.append(handle)
+                return
+            if process.dies_after >= 0:
+                if process.dies_after == 0:
+                    _BURIED.append(handle)
+                    process.kill()
+                    return
+                process.dies_after -= 1
+        self.steps += 1
+        if self.steps > self.most_steps:
+            raise DeadlockError(f"{self.steps} callbacks: something goes round in circles")
+        handle._run()  # type: ignore[attr-defined]
+
+    # What BaseEventLoop asks of its subclasses.
+    _ready: deque[asyncio.Handle]
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        raise NotImplementedError
+
+    def _write_to_self(self) -> None:
+        """There are no other threads to wake this one."""
+
+
+def current_process() -> Process | None:
+    """The process whose code runs now; None outside of all."""
+    return _CURRENT.get()
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, work: Any, context: contextvars.Context | None = None
+) -> asyncio.Task[Any]:
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, context=context)
+    process = _CURRENT.get() if context is None else context.get(_CURRENT)
+    if process is not None:
+        process.tasks.add(task)
+    return task
+
+
+_OUTSIDE = contextvars.Context()

@@ -1,0 +1,80 @@
+"""What must hold when the faults have stopped: I9, and I10 against what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tests.harness.fake_etcd import Connection, FakeEtcdClient
+from tests.simulation.shell.drivers import PREFIX
+
+from megascale_driver.core.state import Disposition, JobPhase, Liveness
+from megascale_driver.core.storing import differs
+from megascale_driver.journal import codec, ranges
+from megascale_driver.journal.reading import Reader
+from megascale_driver.journal.rows import Rows
+
+if TYPE_CHECKING:
+    from tests.simulation.shell.world import World
+
+_WELL = (JobPhase.RUNNING, JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED)
+
+
+async def check_settled(world: World) -> None:
+    """Check the leader's state against the world and against etcd."""
+    rules = world.invariants
+    leader = world.leader()
+    if leader is None:
+        rules.breaks("I9", "no driver leads although all are well")
+        return
+    state = leader.engine.state
+    for job in state.jobs.values():
+        if job.phase not in _WELL:
+            rules.breaks("I9", f"job {job.name} is {job.phase} at the end: {job.reason}")
+        if job.phase is JobPhase.FAILED and job.name == "main":
+            rules.breaks("I9", f"job {job.name} has failed: {job.reason}")
+        running = [g for g in world.gangs_of(job.name) if g.running and not g.broken]
+        if job.phase is JobPhase.RUNNING and [g.attempt for g in running] != [job.attempt]:
+            rules.breaks("I9", f"job {job.name} is RUNNING, and {len(running)} gangs train")
+    for node in world.nodes.values():
+        known = state.nodes.get(node.name)
+        if known is None or known.liveness is not Liveness.ALIVE or not known.connected:
+            rules.breaks("I9", f"node {node.name} is well, and the driver has it as {known}")
+        elif known.disposition is not Disposition.SCHEDULABLE:
+            rules.breaks("I9", f"node {node.name} is {known.disposition} after it was uncordoned")
+    await check_stored(world)
+
+
+async def check_stored(world: World) -> None:
+    """I10: what a new leader would load is what the leader has."""
+    leader = world.leader()
+    if leader is None or leader.engine.term is None:
+        return
+    state, rules = leader.engine.state, world.invariants
+    auditor = Connection(world.etcd, "auditor")
+    async with FakeEtcdClient([auditor], prefix=PREFIX) as client:
+        last = await ranges.last_number(client, "", 0)
+        loaded = await Reader(client, Rows(), {}).read(0, last)
+    world.etcd.connections.remove(auditor)
+    if leader.engine.state is not state or not leader.leads:
+        return  # decided in between
+    for item in ("breaker", "requests"):
+        live_value, stored_value = getattr(state, item), getattr(loaded.cluster, item)
+        if dict_of(live_value) != dict_of(stored_value):
+            rules.breaks("I10", f"{item}: {live_value!r}, stored {stored_value!r}")
+    for kind, live, stored in (
+        ("node", state.nodes, loaded.cluster.nodes),
+        ("job", state.jobs, loaded.cluster.jobs),
+    ):
+        for name, value in live.items():
+            other = stored.get(name)
+            if other is None or differs(other, value):
+                have = codec.dump(other) if other is not None else None
+                rules.breaks("I10", f"{kind} {name}: {codec.dump(value)!r}, stored {have!r}")
+    if state.log_seq != loaded.cluster.log_seq:
+        rules.breaks("I10", f"log_seq {state.log_seq}, stored {loaded.cluster.log_seq}")
+
+
+def dict_of(value: Any) -> Any:
+    """A value that can be compared, whatever kind of mapping it is."""
+    return dict(value) if isinstance(value, Mapping) else value

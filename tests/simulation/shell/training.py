@@ -1,0 +1,225 @@
+"""Jobs as they really train: gangs of workers, snapshots in memory, commits on storage.
+
+A gang is one attempt of one job. It trains as long as all its workers are there, whatever drivers
+do. Its steps are a function of time, so nothing has to happen for each of them. A job's storage is
+its commit log: OPEN fences all earlier attempts, COMMIT makes a checkpoint exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulation.shell.nodes import SimNode
+    from tests.simulation.shell.world import World
+
+SNAPSHOT_STEPS = 10
+COMMIT_DELAY_S = 20.0
+MEET_TIMEOUT_S = 120.0
+COLLECTIVE_TIMEOUT_S = 600.0
+
+
+@dataclass
+class Storage:
+    """The checkpoints of one job on shared storage."""
+
+    opened: int = 0  # newest attempt that was opened
+    answers: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # attempt: plan
+    committed: tuple[int, int] = (0, 0)  # step, attempt
+
+
+class Gang:
+    """The workers of one attempt on all its nodes."""
+
+    def __init__(
+        self, world: World, job: str, attempt: int, ranks: int, restore: int, steps: int
+    ) -> None:
+        self.world, self.job, self.attempt = world, job, attempt
+        self.ranks, self.steps = ranks, steps
+        self.nodes: set[str] = set()  # all that have ever joined
+        self.members: dict[str, SimNode] = {}
+        self.base = restore
+        self.running = self.broken = self.finished = False
+        self.broken_at_s = 0.0
+        self.sealed = 0
+        self.committed = 0
+        self.step_s = world.step_s(job)
+        self._mark_s = 0.0
+        self._still_since_s = 0.0
+        self._done = float(restore)
+        world.later(MEET_TIMEOUT_S, self._meeting_overdue)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(job, attempt)."""
+        return self.job, self.attempt
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank is there."""
+        return sum(len(node.ranks) for node in self.members.values()) == self.ranks
+
+    @property
+    def first(self) -> SimNode | None:
+        """The node of rank 0, if it is there."""
+        return next((node for node in self.members.values() if 0 in node.ranks), None)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a worker holds the others up."""
+        return any(node.holds_up(self.key) for node in self.members.values())
+
+    @property
+    def gone(self) -> bool:
+        """Whether no worker of it is left."""
+        return self.finished or (self.broken and not self.members)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing but steps would happen to it."""
+        if self.gone:
+            return True
+        return self.running and not (self.broken or self.stalled)
+
+    def report_now(self) -> None:
+        """Have rank 0's node report the newest step, as after a stretch that was skipped."""
+        first = self.first
+        if first is not None and self.running and not self.broken and not self.stalled:
+            first.report_step(self)
+
+    def step(self) -> int:
+        """The newest completed step now."""
+        return min(self.steps, int(self._now_done() + 1e-9))
+
+    def join(self, node: SimNode) -> None:
+        """A node's workers have started."""
+        if self.broken:
+            node.worker_failed(self, "COLLECTIVE", 1, "connection closed by peer")
+            return
+        self.members[node.name] = node
+        self.nodes.add(node.name)
+        if self.complete and not self.running:
+            self.world.later(self.world.draw(1.0, 3.0), self._run)
+
+    def leave(self, node: SimNode, *, loud: bool = True) -> None:
+        """A node's workers are gone; ``loud``: their peers see closed connections."""
+        if self.members.get(node.name) is not node:
+            return
+        self.settle()
+        del self.members[node.name]
+        if loud:
+            self._break()
+
+    def settle(self) -> None:
+        """Bring steps, seals and commits up to now; call it before anything changes the pace."""
+        self._done = self._now_done()
+        self._mark_s = self.world.now_s
+        newest = min(self.steps, int(self._done + 1e-9))
+        sealed = newest - newest % SNAPSHOT_STEPS
+        if newest >= self.steps:
+            sealed = self.steps
+        if sealed > max(self.sealed, self.base):
+            self.sealed = sealed
+            for node in self.members.values():
+                node.seal(self.job, self.attempt, sealed)
+        self._commit()
+
+    def still_s(self) -> float:
+        """For how long no worker has advanced."""
+        return max(0.0, self.world.now_s - self._still_since_s)
+
+    def fenced(self) -> bool:
+        """Whether a later attempt was opened, so that nothing more can be committed."""
+        return self.world.storage_of(self.job).opened > self.attempt
+
+    def _commit(self) -> None:
+        """Commit what was sealed long enough ago, unless a later attempt is open."""
+        storage = self.world.storage_of(self.job)
+        until = self._done - COMMIT_DELAY_S / self.step_s
+        step = int(until) - int(until) % SNAPSHOT_STEPS
+        if self.finished:
+            step = self.steps
+        if step > max(self.base, self.committed) and not self.broken and not self.fenced():
+            self.committed = step
+            if step > storage.committed[0]:
+                storage.committed = (step, self.attempt)
+
+    def _now_done(self) -> float:
+        if not self.running or self.broken or self.stalled or not self._mark_s:
+            return self._done
+        slow = max((node.slowness for node in self.members.values()), default=1.0)
+        passed_s = self.world.now_s - self._mark_s
+        return min(float(self.steps), self._done + passed_s / (self.step_s * slow))
+
+    def _run(self) -> None:
+        if self.broken or self.running or not self.complete:
+            return
+        self.running = True
+        self._mark_s = self.world.now_s
+        for node in list(self.members.values()):
+            node.workers_run(self)
+        self.world.invariants.gang_runs(self)
+        self._report()
+        self._watch_end()
+
+    def _report(self) -> None:
+        """Rank 0's node reports the newest step, about once per step."""
+        if self.broken or self.finished:
+            return
+        self.settle()
+        first = self.first
+        if first is not None and not self.stalled:
+            first.report_step(self)
+        self.world.later(max(2.0, self.step_s), self._report)
+
+    def _watch_end(self) -> None:
+        if self.broken or self.finished:
+            return
+        left_s = (self.steps - self._now_done()) * self.step_s
+        if left_s > 0.0:
+            self.world.at(self.world.now_s + max(1.0, left_s), self._watch_end)
+            return
+        self.settle()
+        self.world.later(3.0, self._finish)
+
+    def _finish(self) -> None:
+        if self.broken:
+            return
+        self.finished = True
+        self._commit()
+        for node in list(self.members.values()):
+            node.workers_finished(self)
+
+    def _meeting_overdue(self) -> None:
+        if not self.running and not self.broken:
+            self._break()
+
+    def stands_still(self) -> None:
+        """A worker has begun to hold up the others: their collectives time out at last."""
+        self.settle()
+        at_s = self._still_since_s = self.world.now_s
+
+        def overdue() -> None:
+            over = self.world.now_s - at_s >= COLLECTIVE_TIMEOUT_S - 1.0
+            if over and not self.broken and (self.stalled or not self.complete):
+                self._break()
+
+        self.world.later(COLLECTIVE_TIMEOUT_S, overdue)
+
+    def _break(self) -> None:
+        """Peers lose a connection: their collectives fail, one after the other."""
+        if self.broken or self.finished:
+            return
+        self.settle()
+        self.broken, self.broken_at_s = True, self.world.now_s
+        for name in sorted(self.members):
+            node = self.members[name]
+            self.world.later(
+                node.draw(0.3, 2.0),
+                node.worker_failed,
+                self,
+                "COLLECTIVE",
+                1,
+                "connection closed by peer",
+            )

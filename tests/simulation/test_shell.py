@@ -1,0 +1,100 @@
+"""The whole-shell simulation in its short form: seeds, replays, skips, mutants, shortest histories.
+
+``make simulate`` and ``make mutants`` are the long forms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.simulation import mutants
+from tests.simulation.mutant_list import MUTANTS
+from tests.simulation.shell.faults import Fault, history
+from tests.simulation.shell.fleet import run_all, shortest
+from tests.simulation.shell.run import Result, Setup
+
+SHORT = Setup(0, nodes=16, days=0.1, storms=40.0)
+# Lines that report what daemons have done, and not what a driver has decided.
+_REPORTS = ("CHECKPOINT_COMMITTED", "CHECKPOINT_SKIPPED")
+
+
+def run(*setups: Setup) -> list[Result]:
+    return sorted(run_all(list(setups), 2), key=lambda result: result.seed)
+
+
+def decisions(result: Result) -> list[str]:
+    """The decision log without its numbers, which reports share with decisions."""
+    lines = [line.split(" ") for line in result.log]
+    return [" ".join([line[0], *line[2:]]) for line in lines if not set(line) & set(_REPORTS)]
+
+
+def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", *arguments],
+        env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return found.returncode, json.loads(found.stdout.splitlines()[-1]), found.stderr
+
+
+def test_short_histories_break_no_rule() -> None:
+    status, figures, errors = command(
+        "--nodes", "16", "--days", "0.1", "--storms", "40", "--seeds", "3"
+    )
+    assert status == 0, errors
+    assert figures["seeds"] == 3 and figures["broken"] == 0 and figures["recoveries"] > 3
+    assert 0.5 < figures["ettr"] < 1.0 and 0.0 < figures["detect_p50_s"] < 60.0
+
+
+def test_a_seed_twice_gives_one_log() -> None:
+    first, second = run(SHORT, SHORT)
+    assert first.digest == second.digest and first.log == second.log and len(first.log) > 50
+
+
+def test_another_seed_is_another_history() -> None:
+    assert history(1, 16, 1.0, 0.0, 4.0) != history(2, 16, 1.0, 0.0, 4.0)
+    assert history(1, 16, 1.0, 0.0, 4.0) == history(1, 16, 1.0, 0.0, 4.0)
+
+
+# They strike after a number of callbacks, and ticks that are left out are callbacks, too.
+_BY_CALLBACKS = ("driver_crash", "crash_on_commit")
+
+
+@pytest.mark.parametrize("seed", [3, pytest.param(range(20), marks=pytest.mark.slow)])
+def test_skips_change_no_decision(seed: int | range) -> None:
+    for number in [seed] if isinstance(seed, int) else seed:
+        drawn = history(number, 16, 0.02, 0.0, 100.0)
+        faults = tuple(fault for fault in drawn if fault.kind not in _BY_CALLBACKS)
+        wanted = replace(SHORT, seed=number, days=0.02, faults=faults)
+        skipped, lived = run_all([wanted, replace(wanted, skip=False)], 1)
+        assert not skipped.broken and not lived.broken, (skipped.broken, lived.broken)
+        assert decisions(skipped) == decisions(lived), f"seed {number}"
+
+
+@pytest.mark.parametrize("name", ["forget half of a commit", "reuse an attempt", "send no orders"])
+def test_mutants_are_caught(name: str) -> None:
+    (mutant,) = (item for item in MUTANTS if item.name == name)
+    assert mutants.run(mutant, seeds=6)
+
+
+def test_every_mutant_still_applies() -> None:
+    assert len(MUTANTS) >= 30 and len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert [mutant.name for mutant in MUTANTS if not mutants.applies(mutant)] == []
+
+
+def test_a_broken_history_is_cut_to_the_faults_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rule that a crash breaks, only one crash is left of a history."""
+    from tests.simulation.shell import faults
+
+    def crash(self: faults.Weather, fault: Fault) -> None:
+        self._world.invariants.breaks("test", "a node crashed")
+
+    monkeypatch.setattr(faults.Weather, "_crash", crash)
+    others = [Fault(40.0 + number, "flap", 2.0, number) for number in range(5)]
+    setup = replace(SHORT, days=0.002, faults=(*others, Fault(60.0, "crash", 1.0, 7)))
+    assert shortest(setup, "test") == (Fault(60.0, "crash", 1.0, 7),)

@@ -1,0 +1,109 @@
+"""The desired states of nodes: what a node needs, and no more, also in a job of 1,536 nodes."""
+
+from __future__ import annotations
+
+import pytest
+from tests.harness.desk import Desk
+from tests.harness.simulated_cluster import demo_job
+
+from megascale.v1 import types_pb2
+from megascale_common.job import config as job_config
+from megascale_common.service.errors import AssignmentError
+from megascale_driver.core.attempt import Attempt, NodeSlot
+from megascale_driver.core.state import (
+    Cluster,
+    Desired,
+    DesiredPhase,
+    Identity,
+    Job,
+    JobPhase,
+    Node,
+)
+from megascale_driver.orders import Orders, desired_state
+from megascale_executor.agent.assignment import check_assignment
+
+NODES, RANKS = 1536, 8
+EPOCH = types_pb2.Epoch(cluster_generation=1, create_revision=7)
+MIB = 1 << 20
+
+
+def fleet(nodes: int = NODES) -> Cluster:
+    """A job that starts on all nodes, each with eight ranks."""
+    values = job_config.to_mapping(demo_job("a"))
+    values["parallelism"] |= {"tp": RANKS, "pp": 1, "dp": nodes}
+    values["model"] |= {"heads": RANKS}
+    values["training"] |= {"global_batch_size": nodes}
+    config = job_config.from_accepted(values)
+    slots = tuple(
+        NodeSlot(
+            f"node-{n:05d}", tuple(range(RANKS * n, RANKS * n + RANKS)), tuple(range(RANKS)), "i"
+        )
+        for n in range(nodes)
+    )
+    job = Job("a", config, phase=JobPhase.STARTING, current=Attempt(number=3, slots=slots))
+    wanted = Desired(DesiredPhase.START, "a", 3, "10.0.0.1:4000")
+    return Cluster(
+        nodes={
+            slot.node: Node(slot.node, Identity("i"), desired=wanted, desired_version=2)
+            for slot in slots
+        },
+        jobs={"a": job},
+    )
+
+
+def test_desired_states_stay_small_whatever_the_size_of_the_job() -> None:
+    few, many = fleet(8), fleet()
+    sizes = [Orders(many, EPOCH).of(name).ByteSize() for name in many.nodes]
+    assert max(sizes) < 4096, "what one node needs does not grow with the job"
+    assert max(sizes) - max(Orders(few, EPOCH).of(name).ByteSize() for name in few.nodes) < 64
+    assert sum(sizes) < 6 * MIB
+    # The last protocol's form: the whole table to every node.
+    table = Orders(many, EPOCH).of("node-00000", protocol=1).ByteSize()
+    assert table * NODES > 200 * MIB, "what this replaces"
+
+
+def test_all_nodes_of_an_attempt_get_one_digest_and_another_placement_has_another() -> None:
+    state = fleet(4)
+    orders = Orders(state, EPOCH)
+    digests = {orders.of(name).assignment.rank_table_digest for name in state.nodes}
+    assert len(digests) == 1 and len(digests.pop()) == 32
+    slots = state.jobs["a"].slots
+    swapped = (
+        NodeSlot(slots[1].node, slots[0].ranks, slots[0].devices),
+        NodeSlot(slots[0].node, slots[1].ranks, slots[1].devices),
+        *slots[2:],
+    )
+    job = state.jobs["a"]
+    other = Job("a", job.config, phase=job.phase, current=Attempt(number=3, slots=swapped))
+    found = Orders(Cluster(nodes=state.nodes, jobs={"a": other}), EPOCH).of("node-00002")
+    assert found.assignment.ranks == orders.of("node-00002").assignment.ranks
+    assert (
+        found.assignment.rank_table_digest != orders.of("node-00002").assignment.rank_table_digest
+    )
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_an_agent_accepts_the_slice_and_the_whole_table(protocol: int) -> None:
+    state = fleet(4)
+    name = "node-00002"
+    message = Orders(state, EPOCH).of(name, protocol).assignment
+    assert len(message.rank_nodes) == (4 * RANKS if protocol == 1 else 0)
+    check_assignment(message, state.jobs["a"].config, name, range(RANKS))
+    assert list(message.ranks) == list(range(16, 24))
+    message.ranks[0] = 4 * RANKS
+    with pytest.raises(AssignmentError, match="do not exist in a world of 32"):
+        check_assignment(message, state.jobs["a"].config, name, range(RANKS))
+
+
+def test_an_assignment_with_neither_table_nor_digest_is_refused() -> None:
+    state = fleet(2)
+    message = Orders(state, EPOCH).of("node-00001").assignment
+    message.rank_table_digest = ""
+    with pytest.raises(AssignmentError, match="0 rank_nodes for a world size of 16"):
+        check_assignment(message, state.jobs["a"].config, "node-00001", range(RANKS))
+
+
+def test_a_node_without_work_gets_no_assignment() -> None:
+    desk = Desk("n1")
+    message = desired_state(desk.state.nodes["n1"], None, EPOCH)
+    assert message.epoch == EPOCH and not message.HasField("assignment")

@@ -1,0 +1,53 @@
+"""The order to save and end early, in the trainer: one vote, one last step, for all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import cast
+
+import pytest
+
+from megascale_common.node import framing
+from megascale_trainer.process.leave_order import LeaveOrder
+from megascale_trainer.snapshot_schedule import LEAVE, MUST_SKIP, STORE_BUSY, Cadence, Votes
+
+
+def message(kind: str, **values: str) -> framing.Message:
+    return cast(framing.Message, {"kind": kind, **values})
+
+
+def test_only_rank_0_votes_and_each_order_once_it_failed_no_more() -> None:
+    first, other = LeaveOrder(0), LeaveOrder(1)
+    for order in (first, other):
+        assert order.vote == 0
+        order.take(message("leave", id="suspend-1"))
+    assert (first.vote, other.vote) == (LEAVE, 0)
+    first.fail()
+    assert first.vote == 0
+    first.take(message("leave", id="suspend-2"))
+    assert first.vote == LEAVE
+    first.take(message("stay"))
+    assert first.vote == 0
+    with pytest.raises(framing.FramingError, match="'leave' and 'stay', not 'dance'"):
+        first.take(message("dance"))
+
+
+@pytest.mark.parametrize("skips", [0, 1, 12_288])
+@pytest.mark.parametrize("busy", [0, 1, 12_288])
+@pytest.mark.parametrize("leave", [False, True])
+def test_the_three_counts_stay_apart_in_a_sum_of_floats(skips: int, busy: int, leave: bool) -> None:
+    votes = itertools.chain([MUST_SKIP] * skips, [STORE_BUSY] * busy, [LEAVE] * leave)
+    total = sum((float(vote) for vote in votes), 0.0)
+    assert Votes.of(round(total)) == Votes(skips, busy, leave)
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3, 10])
+def test_a_run_that_ends_early_has_a_persisted_snapshot_of_its_last_step(interval: int) -> None:
+    cadence = Cadence(snapshot_interval=interval, persist_interval=10, last_step=100, done=0)
+    cadence.end_at(17)
+    assert cadence.last == 17 and cadence.due(17) and cadence.subject(17) == 17
+    assert cadence.subject(16) is None, "its vote is about itself"
+    assert cadence.ahead(16) is None and cadence.ahead(12) != 17
+    assert cadence.persists(17, Votes(0, 5)), "also where a store is busy"
+    cadence.go_on()
+    assert cadence.last == 100 and cadence.due(17) == (bool(interval) and 17 % interval == 0)

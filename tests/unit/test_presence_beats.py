@@ -1,0 +1,186 @@
+"""From a heartbeat to what the core gets: evidence, corrected clocks, values that are not known."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from tests.harness.desk import Desk
+
+from megascale.v1 import link_pb2, types_pb2
+from megascale_driver.core import blame
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import AttemptPhase
+from megascale_driver.presence import evidence, reports
+from megascale_driver.presence.clock_offset import ClockOffset
+from megascale_driver.presence.intake import Intake, Seat
+from megascale_driver.presence.lane import News
+
+EPOCH = types_pb2.Epoch(cluster_generation=1, create_revision=3)
+NS = 1_000_000_000
+
+
+def working(ranks: int = 8) -> link_pb2.Heartbeat:
+    """A node that trains."""
+    beat = link_pb2.Heartbeat(
+        epoch_seen=EPOCH, desired_version=2, job="a", attempt=1,
+        phase=link_pb2.ATTEMPT_PHASE_RUNNING,
+    )  # fmt: skip
+    item = beat.checkpoints.add(job="a")
+    for rank in range(ranks):
+        beat.workers.add(rank=rank, state=link_pb2.WORKER_STATE_RUNNING, pid=9, phase="STEP")
+        item.sealed.add(rank=rank, attempt=1, step=1, layout_digest="d")
+    return beat
+
+
+def test_counters_times_steps_and_status_pages_are_no_evidence() -> None:
+    beat = working()
+    before = evidence.of(beat)
+    beat.seq, beat.sent_at.seconds, beat.host.network_sent_bytes = 7, 5, 10**9
+    beat.ack_received_at.seconds = 5
+    beat.logs.add(signature="x", count=1)
+    for worker in beat.workers:
+        worker.step, worker.phase, worker.status_age.seconds = 99, "EVAL", 3
+        worker.operations.add(group="dp", entered=4, completed=3)
+    assert evidence.of(beat) == before
+
+
+def changed(path: str) -> link_pb2.Heartbeat:
+    beat = working()
+    if path == "phase":
+        beat.phase = link_pb2.ATTEMPT_PHASE_FINISHED
+    elif path == "exit":
+        beat.workers[3].state = link_pb2.WORKER_STATE_EXITED
+    elif path == "error":
+        beat.workers[3].error_kind = "BAD_JOB"
+    elif path == "check":
+        beat.checks.add(name="compute", verdict=types_pb2.CHECK_VERDICT_FAIL)
+    elif path == "trace":
+        beat.traces.add(profile="p", rank=1)
+    elif path == "daemon":
+        beat.checkpoint_daemon.restarts = 1
+    elif path == "failure of a checkpoint":
+        beat.checkpoints[0].failure.step = 4
+    elif path == "failure of a replica":
+        beat.checkpoints[0].replica_failure.step = 4
+    elif path == "damage":
+        beat.checkpoints[0].damaged.add(rank=1)
+    else:
+        setattr(beat, path, {"failure": "why", "store_endpoint": "h:1", "job": "b"}.get(path, 9))
+    return beat
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("phase", "exit", "error", "check", "trace", "daemon", "failure of a checkpoint"),
+        *("failure of a replica", "damage", "failure", "store_endpoint", "job", "attempt"),
+        "desired_version",
+    ],
+)
+def test_whatever_decides_is_evidence(path: str) -> None:
+    assert evidence.of(changed(path)).prompt != evidence.of(working()).prompt
+
+
+def test_what_lies_in_memory_decides_only_between_attempts() -> None:
+    beat = working()
+    beat.checkpoints[0].sealed[0].step = 2
+    assert evidence.of(beat).prompt == evidence.of(working()).prompt
+    assert evidence.of(beat).slow != evidence.of(working()).slow
+    idle = working()
+    idle.phase = beat.phase = link_pb2.ATTEMPT_PHASE_PREPARED
+    assert evidence.of(beat).prompt != evidence.of(idle).prompt
+
+
+def test_evidence_costs_little() -> None:
+    beat = working()
+    began_s = time.process_time()
+    for _ in range(2000):
+        evidence.of(beat)
+    assert time.process_time() - began_s < 0.2, "100 us each; here about 10"
+
+
+@pytest.mark.parametrize("skew_s", [-30.0, 0.0, 3600.0])
+def test_the_offset_is_that_of_the_shortest_round_trip(skew_s: float) -> None:
+    rng, clock = random.Random(5), ClockOffset()
+    now_ns = 10**18
+    for number in range(30):
+        there, back = (int(rng.uniform(1e-4, 0.2) * NS) for _ in range(2))
+        if number == 25:
+            there = back = NS // 10_000
+        node_sent_ns = now_ns - int(skew_s * NS)
+        received_ns, sent_ns = now_ns + there, now_ns + there + 1000
+        clock.acknowledged(node_sent_ns, received_ns)
+        clock.returned(received_ns, sent_ns, sent_ns + back - int(skew_s * NS))
+        now_ns += NS
+    assert clock.offset_s == pytest.approx(skew_s, abs=1e-4)
+
+
+def test_timestamps_that_do_not_fit_give_no_offset() -> None:
+    clock = ClockOffset()
+    clock.returned(5, 6, 7)
+    clock.acknowledged(0, 10)
+    clock.returned(10, 11, 12)
+    clock.acknowledged(100, 20)
+    clock.returned(20, 21, 50)  # the node's clock went back meanwhile
+    assert clock.offset_s == 0.0
+    for number in range(1000):
+        clock.acknowledged(1, number)
+    assert len(clock._pending) < 10, "acknowledgements that never return are forgotten"
+
+
+def heard(
+    intake: Intake, seat: Seat, skew_s: float, now_s: float, beat: link_pb2.Heartbeat
+) -> None:
+    """Two heartbeats of a node whose clock is ``skew_s`` ahead, the second after the answer."""
+    beat.sent_at.FromNanoseconds(int((now_s - 0.001 + skew_s) * NS))
+    intake.take(seat, beat, now_s)
+    second = link_pb2.Heartbeat()
+    second.CopyFrom(beat)
+    second.sent_at.FromNanoseconds(int((now_s + 1 + skew_s) * NS))
+    second.ack_driver_received_at.FromNanoseconds(int(now_s * 1e9))
+    second.ack_driver_sent_at.FromNanoseconds(int(now_s * 1e9))
+    second.ack_received_at.FromNanoseconds(int((now_s + 0.001 + skew_s) * NS))
+    intake.take(seat, second, now_s + 1.002)
+
+
+def test_the_culprit_is_the_first_by_the_drivers_clock_whatever_the_nodes_clocks_say() -> None:
+    desk = Desk("n1", "n2")
+    desk.submit()
+    desk.run()
+    intake = Intake(Policy())
+    # n2 failed first. n1, which failed a second later, has a clock that is 30 s behind.
+    for name, failed_s, skew_s in (("n1", 1.0, -30.0), ("n2", 0.0, 0.0)):
+        node = desk.state.nodes[name]
+        seat = Seat(name, node.identity.incarnation, desk.now_s)
+        intake.lane.opened(desk.now_s, name, seat.incarnation)
+        beat = link_pb2.Heartbeat(
+            epoch_seen=EPOCH, desired_version=node.desired_version, job="a", attempt=1,
+            phase=link_pb2.ATTEMPT_PHASE_FAILED,
+        )  # fmt: skip
+        worker = beat.workers.add(rank=0, state=link_pb2.WORKER_STATE_EXITED, exit_status=1)
+        worker.exited_at.FromNanoseconds(int((desk.now_s + failed_s + skew_s) * NS))
+        heard(intake, seat, skew_s, desk.now_s + 2.0, beat)
+        event = intake.report(seat, EPOCH, desk.now_s)
+        assert event is not None and event.report.phase is AttemptPhase.FAILED
+        assert event.report.workers[0].exited_at_s == pytest.approx(desk.now_s + failed_s, abs=0.01)
+        desk.feed(event)
+    cause = blame.culprit(desk.job().current.faults)
+    assert cause is not None and cause.node == "n2"
+
+
+def test_an_oversized_heartbeat_keeps_its_node_alive() -> None:
+    intake = Intake(Policy())
+    seat = Seat("n1", "i", 100.0)
+    intake.lane.opened(100.0, "n1", "i")
+    assert intake.take(seat, working(), 101.0) is News.DECIDES
+    assert [intake.take(seat, None, 102.0 + i) for i in range(20)] == [News.NONE] * 20
+    assert intake.lane.last_beat_s("n1") == 121.0 and seat.beat is not None
+
+
+def test_a_value_that_this_build_does_not_know_is_refused() -> None:
+    beat = working()
+    beat.phase = 77  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="77"):
+        reports.report(beat, EPOCH)
