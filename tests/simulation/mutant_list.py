@@ -189,9 +189,9 @@ MUTANTS = (
         "        node.liveness is Liveness.ALIVE\n",
     ),
     _driver(
-        "give a node to two jobs", "core/candidates.py",
-        "name for other in draft.jobs.values() if other.name != job.name for name in other.spares",
-        "name for other in draft.jobs.values() if other.name == '' for name in other.spares",
+        "give a node to two jobs", "core/queue_view.py",
+        "    held = {name for job in running for name in job.nodes}",
+        "    held = set[str]()",
     ),
     _driver(
         "do not wait for the stop", "core/jobs.py",

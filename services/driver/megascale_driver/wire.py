@@ -54,11 +54,6 @@ def _microseconds(count: int) -> Duration:
     return value
 
 
-def epoch_tuple(epoch: types_pb2.Epoch) -> tuple[int, int]:
-    """An epoch as a pair that can be compared: a later leader has a greater one."""
-    return epoch.cluster_generation, epoch.create_revision
-
-
 def identity(hello: link_pb2.ExecutorHello) -> Identity:
     """A node's hello; texts and lists are cut to a bound."""
     return Identity(

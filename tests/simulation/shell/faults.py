@@ -43,7 +43,7 @@ STORM = (
 
 @dataclass(frozen=True, slots=True, order=True)
 class Fault:
-    """``kind`` at ``at_s`` after the start, for ``for_s``; ``pick`` chooses whom it strikes."""
+    """``kind`` at ``at_s`` after the start, for ``for_s``; ``pick`` chooses the target."""
 
     at_s: float
     kind: str

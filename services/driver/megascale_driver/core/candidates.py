@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megascale_driver.core.draft import Draft
-from megascale_driver.core.state import AttemptPhase, Desired, Disposition, Job, Liveness, Node
+from megascale_driver.core.state import AttemptPhase, Desired, Disposition, Liveness, Node
 from megascale_driver.placement import fit
 from megascale_driver.placement.gang import Candidate
 
@@ -52,12 +51,3 @@ def promising(node: Node) -> bool:
         and node.liveness is not Liveness.DEAD
         and bool(node.identity.devices)
     )
-
-
-def idle_nodes(draft: Draft, job: Job) -> list[Node]:
-    """Usable nodes that no other job holds, neither for its ranks nor as a spare."""
-    taken = {slot.node for other in draft.jobs.values() if other.active for slot in other.slots}
-    taken |= {
-        name for other in draft.jobs.values() if other.name != job.name for name in other.spares
-    }
-    return [node for node in draft.nodes.values() if node.name not in taken and usable(node)]

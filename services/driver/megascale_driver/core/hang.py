@@ -5,7 +5,7 @@ ends and all its nodes check themselves. The job leaves a node whose ranks hold 
 without progress (:mod:`megascale_driver.core.recovery`). Nodes without heartbeats are not evaluated
 here but in :mod:`megascale_driver.core.liveness`.
 
-Status pages are not part of what each heartbeat tells the core. The shell reads them while
+Status pages do not enter the core with each heartbeat. The shell reads them while
 :func:`stands_still` holds, and :func:`pages_read` evaluates them.
 """
 

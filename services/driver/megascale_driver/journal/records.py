@@ -44,11 +44,6 @@ def number(record_key: str) -> int:
     return int(text)
 
 
-def is_record(some_key: str) -> bool:
-    """Whether a key is that of a record of any log."""
-    return some_key.startswith("log/") or (some_key.startswith("jobs/") and "/log/" in some_key)
-
-
 def records(lines: Iterable[Audit]) -> Iterator[tuple[str, bytes, bool]]:
     """(key, value, whether it is a block) of the lines of one decision, in order."""
     for log, found in groupby(sorted(lines, key=_place), key=lambda line: line.log):
