@@ -29,6 +29,7 @@ LANES = {
     "recoveries": (
         "chaos/test_hang.py",
         "chaos/test_high_availability.py",
+        "chaos/test_two_builds.py",
         "chaos/test_nothing_left.py",
         "chaos/test_recovery.py",
         "chaos/test_replicas.py",
