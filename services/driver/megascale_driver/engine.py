@@ -25,6 +25,7 @@ from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
 from megascale_driver.core import hang, machine, plausible
 from megascale_driver.core.events import (
     Audit,
+    CheckGroup,
     Effect,
     Event,
     LeaderStarted,
@@ -384,6 +385,8 @@ class Engine:
                 async with self._probing:
                     outcome = await probes.probe(effect, self._token)
                 self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
+            elif isinstance(effect, CheckGroup):
+                self.post(await self.node_calls.check_group(effect))
             else:
                 self.post(
                     await self.node_calls.open_attempt(

@@ -133,14 +133,16 @@ class Assignment(TypedDict):
 
 
 class SelfCheck(TypedDict):
-    """Agent to a forked process: check the device, and the path to the other ranks of this node.
+    """Agent to a forked process: check the device, and the path to the other ranks of the check.
 
-    ``rank`` and ``world_size`` count the ranks of this check.
+    ``rank`` and ``world_size`` count the ranks of this check: of this node, or of a group of nodes
+    that meet at ``store_host``.
     """
 
     kind: Literal["self_check"]
     rank: int
     world_size: int
+    store_host: str
     store_port: int
     device_kind: Literal["cpu", "cuda"]
     device_index: int
