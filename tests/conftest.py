@@ -29,6 +29,7 @@ LANES = {
     "recoveries": (
         "chaos/test_hang.py",
         "chaos/test_high_availability.py",
+        "chaos/test_two_builds.py",
         "chaos/test_nothing_left.py",
         "chaos/test_recovery.py",
         "chaos/test_replicas.py",
@@ -50,6 +51,7 @@ LANES = {
         "integration/test_agent.py",
         "integration/test_agent_diagnosis.py",
         "integration/test_benchmarks.py",
+        "integration/test_by_hand.py",
         "integration/test_fp8_benchmarks.py",
         "integration/test_heartbeat_benchmark.py",
         "integration/test_profile.py",

@@ -23,7 +23,8 @@ Agent and worker, over the socket passed with Fork:
     several only); the forked process answers SelfChecked and exits.
 Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
     Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
-    those of :mod:`megascale_common.node.restore_messages`,
+    those of :mod:`megascale_common.node.restore_messages`, those of a run by hand
+    (:mod:`megascale_common.node.opening_messages`),
     Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained,
     StepTime -> Pace.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the

@@ -32,6 +32,7 @@ from megascale_driver.core import (
     recovery,
     replicas,
     saving,
+    unreadable,
     updating,
 )
 from megascale_driver.core.attempt import FailureCount, Fault, FaultKind, NodeSlot
@@ -66,8 +67,8 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
     if name in draft.jobs:
         draft.refusal = "JOB_EXISTS"
         return
-    if (problem := draft.state.unreadable.get(f"jobs/{name}")) is not None:
-        draft.refuse("JOB_UNREADABLE", f"a job of that name is in etcd and unreadable: {problem}")
+    if unreadable.key_of(name) in draft.unreadable:
+        draft.refuse_unknown_job(name)
         return
     draft.jobs[name] = Job(
         name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
@@ -85,8 +86,11 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
 def cancel(draft: Draft, event: CancelRequested) -> None:
     """Stop the job's workers at once; a job that has ended stays as it is."""
     job = draft.jobs.get(event.job)
-    if job is None or job.terminal:
-        draft.refusal = "JOB_NOT_FOUND" if job is None else "JOB_ENDED"
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    if job.terminal:
+        draft.refuse("JOB_ENDED")
         return
     draft.log(
         "CANCEL_REQUESTED", f"{event.actor} asked to cancel the job: {event.reason}",

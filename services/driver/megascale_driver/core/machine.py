@@ -234,7 +234,8 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
             subject=key if kind in ("jobs", "nodes") and name else "driver",
             policy="unreadable-row",
             outcome={
-                "jobs": "the job is not scheduled, and its name is held; its rows stay as they are",
+                "jobs": "the job is not scheduled, and its name is held; its rows stay, "
+                "its workers go on, their nodes get no other work",
                 "nodes": "the node is quarantined",
             }.get(kind, "it is left out"),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, plausible, profiles, restored, saving
+from megascale_driver.core import breaker, plausible, profiles, restored, saving, unreadable
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
@@ -90,6 +90,8 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
         last_seen_s=max(node.last_seen_s, event.now_s),
         probe_failed_at_s=0.0,
     )
+    if node.report is None and draft.unreadable:
+        draft.command(node.name)  # withheld until it was known what the node runs
     for progress in event.report.progress:
         _committed(draft, node.name, progress)
     restored.report(draft, node.name, event.report)
@@ -234,6 +236,8 @@ def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", p
         breaker.count(draft, name)
     if job is not None and name not in job.evicted:
         draft.job(job.name, evicted=(*job.evicted, name))
+    if unread := unreadable.job_on(draft.unreadable, draft.nodes[name]):
+        draft.command(name)  # to stop, if an operator says so
     draft.log(
         "NODE_EVICTED",
         f"node {name} is quarantined: {reason}",
@@ -242,5 +246,10 @@ def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", p
         attempt=job.attempt if job else 0,
         actor=actor,
         policy=policy,
-        outcome=f"job {job.name} leaves it" if job else "it ran nothing",
+        outcome=f"job {job.name} leaves it" if job else _left_behind(unread),
     )
+
+
+def _left_behind(unread: str) -> str:
+    """What was on a node that no readable job held."""
+    return f"it ran job {unread}, which cannot be read" if unread else "it ran nothing"

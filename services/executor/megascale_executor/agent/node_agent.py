@@ -12,6 +12,7 @@ from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
 from megascale_common.node import host
 from megascale_common.node.files import replace_file
 from megascale_common.node.incarnation import boot_id, new_incarnation
+from megascale_common.node.socket_folder import create_socket_folder
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
@@ -71,7 +72,7 @@ class NodeAgent:
                 f"--run-folder: {config.node_folder} cannot be used ({error.strerror or error}): "
                 "give a folder that you may write to"
             ) from None
-        self._sockets = folders.create_socket_folder(config.cluster, config.node, self._incarnation)
+        self._sockets = create_socket_folder(config.cluster, config.node, self._incarnation)
         self._reports = StepReports()
         self._daemon = CheckpointDaemon(
             config,
