@@ -14,9 +14,10 @@ PYTEST_ARGS ?=
 # Many tests wait for a timeout of the services, so three processes keep two cores busy
 # (tests/conftest.py has the lanes of tests that start many processes).
 TEST_PROCESSES ?= 3
-# Of `make crash`: how many cases, and from which number they follow.
+# Of `make crash`: how many cases, from which number they follow, and how many processes share them.
 CASES ?= 200
 SEED ?= 0
+JOBS ?= 1
 # Of `make simulate`: the seed to replay, if one is given (SEED is also that of `make crash`).
 REPLAYED := $(if $(filter command line environment,$(origin SEED)),$(SEED))
 
@@ -52,7 +53,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test crash simulate mutants test-slow test-ha bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo test crash simulate mutants test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -64,8 +65,8 @@ demo: $(READY) ## run the main job: train, lose a node, recover, compare with th
 test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
-crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0): nothing lost, nothing silent
-	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED)
+crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0 JOBS=1): nothing lost, nothing silent
+	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
 simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100; SEED= replays one with its shortest history)
 	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) \
@@ -79,6 +80,9 @@ test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves ou
 
 test-ha: $(READY) ## three drivers and three etcd members under a training job: leaders killed, stopped, cut off (about 2 minutes)
 	$(PY) -m pytest -s -m "slow or not slow" tests/chaos/test_high_availability.py $(PYTEST_ARGS)
+
+test-builds: $(READY) ## this build and the one before (PREVIOUS=commit; by default the newest tag, else HEAD^) lead in turn under a training job
+	MEGASCALE_PREVIOUS_BUILD=$(PREVIOUS) $(PY) -m pytest -s -m slow -rs tests/chaos/test_two_builds.py $(PYTEST_ARGS)
 
 test-export: $(READY) $(EXPORT_READY) ## run the tests that load exported models in transformers
 	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)

@@ -48,6 +48,15 @@ def test_no_case_is_lost_or_silent(capsys: pytest.CaptureFixture[str]) -> None:
         assert call in struck, f"no fault has struck {call}: {struck}"
 
 
+def test_processes_share_the_cases_and_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for jobs in ("1", "2"):
+        assert main(["--cases", "6", "--seed", "3", "--jobs", jobs]) == 0
+        captured = capsys.readouterr()
+        printed.append((captured.out, captured.err.splitlines()[-1]))
+    assert printed[0] == printed[1]
+
+
 @pytest.mark.parametrize(
     "sabotage",
     [

@@ -45,6 +45,11 @@ TokenizerKind = Literal["bytes", "bpe"]
 DivergenceAction = Literal["stop", "continue"]
 CheckpointInterval = Literal["steps", "auto"]
 
+# Marks a field that earlier builds do not know. It is stored only where it is not at its default,
+# so that such a build, which refuses unknown fields, can read the jobs that do not use it. A stored
+# job takes the default of the build that reads it: that of such a field stays as it is.
+ADDED: Mapping[str, bool] = {"added": True}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -275,9 +280,9 @@ class CheckpointConfig:
     verify_d2h: float = 0.01
     replicas: int = 0
     max_replicate_mib_per_s: float = 0.0
-    interval: CheckpointInterval = "steps"
-    device_mtbf_hours: float = 50_000.0
-    max_step_slowdown: float = 0.05
+    interval: CheckpointInterval = field(default="steps", metadata=ADDED)
+    device_mtbf_hours: float = field(default=50_000.0, metadata=ADDED)
+    max_step_slowdown: float = field(default=0.05, metadata=ADDED)
 
     @property
     def memory_interval_steps(self) -> int:
@@ -403,8 +408,34 @@ def to_mapping(config: JobConfig) -> dict[str, Any]:
 
 
 def to_json(config: JobConfig) -> str:
-    """Canonical JSON of ``config``: sorted keys, no spaces; equal configs give equal text."""
-    return json.dumps(to_mapping(config), sort_keys=True, separators=(",", ":"))
+    """Canonical JSON of ``config``: sorted keys, no spaces; equal configs give equal text.
+
+    Fields that are ``ADDED`` are in it only where they are not at their defaults.
+    """
+    return json.dumps(_stored(config), sort_keys=True, separators=(",", ":"))
+
+
+def _stored(section: Any) -> dict[str, Any]:
+    """The plain values of a dataclass, as they are stored."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if item.metadata.get("added") and value == _default(item):
+            continue
+        found[item.name] = _stored(value) if dataclasses.is_dataclass(value) else _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_stored(item) if dataclasses.is_dataclass(item) else item for item in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return item.default
 
 
 def _read(values: Any) -> tuple[JobConfig | None, list[JobProblem]]:
