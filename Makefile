@@ -14,9 +14,10 @@ PYTEST_ARGS ?=
 # Many tests wait for a timeout of the services, so three processes keep two cores busy
 # (tests/conftest.py has the lanes of tests that start many processes).
 TEST_PROCESSES ?= 3
-# Of `make crash`: how many cases, and from which number they follow.
+# Of `make crash`: how many cases, from which number they follow, and how many processes share them.
 CASES ?= 200
 SEED ?= 0
+JOBS ?= 1
 # Of `make simulate`: the seed to replay, if one is given (SEED is also that of `make crash`).
 REPLAYED := $(if $(filter command line environment,$(origin SEED)),$(SEED))
 
@@ -64,8 +65,8 @@ demo: $(READY) ## run the main job: train, lose a node, recover, compare with th
 test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
-crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0): nothing lost, nothing silent
-	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED)
+crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0 JOBS=1): nothing lost, nothing silent
+	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
 simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100; SEED= replays one with its shortest history)
 	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) \

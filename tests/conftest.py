@@ -40,6 +40,7 @@ LANES = {
     "more clusters": (
         "chaos/test_orders.py",
         "chaos/test_suspend.py",
+        "chaos/test_unknown_culprit.py",
         "chaos/test_waits.py",
         "integration/test_export_and_import.py",
         "integration/test_first_hour.py",
@@ -51,6 +52,7 @@ LANES = {
         "integration/test_agent.py",
         "integration/test_agent_diagnosis.py",
         "integration/test_benchmarks.py",
+        "integration/test_by_hand.py",
         "integration/test_fp8_benchmarks.py",
         "integration/test_heartbeat_benchmark.py",
         "integration/test_profile.py",

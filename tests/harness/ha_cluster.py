@@ -44,6 +44,7 @@ class Trio:
 
     def __init__(self, folder: Path) -> None:
         ports = {name: (free_port("127.0.0.1"), free_port("127.0.0.1")) for name in MEMBERS}
+        self.peers = {name: f"http://127.0.0.1:{peer}" for name, (_, peer) in ports.items()}
         self.members = {
             name: EtcdServer(
                 folder / name, unsafe_no_fsync=True, membership=Membership(name, ports)
@@ -98,7 +99,7 @@ class HaCluster:
         self.proxies: list[list[CuttableProxy]] = []
         self.paused: set[int] = set()
         self._agents: list[subprocess.Popen[bytes]] = []
-        self._prefix = f"/megascale/{uuid.uuid4().hex}/v1"
+        self.prefix = f"/megascale/{uuid.uuid4().hex}/v1"
         self._corpus = write_corpus(
             folder / "corpus", random_documents(seed=7, count=60, longest=200)
         )
@@ -117,7 +118,7 @@ class HaCluster:
             self.proxies.append(cut)
             endpoints = ",".join(proxy.endpoint for proxy in cut)
             driver = DriverProcess(
-                self.folder, endpoints, self._prefix, f"driver-{number}",
+                self.folder, endpoints, self.prefix, f"driver-{number}",
                 "--bind", f"127.0.0.1:{port}",
                 environment={} if code is None else {"PYTHONPATH": code},
             )  # fmt: skip

@@ -15,11 +15,12 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
-from megascale_common.job.rank_layout import RankLayout
+from megascale_common.job.rank_layout import RankLayout, readers_of
+from megascale_common.node.socket_folder import create_socket_folder
 from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
 from megascale_common.service.wire_text import encodable
 from megascale_executor.agent import asyncio_tasks, child_processes, folders, template_process
-from megascale_executor.agent.assignment import check_assignment, readers_of
+from megascale_executor.agent.assignment import check_assignment
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.child_processes import RestartBudget
 from megascale_executor.agent.config import parse_devices, parse_topology
@@ -104,11 +105,11 @@ def test_socket_folder_of_a_dead_owner_goes_and_of_a_living_one_stays(
         dir="/tmp"
     ) as runtime:  # pytest's own folders are too long for sockets
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-        mine = folders.create_socket_folder("c", "n", "one")
-        dead = folders.create_socket_folder("c", "n", "two")
+        mine = create_socket_folder("c", "n", "one")
+        dead = create_socket_folder("c", "n", "two")
         (dead / "owner").write_text("1 12345\n")  # process 1 lives, but it started at another time
-        other = folders.create_socket_folder("c", "m", "three")
-        folders.create_socket_folder("c", "n", "four")
+        other = create_socket_folder("c", "m", "three")
+        create_socket_folder("c", "n", "four")
         assert mine.exists() and other.exists() and not dead.exists()
         assert mine.is_relative_to(runtime) and len(str(mine / "checkpoint.sock").encode()) < 108
 

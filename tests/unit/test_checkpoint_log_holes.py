@@ -19,6 +19,7 @@ from megascale_checkpoint import restore
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.committer import Committer
+from megascale_checkpoint.opening import Opening
 from megascale_checkpoint.restore_decision import SealedStep
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import DamagedError, UnavailableError
@@ -30,7 +31,7 @@ async def opened(committer: Committer, root: Path, attempt: int, job: str = "job
     """Open an attempt of one rank; the record's number."""
     none = SealedStep(0, 0)
     record, _ = await committer.open_attempt(
-        job, str(root), attempt, 1, none, frozenset(), (1, attempt)
+        Opening(job, str(root), 1), attempt, none, frozenset(), (1, attempt)
     )
     return record.seq
 

@@ -57,6 +57,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_trainer", "megascale_kernels", "torch", "numpy", "tokenizers"),
         *PURE,
     ),
+    "megascale_trainer.launch": ("megascale_trainer", "torch", "yaml", *PURE),
     "megascale_trainer.commands": ("megascale_trainer", "typer", "rich", *PURE),
 }
 FORBIDDEN = ("megascale_common.job.wire",)  # to all but itself and what is not listed

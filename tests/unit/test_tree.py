@@ -81,6 +81,11 @@ def test_package_inits_are_empty(name: str) -> None:
         ),
         # It arms its parent-death signal before the seconds that the import of torch takes.
         ("megascale_trainer.process.__main__", ["torch", "triton", "numpy"]),
+        ("megascale_trainer.__main__", ["torch", "triton", "numpy", "yaml", "grpc", "structlog"]),
+        (
+            "megascale_trainer.launch.run",
+            ["grpc", "google", "structlog", "uvloop", "xxhash", "safetensors", "yaml", "typer"],
+        ),
         ("megascale_trainer.data.loader", ["grpc", "google", "structlog", "uvloop", "torch"]),
         ("megascale_executor.agent.__main__", ["torch", "triton", "grpc"]),
         ("megascale_driver.__main__", ["torch", "triton", "numpy"]),

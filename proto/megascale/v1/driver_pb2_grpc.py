@@ -199,7 +199,7 @@ class DriverServiceServicer(object):
         with its problem and the remedy.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
-        - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
         """
@@ -213,6 +213,7 @@ class DriverServiceServicer(object):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,6 +237,7 @@ class DriverServiceServicer(object):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - INVALID_ARGUMENT (BAD_REQUEST): resume_token is not one that WatchJob returned.
         - OUT_OF_RANGE (TOKEN_EXPIRED): the updates that follow resume_token are no longer held. Watch
         without a token and read the missed events with ListEvents.
@@ -253,6 +255,7 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -273,6 +276,7 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
         - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
         lost.
@@ -293,6 +297,7 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -303,7 +308,8 @@ class DriverServiceServicer(object):
 
     def DeleteJob(self, request, context):
         """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
-        ranks stay. Its name may be used again, with another checkpoint.uri.
+        ranks stay. Its name may be used again, with another checkpoint.uri. A job whose stored rows
+        cannot be read is forgotten in any phase; its workers stop.
 
         Callers: client, operator
         Errors:
@@ -330,6 +336,7 @@ class DriverServiceServicer(object):
         request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
         - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
@@ -353,6 +360,7 @@ class DriverServiceServicer(object):
         is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -371,6 +379,7 @@ class DriverServiceServicer(object):
         request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
         - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress;
         CancelProfile gives it up.
@@ -398,6 +407,7 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (NO_PROFILE): no profile of the job is in progress.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -413,6 +423,7 @@ class DriverServiceServicer(object):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -546,6 +557,7 @@ class DriverServiceServicer(object):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): lines is out of range, or the job has no such rank.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - NOT_FOUND (ATTEMPT_NOT_FOUND): the job has no such attempt, or none yet.
         - NOT_FOUND (NODE_NOT_FOUND): the driver has no record of the node that ran the rank.
         - NOT_FOUND, INVALID_ARGUMENT (REFUSED_BY_NODE): the node has no such log.
@@ -563,6 +575,7 @@ class DriverServiceServicer(object):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative, or page_token is malformed.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - INVALID_ARGUMENT (REFUSED_BY_NODE): the daemon does not support the checkpoint folder.
         - UNAVAILABLE (NODE_UNREACHABLE): no daemon that was called answers, or storage fails.
         - UNAVAILABLE (NO_NODE): no node is alive.

@@ -681,7 +681,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       with its problem and the remedy.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
-    - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
     """
@@ -692,6 +692,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Callers: client, operator
     Errors:
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     """
 
     ListJobs: _DriverServiceListJobsType
@@ -709,6 +710,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Callers: client, operator
     Errors:
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - INVALID_ARGUMENT (BAD_REQUEST): resume_token is not one that WatchJob returned.
     - OUT_OF_RANGE (TOKEN_EXPIRED): the updates that follow resume_token are no longer held. Watch
       without a token and read the missed events with ListEvents.
@@ -723,6 +725,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -740,6 +743,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
     - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
       lost.
@@ -757,6 +761,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -764,7 +769,8 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
 
     DeleteJob: _DriverServiceDeleteJobType
     """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
-    ranks stay. Its name may be used again, with another checkpoint.uri.
+    ranks stay. Its name may be used again, with another checkpoint.uri. A job whose stored rows
+    cannot be read is forgotten in any phase; its workers stop.
 
     Callers: client, operator
     Errors:
@@ -788,6 +794,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
     - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
     - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
@@ -808,6 +815,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -823,6 +831,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
     - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress;
       CancelProfile gives it up.
@@ -847,6 +856,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (BAD_REQUEST): the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (NO_PROFILE): no profile of the job is in progress.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -859,6 +869,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Callers: client, operator
     Errors:
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     """
 
     ListNodes: _DriverServiceListNodesType
@@ -965,6 +976,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): lines is out of range, or the job has no such rank.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - NOT_FOUND (ATTEMPT_NOT_FOUND): the job has no such attempt, or none yet.
     - NOT_FOUND (NODE_NOT_FOUND): the driver has no record of the node that ran the rank.
     - NOT_FOUND, INVALID_ARGUMENT (REFUSED_BY_NODE): the node has no such log.
@@ -979,6 +991,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative, or page_token is malformed.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - INVALID_ARGUMENT (REFUSED_BY_NODE): the daemon does not support the checkpoint folder.
     - UNAVAILABLE (NODE_UNREACHABLE): no daemon that was called answers, or storage fails.
     - UNAVAILABLE (NO_NODE): no node is alive.
@@ -1151,7 +1164,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           with its problem and the remedy.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
-        - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
         """
@@ -1167,6 +1180,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         """
 
     @abc.abstractmethod
@@ -1194,6 +1208,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - INVALID_ARGUMENT (BAD_REQUEST): resume_token is not one that WatchJob returned.
         - OUT_OF_RANGE (TOKEN_EXPIRED): the updates that follow resume_token are no longer held. Watch
           without a token and read the missed events with ListEvents.
@@ -1213,6 +1228,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
@@ -1235,6 +1251,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
         - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
           lost.
@@ -1257,6 +1274,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
@@ -1269,7 +1287,8 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[megascale.v1.driver_pb2.DeleteJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.DeleteJobResponse]]:
         """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
-        ranks stay. Its name may be used again, with another checkpoint.uri.
+        ranks stay. Its name may be used again, with another checkpoint.uri. A job whose stored rows
+        cannot be read is forgotten in any phase; its workers stop.
 
         Callers: client, operator
         Errors:
@@ -1298,6 +1317,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
         - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
@@ -1323,6 +1343,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
@@ -1343,6 +1364,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
         - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress;
           CancelProfile gives it up.
@@ -1372,6 +1394,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (NO_PROFILE): no profile of the job is in progress.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
@@ -1389,6 +1412,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         """
 
     @abc.abstractmethod
@@ -1540,6 +1564,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): lines is out of range, or the job has no such rank.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - NOT_FOUND (ATTEMPT_NOT_FOUND): the job has no such attempt, or none yet.
         - NOT_FOUND (NODE_NOT_FOUND): the driver has no record of the node that ran the rank.
         - NOT_FOUND, INVALID_ARGUMENT (REFUSED_BY_NODE): the node has no such log.
@@ -1559,6 +1584,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative, or page_token is malformed.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - INVALID_ARGUMENT (REFUSED_BY_NODE): the daemon does not support the checkpoint folder.
         - UNAVAILABLE (NODE_UNREACHABLE): no daemon that was called answers, or storage fails.
         - UNAVAILABLE (NO_NODE): no node is alive.

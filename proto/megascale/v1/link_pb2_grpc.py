@@ -86,6 +86,7 @@ class ExecutorLinkServiceServicer(object):
         Callers: node agent
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -112,6 +112,7 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
     Callers: node agent
     Errors:
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
     """
 
 ExecutorLinkServiceAsyncStub: typing_extensions.TypeAlias = ExecutorLinkServiceStub[
@@ -166,6 +167,7 @@ class ExecutorLinkServiceServicer(metaclass=abc.ABCMeta):
         Callers: node agent
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
         """
 
 def add_ExecutorLinkServiceServicer_to_server(servicer: ExecutorLinkServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -21,6 +21,7 @@ from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.staging import StagingFolder
 from megascale_checkpoint.write_limit import LIMITS
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
 from megascale_common.sizes.staging import KEPT_SLOTS
@@ -229,6 +230,12 @@ class Jobs:
             for message in messages:
                 self.replicas.report(message)
         return messages
+
+    def note_restore(self, name: str, plan: RestorePlan) -> None:
+        """An attempt was opened: what it restores from storage is the job's newest commit."""
+        # Attempt 0: another job wrote it, so it is no commit of this one.
+        if plan.source is RestoreSource.STORAGE and plan.written_by_attempt:
+            self.job(name).note_commit(plan.step, plan.written_by_attempt, plan.manifest_uri)
 
     async def register(self, registration: RegisteredRank, owner: Owner) -> RankSnapshots:
         """The snapshots of a rank, owned by the worker's connection ``owner`` from now on.

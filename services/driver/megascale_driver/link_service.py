@@ -22,9 +22,11 @@ from megascale_common.service.errors import (
     RequestError,
     ServiceError,
     StateError,
+    UnavailableError,
 )
 from megascale_common.service.status import abort
 from megascale_driver import wire
+from megascale_driver.core import unreadable
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
 from megascale_driver.open_links import Link
@@ -94,7 +96,12 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         async for request in request_iterator:
             if not self._leader.shows_state:
                 await abort(context, self._leader.not_leading())
-            if request.job not in self._engine.state.jobs:
+            state = self._engine.state
+            if (problem := state.unreadable.get(unreadable.key_of(request.job))) is not None:
+                # Kept by the agent: the build that can read the job wants them.
+                text = unreadable.sentence(request.job, problem)
+                await abort(context, UnavailableError(text, reason="JOB_UNREADABLE"))
+            if request.job not in state.jobs:
                 await abort(
                     context,
                     NotFoundError(f"no job {request.job!r}", reason="JOB_NOT_FOUND"),

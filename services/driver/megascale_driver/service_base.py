@@ -31,7 +31,7 @@ from megascale_common.service.errors import (
     invalid,
 )
 from megascale_driver import profile_request, wire
-from megascale_driver.core import machine
+from megascale_driver.core import machine, unreadable
 from megascale_driver.core.events import Mutation, Outcome, RequestKey
 from megascale_driver.core.state import Job, Node
 from megascale_driver.engine import Engine
@@ -48,10 +48,7 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
         ExistsError,
         "a job of that name exists already; choose another name",
     ),
-    "JOB_UNREADABLE": (
-        ExistsError,
-        "a job of that name is in etcd and cannot be read; choose another name",
-    ),
+    "JOB_UNREADABLE": (StateError, "the stored rows of the job cannot be read by this build"),
     "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
     "JOB_ENDED": (StateError, "the job has ended already"),
     "JOB_CANNOT_SAVE": (StateError, "the job has no checkpoints, so its steps would be lost"),
@@ -80,6 +77,8 @@ class ServiceBase:
 
     def _job(self, name: str) -> Job:
         self._require_state()
+        if (problem := self.engine.state.unreadable.get(unreadable.key_of(name))) is not None:
+            raise StateError(unreadable.sentence(name, problem), reason="JOB_UNREADABLE")
         if name not in self.engine.state.jobs:
             message = f"there is no job {name!r}; `ListJobs` lists all jobs"
             raise NotFoundError(message, reason="JOB_NOT_FOUND")

@@ -7,6 +7,7 @@ import grpc
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError
 from megascale_common.service.handlers import answers
+from megascale_driver.core import unreadable
 from megascale_driver.core.events import (
     CordonRequested,
     EvictRequested,
@@ -121,6 +122,8 @@ class NodeMethods(ServiceBase):
         if node.disposition is Disposition.QUARANTINED:
             return f"node {node.name} is quarantined already: {node.disposition_reason}"
         job = self.engine.state.holder_of(node.name)
+        if unread := unreadable.job_on(self.engine.state.unreadable, node):
+            return f"its workers of job {unread}, which cannot be read, stop"
         if job is None:
             jobs = [
                 other.name for other in self.engine.state.jobs.values() if node.name in other.spares

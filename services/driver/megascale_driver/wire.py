@@ -14,7 +14,7 @@ from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.divergence import StepSample
-from megascale_driver.core import events, goodput, replicas
+from megascale_driver.core import events, goodput, replicas, unreadable
 from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
 from megascale_driver.core.rules import RULES, mode_of
@@ -197,7 +197,8 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
     job = state.holder_of(node.name)
     slot = job.slot_of(node.name) if job is not None else None
     spare = any(node.name in other.spares for other in state.jobs.values())
-    assignment = "ACTIVE" if job is not None else "SPARE" if spare else "IDLE"
+    unread = unreadable.job_on(state.unreadable, node) if job is None else ""
+    assignment = "ACTIVE" if job is not None or unread else "SPARE" if spare else "IDLE"
     who = node.identity
     return driver_pb2.Node(
         name=node.name,
@@ -219,7 +220,7 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
         incarnation=who.incarnation,
         executor_endpoint=who.executor_endpoint,
         checkpoint_endpoint=who.checkpoint_endpoint,
-        job=job.name if job is not None else "",
+        job=job.name if job is not None else unread,
         ranks=slot.ranks if slot is not None else (),
         last_heartbeat_at=timestamp(max(node.last_seen_s, last_beat_s)),
         checks=[

@@ -23,7 +23,8 @@ Agent and worker, over the socket passed with Fork:
     several only); the forked process answers SelfChecked and exits.
 Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
     Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
-    those of :mod:`megascale_common.node.restore_messages`,
+    those of :mod:`megascale_common.node.restore_messages`, those of a run by hand
+    (:mod:`megascale_common.node.opening_messages`),
     Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained,
     StepTime -> Pace.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the
@@ -133,14 +134,16 @@ class Assignment(TypedDict):
 
 
 class SelfCheck(TypedDict):
-    """Agent to a forked process: check the device, and the path to the other ranks of this node.
+    """Agent to a forked process: check the device, and the path to the other ranks of the check.
 
-    ``rank`` and ``world_size`` count the ranks of this check.
+    ``rank`` and ``world_size`` count the ranks of this check: of this node, or of a group of nodes
+    that meet at ``store_host``.
     """
 
     kind: Literal["self_check"]
     rank: int
     world_size: int
+    store_host: str
     store_port: int
     device_kind: Literal["cpu", "cuda"]
     device_index: int
@@ -293,11 +296,16 @@ class Pieces(TypedDict):
 
 
 class Registered(TypedDict):
-    """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices."""
+    """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices.
+
+    Byte ``landing_at`` of a slot's file is where the worker's copy keeps, as a 64-bit number, how
+    many bytes from the slot's start have landed: checksums follow it. It may stay 0.
+    """
 
     kind: Literal["registered"]
     slots: int
     slot_bytes: int
+    landing_at: int
 
 
 class Restore(TypedDict):

@@ -32,6 +32,8 @@ from megascale_driver.core import (
     recovery,
     replicas,
     saving,
+    searching,
+    unreadable,
     updating,
 )
 from megascale_driver.core.attempt import FailureCount, Fault, FaultKind, NodeSlot
@@ -66,8 +68,8 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
     if name in draft.jobs:
         draft.refusal = "JOB_EXISTS"
         return
-    if (problem := draft.state.unreadable.get(f"jobs/{name}")) is not None:
-        draft.refuse("JOB_UNREADABLE", f"a job of that name is in etcd and unreadable: {problem}")
+    if unreadable.key_of(name) in draft.unreadable:
+        draft.refuse_unknown_job(name)
         return
     draft.jobs[name] = Job(
         name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
@@ -85,8 +87,11 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
 def cancel(draft: Draft, event: CancelRequested) -> None:
     """Stop the job's workers at once; a job that has ended stays as it is."""
     job = draft.jobs.get(event.job)
-    if job is None or job.terminal:
-        draft.refusal = "JOB_NOT_FOUND" if job is None else "JOB_ENDED"
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    if job.terminal:
+        draft.refuse("JOB_ENDED")
         return
     draft.log(
         "CANCEL_REQUESTED", f"{event.actor} asked to cancel the job: {event.reason}",
@@ -351,7 +356,10 @@ def _why(job: Job) -> str:
 
 
 def _advance_stopping(draft: Draft, job: Job) -> None:
-    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm."""
+    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm.
+
+    Before that, if no fault names a culprit, its nodes check each other.
+    """
     waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
     if waiting and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
         return
@@ -380,6 +388,9 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
                 subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt,
                 policy="stop-deadline", outcome="it gets no work until it reports idle",
             )  # fmt: skip
+    if not waiting and searching.goes_on(draft, draft.jobs[job.name]):
+        return
+    job = draft.jobs[job.name]
     draft.log(
         "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,

@@ -20,6 +20,7 @@ from megascale_driver.core import (
     nodes,
     orders,
     profiles,
+    searching,
     suspending,
 )
 from megascale_driver.core.draft import Draft
@@ -32,6 +33,7 @@ from megascale_driver.core.events import (
     DrainRequested,
     Event,
     EvictRequested,
+    GroupChecked,
     JobSubmitted,
     LeaderStarted,
     LossDiverged,
@@ -119,6 +121,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         jobs.opened(draft, event)
     elif isinstance(event, OpenFailed):
         jobs.open_failed(draft, event)
+    elif isinstance(event, GroupChecked):
+        searching.checked(draft, event)
     elif isinstance(event, RecordRefused):
         nodes.message_refused(draft, f"jobs/{event.job}", event.problem)
     elif isinstance(event, LossDiverged):
@@ -234,7 +238,8 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
             subject=key if kind in ("jobs", "nodes") and name else "driver",
             policy="unreadable-row",
             outcome={
-                "jobs": "the job is not scheduled, and its name is held; its rows stay as they are",
+                "jobs": "the job is not scheduled, and its name is held; its rows stay, "
+                "its workers go on, their nodes get no other work",
                 "nodes": "the node is quarantined",
             }.get(kind, "it is left out"),
         )

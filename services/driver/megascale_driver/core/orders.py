@@ -33,7 +33,7 @@ def restart(draft: Draft, event: RestartRequested) -> None:
     """Begin a new attempt, also of a job that has failed; its budgets start anew."""
     job = draft.jobs.get(event.job)
     if job is None:
-        draft.refuse("JOB_NOT_FOUND")
+        draft.refuse_unknown_job(event.job)
         return
     back = event.from_step is not None
     if job.terminal and job.phase not in _RESTARTS and not back:
@@ -84,8 +84,11 @@ def leaves_after_save(state: Cluster, node: str) -> bool:
 def update(draft: Draft, event: UpdateRequested) -> None:
     """Give the job a new configuration, which its next attempt uses; or begin that one soon."""
     job = draft.jobs.get(event.config.name)
-    if job is None or job.phase is JobPhase.SUCCEEDED:
-        draft.refuse("JOB_NOT_FOUND" if job is None else "JOB_ENDED")
+    if job is None:
+        draft.refuse_unknown_job(event.config.name)
+        return
+    if job.phase is JobPhase.SUCCEEDED:
+        draft.refuse("JOB_ENDED")
         return
     draft.log(
         "UPDATE_REQUESTED",

@@ -23,6 +23,7 @@ from megascale_driver.journal import codec, records
 from megascale_driver.journal.parts import PARTS, PartEncoder
 
 INDEX = "index/"
+JOBS = "jobs/"
 TXN_ID = "txn"  # earlier builds wrote the id of the transaction into every value
 
 
@@ -87,6 +88,9 @@ class Rows:
                 self._job(batch, old.jobs.get(name), job)
             else:
                 self._remove_job(batch, name)
+        for key in old.unreadable.keys() - new.unreadable.keys():
+            if key.startswith(JOBS):
+                self._remove_job(batch, key.removeprefix(JOBS))
         for name in changed_keys(old.nodes, new.nodes):
             if (node := new.nodes.get(name)) is None:
                 batch.changes.append(Change(f"nodes/{name}"))

@@ -19,6 +19,7 @@ from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire.spec import from_accepted_proto
+from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.service import logs
 from megascale_common.service.errors import AssignmentError, TemplateError
 from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders
@@ -27,7 +28,6 @@ from megascale_executor.agent.attempt import AttemptAction, AttemptState
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.diagnosis import Diagnosis
-from megascale_executor.agent.folders import AttemptFolder
 from megascale_executor.agent.leave_orders import LeaveOrders
 from megascale_executor.agent.profiles import Profiles, part_of
 from megascale_executor.agent.rank_logs import LogScanner

@@ -100,7 +100,9 @@ class StepLoop:
 
     def _launch(self, step: int) -> _InFlight:
         vote, wish = self.snapshots.vote(step) + self.leave.vote, self.snapshots.wish
+        begin_s = time.monotonic()
         batches = self.data.take()
+        self.records.waited(time.monotonic() - begin_s)
         # A snapshot that is still being copied reads the states: the update must not write them.
         copied = self.snapshots.copied
         if copied is not None:
