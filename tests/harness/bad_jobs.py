@@ -170,6 +170,32 @@ RANGES = (
     _one("negative deviation", f"{MODEL}.initializer_std", -1, RANGE, "between 0 and 1"),
     _one("base of one", f"{MODEL}.rope_theta", 1, RANGE, "above 1"),
     _one("tied embeddings", f"{MODEL}.tie_embeddings", True, "not built", "false"),
+    _one("heads of odd width", f"{MODEL}.head_dim", 7, "odd", "even"),
+    _one("negative head width", f"{MODEL}.head_dim", -8, "negative", "positive"),
+    _one(
+        "biases of a third of a matrix", f"{MODEL}.attention_bias", True, "parallel block", "bias"
+    ),
+    BadJob(
+        "scaling below one",
+        {f"{MODEL}.rope_scaling": {"kind": "linear", "factor": 0.5}},
+        f"{MODEL}.rope_scaling.factor",
+        RANGE,
+        "1 or more",
+    ),
+    BadJob(
+        "low frequencies above high ones",
+        {f"{MODEL}.rope_scaling": {"kind": "llama3", "factor": 8, "low_frequency_factor": 5}},
+        f"{MODEL}.rope_scaling.high_frequency_factor",
+        "not above",
+        "such as 4 and 1",
+    ),
+    BadJob(
+        "unknown scaling",
+        {f"{MODEL}.rope_scaling": {"kind": "yarn"}},
+        f"{MODEL}.rope_scaling.kind",
+        "yarn",
+        "llama3",
+    ),
     BadJob("odd head size", {f"{MODEL}.hidden_size": 30}, f"{MODEL}.heads", "odd", "even"),
     _one("no steps at all", f"{TRAINING}.steps", 0, "missing or 0", AT_LEAST_1),
     _one("batch of zero", f"{TRAINING}.global_batch_size", 0, "missing or 0", AT_LEAST_1),

@@ -51,15 +51,16 @@ def test_slots_as_many_as_the_ranks_of_the_node_have_room_for(tmp_path: Path) ->
 def test_slots_are_shared_with_the_other_daemons_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    size, file_bytes = 256 * PAGE, 257 * PAGE  # the last page has what has landed
     staged = 0
-    monkeypatch.setattr(StagingFolder, "_system_bytes", lambda _: 2 * 6 * PAGE - staged)
+    monkeypatch.setattr(StagingFolder, "_system_bytes", lambda _: 2 * 6 * file_bytes - staged)
     first = folder(tmp_path, "a")
-    assert first.affordable_slots(PAGE, 20, 1) == 12, "it is alone"
+    assert first.affordable_slots(size, 20, 1) == 12, "it is alone"
     second = folder(tmp_path, "b")
-    assert first.affordable_slots(PAGE, 20, 1) == 6
-    first.allocate("job", 0, PAGE, 6)
-    staged = 6 * PAGE
-    assert second.affordable_slots(PAGE, 20, 1) == 6
+    assert first.affordable_slots(size, 20, 1) == 6
+    first.allocate("job", 0, size, 6)
+    staged = 6 * file_bytes
+    assert second.affordable_slots(size, 20, 1) == 6
 
 
 def test_what_exceeds_the_room_is_refused(tmp_path: Path) -> None:

@@ -159,8 +159,13 @@ class _WorkerConnection:
         snapshots = await self._jobs.register(registration, self)
         self._registration, self._snapshots = registration, snapshots
         descriptors = [memory.descriptor for memory in snapshots.memories]
-        size_bytes = len(snapshots.memories[0].view)
-        answer = Registered(kind="registered", slots=len(descriptors), slot_bytes=size_bytes)
+        first = snapshots.memories[0]
+        answer = Registered(
+            kind="registered",
+            slots=len(descriptors),
+            slot_bytes=len(first.view),
+            landing_at=first.landing_at,
+        )
         await self._send(answer, descriptors)
 
     async def _acquire(self, message: Message) -> Acquired | Busy:

@@ -42,29 +42,44 @@ def default_base() -> Path:
 
 
 class SlotMemory:
-    """One slot's file, mapped; ``view`` is its memory."""
+    """One slot's file, mapped; ``view`` is its memory.
+
+    A page behind it holds the number of bytes that the copy into the slot has written so far.
+    """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path, self.size_bytes = path, size_bytes
         self._closed = False
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(self.descriptor, size_bytes)
-            self._map = mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED)
+            self.landing_at = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            file_bytes = self.landing_at + mmap.PAGESIZE
+            os.ftruncate(self.descriptor, file_bytes)
+            self._map = mmap.mmap(self.descriptor, file_bytes, flags=mmap.MAP_SHARED)
             # Huge pages, where the mount gives them (huge=advise or within_size): mapping and
             # pinning 4 KiB pages costs a restarted rank several times what the copy does.
             with suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            view = memoryview(self._map)
-            _populate(view)
+            whole = memoryview(self._map)
+            _populate(whole)
             # Reserve what is not there yet: a full tmpfs raises an error here, while a hole in the
             # file would kill the writer with SIGBUS later.
-            os.posix_fallocate(self.descriptor, 0, size_bytes)
+            os.posix_fallocate(self.descriptor, 0, file_bytes)
         except OSError:
             os.close(self.descriptor)
             path.unlink()
             raise
-        self.view = view
+        self.view = whole[:size_bytes]
+        self._landed = whole[self.landing_at :].cast("Q")
+
+    @property
+    def landed_bytes(self) -> int:
+        """How many bytes of the slot, from its start, the writer says to have written."""
+        return self._landed[0]
+
+    @landed_bytes.setter
+    def landed_bytes(self, count: int) -> None:
+        self._landed[0] = count
 
     def empty(self) -> None:
         """Give the pages back to the system, although others may map them; the content is lost."""
@@ -81,6 +96,7 @@ class SlotMemory:
         # The traceback of a failed write may still hold a view of the slot, and a map cannot be
         # closed before its views; the garbage collector then closes both.
         with suppress(BufferError):
+            self._landed.release()
             self.view.release()
             self._map.close()
 

@@ -43,6 +43,7 @@ LONGEST_HOLD_S = 0.05
 # Where a rank waits on purpose, at the end of a run, the peers wait with it.
 LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 READ_BYTES = 1 << 16
+LANDING_BYTES = 8  # of the number of bytes that have landed
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 
 Answered = Callable[[framing.Message], None]
@@ -122,6 +123,12 @@ class DaemonLink:
         if self._slots is None:
             raise ConnectionError("not connected to the checkpoint daemon")
         return self._slots.tensors[index]
+
+    def landing_word(self, index: int) -> torch.Tensor:
+        """Where a slot's copy notes how many bytes have landed, int64 [1] on the host."""
+        if self._slots is None:
+            raise ConnectionError("not connected to the checkpoint daemon")
+        return self._slots.landing_words[index]
 
     @property
     def slots_bytes(self) -> int:
@@ -256,8 +263,13 @@ class DaemonLink:
 class _Slots:
     """The mapped slots; ``prepared`` is set once they are populated and pinned."""
 
-    def __init__(self, descriptors: list[int], size_bytes: int, device: torch.device) -> None:
-        self.tensors = [_map_slot(descriptor, size_bytes) for descriptor in descriptors]
+    def __init__(
+        self, descriptors: list[int], size_bytes: int, landing_at: int, device: torch.device
+    ) -> None:
+        end = landing_at + LANDING_BYTES
+        self._files = [_map_slot(descriptor, end) for descriptor in descriptors]
+        self.tensors = [file[:size_bytes] for file in self._files]
+        self.landing_words = [file[landing_at:end].view(torch.int64) for file in self._files]
         self.prepared = threading.Event()
         self._device, self._pinned = device, list[torch.Tensor]()
         self._pins = device.type == "cuda"
@@ -288,8 +300,8 @@ class _Slots:
 
     def _prepare_one(self, index: int) -> None:
         """Prepare a slot, unless another one becomes more urgent."""
-        slot = self.tensors[index]
-        left = [slot[start:stop] for start, stop in parts(0, slot.numel())]
+        file = self._files[index]
+        left = [file[start:stop] for start, stop in parts(0, file.numel())]
         for part in left[self._parts_done[index] :]:
             if self._dropped or self._choose() != index:
                 return
@@ -316,7 +328,7 @@ class _Slots:
     def _unmap(self) -> None:
         for part in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(part.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned, self.tensors = [], []
+        self._pinned, self._files, self.tensors, self.landing_words = [], [], [], []
 
 
 class _Opening:
@@ -360,7 +372,8 @@ class _Opening:
         if received[0]["kind"] == "error":
             raise ConnectionError(f"the checkpoint daemon refused register: {received[0]['error']}")
         answer = cast(Registered, received[0])
-        return _Slots(received[1], answer["slot_bytes"], self._device)
+        sizes = answer["slot_bytes"], answer["landing_at"]
+        return _Slots(received[1], *sizes, self._device)
 
 
 def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[Mapping[str, Any]]:

@@ -39,7 +39,7 @@ from megascale_trainer.daemon_link import (
     DaemonLink,
     RankRegistration,
 )
-from megascale_trainer.host_copy import CopyEnd, HostCopies
+from megascale_trainer.host_copy import CopyEnd, HostCopies, Landed, LandingNotes
 from megascale_trainer.replica_rounds import ReplicaRounds
 from megascale_trainer.snapshot_schedule import SnapshotSchedule, ToSeal, Votes
 
@@ -57,8 +57,11 @@ class TrainingState(Protocol):
     def state_image(self) -> torch.Tensor:
         """The states' bytes on the device, uint8, as they lie in a slot."""
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
-        """Copy the state into ``slot`` (uint8, host), on the current stream."""
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = ...) -> None:
+        """Copy the state into ``slot`` (uint8, host) from its start on, on the current stream.
+
+        ``landed`` is called behind each part with the number of bytes until there.
+        """
 
 
 @dataclass(slots=True)
@@ -109,7 +112,7 @@ class Snapshotter:
         self.replicas = ReplicaRounds(enabled=replicas)
         self._state, self._device, self._verified_share = state, device, verified_share
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._host_copies = HostCopies()
+        self._host_copies, self._landing_notes = HostCopies(), LandingNotes(device)
         self._schedule = SnapshotSchedule()
         self._copies: dict[int, _Copy] = {}
         self._said_hung = False
@@ -183,7 +186,7 @@ class Snapshotter:
                 self.replicas.lost()
             return False
         checks: list[CopyCheck] = []
-        ended = self._copy(self.link.slot(slot), step, checks)
+        ended = self._copy(slot, step, checks)
         self._copies[step] = _Copy(small_state, ended, checks)
         return True
 
@@ -335,11 +338,13 @@ class Snapshotter:
         self.skipped += 1
         print(f"{why} ({self.skipped} skipped so far)", flush=True)
 
-    def _copy(self, slot: torch.Tensor, step: int, checks: list[CopyCheck]) -> CopyEnd:
+    def _copy(self, index: int, step: int, checks: list[CopyCheck]) -> CopyEnd:
         """Start the copy and its check, which is added to ``checks``."""
+        slot = self.link.slot(index)
+        landed = self._landing_notes.into(self.link.landing_word(index))
 
         def copy() -> None:
-            self._state.state_copy_to(slot)
+            self._state.state_copy_to(slot, landed)
             checks.append(CopyCheck(self._state.state_image(), slot, self._verified_share, step))
 
         if self._stream is None:

@@ -299,11 +299,16 @@ class Pieces(TypedDict):
 
 
 class Registered(TypedDict):
-    """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices."""
+    """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices.
+
+    Byte ``landing_at`` of a slot's file is where the worker's copy keeps, as a 64-bit number, how
+    many bytes from the slot's start have landed: checksums follow it. It may stay 0.
+    """
 
     kind: Literal["registered"]
     slots: int
     slot_bytes: int
+    landing_at: int
 
 
 class Restore(TypedDict):
