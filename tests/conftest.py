@@ -41,6 +41,7 @@ LANES = {
     "more clusters": (
         "chaos/test_orders.py",
         "chaos/test_suspend.py",
+        "chaos/test_unknown_culprit.py",
         "chaos/test_waits.py",
         "integration/test_export_and_import.py",
         "integration/test_first_hour.py",

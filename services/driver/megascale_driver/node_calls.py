@@ -29,7 +29,14 @@ from megascale_common.service.errors import (
     SupersededError,
     UnusableError,
 )
-from megascale_driver.core.events import AttemptOpened, OpenAttempt, OpenFailed
+from megascale_driver import group_checks
+from megascale_driver.core.events import (
+    AttemptOpened,
+    CheckGroup,
+    GroupChecked,
+    OpenAttempt,
+    OpenFailed,
+)
 from megascale_driver.core.state import Node
 
 OPEN_TIMEOUT_S = 20.0
@@ -153,6 +160,21 @@ class NodeCalls:
             return list((await stub.RunNodeDiagnostics(request, timeout=DIAGNOSE_TIMEOUT_S)).checks)
         finally:
             await channel.close()
+
+    async def check_group(self, wanted: CheckGroup) -> GroupChecked:
+        """Have nodes check each other; each of them has an answer, within two minutes."""
+        found = await group_checks.check_group(
+            wanted, lambda endpoint: open_channel(endpoint, self._token)
+        )
+        return GroupChecked(
+            self._clock.now_s(),
+            wanted.job,
+            wanted.attempt,
+            wanted.round,
+            wanted.group,
+            {node: each.answer for node, each in found.items()},
+            {node: each.detail for node, each in found.items() if each.detail},
+        )
 
     def _failed(
         self, wanted: OpenAttempt, error: str, *, refused: bool = False, newest: int = 0

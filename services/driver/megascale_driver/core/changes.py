@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
-from megascale_driver.core.attempt import Attempt, FailureCount, Fault, Leaving
+from megascale_driver.core.attempt import Attempt, FailureCount, Fault, Leaving, Searching
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
@@ -120,3 +120,4 @@ class AttemptChanges(TypedDict, total=False):
     failed_copies: FailedCopies
     observed_hang_s: float
     diverged_from: int
+    searching: Searching | None

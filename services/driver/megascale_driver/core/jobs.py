@@ -32,6 +32,7 @@ from megascale_driver.core import (
     recovery,
     replicas,
     saving,
+    searching,
     unreadable,
     updating,
 )
@@ -364,7 +365,10 @@ def _why(job: Job) -> str:
 
 
 def _advance_stopping(draft: Draft, job: Job) -> None:
-    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm."""
+    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm.
+
+    Before that, if no fault names a culprit, its nodes check each other.
+    """
     waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
     if waiting and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
         return
@@ -393,6 +397,9 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
                 subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt,
                 policy="stop-deadline", outcome="it gets no work until it reports idle",
             )  # fmt: skip
+    if not waiting and searching.goes_on(draft, draft.jobs[job.name]):
+        return
+    job = draft.jobs[job.name]
     draft.log(
         "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,

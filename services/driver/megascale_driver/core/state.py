@@ -419,7 +419,7 @@ class Breaker:
     switches: tuple[SwitchTrip, ...] = ()
     # What self-checks found lately, the newest last.
     roots: tuple[Root, ...] = ()
-    # How operators have the rules applied (core.rules); a rule without an entry is enforced.
+    # How operators have the rules applied (core.rules); a rule without an entry has its default.
     modes: Mapping[str, str] = field(default_factory=dict)
 
 
