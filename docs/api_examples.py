@@ -30,6 +30,7 @@ _SAMPLES = {
     "NAME": "demo",
     "NODE": "n1",
     "RANK": "0",
+    "DEVICE": "0",
     "STEP": "5",
     "REASON": "its fan is loud",
     "CORPUS_PREFIX": "/data/corpus",

@@ -23,6 +23,7 @@ LANES = {
         "chaos/test_demo.py",
         "chaos/test_last_checkpoint.py",
         "integration/test_bad_inputs.py",
+        "integration/test_by_hand.py",
         "integration/test_cli.py",
         "integration/test_cli_nodes.py",
     ),
@@ -40,6 +41,7 @@ LANES = {
     "more clusters": (
         "chaos/test_orders.py",
         "chaos/test_suspend.py",
+        "chaos/test_unknown_culprit.py",
         "chaos/test_waits.py",
         "integration/test_export_and_import.py",
         "integration/test_first_hour.py",
@@ -51,7 +53,6 @@ LANES = {
         "integration/test_agent.py",
         "integration/test_agent_diagnosis.py",
         "integration/test_benchmarks.py",
-        "integration/test_by_hand.py",
         "integration/test_fp8_benchmarks.py",
         "integration/test_heartbeat_benchmark.py",
         "integration/test_profile.py",

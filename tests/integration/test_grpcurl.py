@@ -264,6 +264,8 @@ def test_nodes_check_themselves_when_idle(cluster: Cluster) -> None:
         assert verdicts["all_reduce"] == "CHECK_VERDICT_SKIPPED", (
             "one rank has nobody to reduce with"
         )
+    where, group = cluster.all("executor/check_group.sh", "n2", "0")
+    assert "store_endpoint" in where and group["checks"][0]["name"] == "group_all_reduce"
     one = cluster.one("driver/run_diagnostics.sh", "n2", "disk_room")
     assert [check["name"] for check in one["checks"]] == ["disk_room"]
     busy = cluster.run("driver/run_diagnostics.sh", "n1")

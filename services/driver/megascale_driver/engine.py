@@ -25,6 +25,7 @@ from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
 from megascale_driver.core import hang, machine, plausible
 from megascale_driver.core.events import (
     Audit,
+    CheckGroup,
     Effect,
     Event,
     LeaderStarted,
@@ -133,8 +134,9 @@ class Engine:
         node: str = getattr(event, "node", "")
         if isinstance(event, NodeReport):
             if self._steps and event.report.phase in _ENDS:
-                # The steps that the attempt has completed belong before its end.
-                self._inbox.put(_Entry(self._tick_of(event.now_s, blocked=False)))
+                # The steps that the attempt has completed belong before its end. Silence does not:
+                # only a tick at its time knows whether the loop stood still.
+                self._inbox.put(_Entry(self._tick_of(event.now_s, False, silence=False)))
             self._inbox.put_report(_Entry(event), node)
         else:
             self._inbox.put(_Entry(event), node)
@@ -384,6 +386,8 @@ class Engine:
                 async with self._probing:
                     outcome = await probes.probe(effect, self._token)
                 self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
+            elif isinstance(effect, CheckGroup):
+                self.post(await self.node_calls.check_group(effect))
             else:
                 self.post(
                     await self.node_calls.open_attempt(
@@ -431,7 +435,7 @@ class Engine:
                     continue  # something may be due earlier now
             return due_s
 
-    def _tick_of(self, now_s: float, blocked: bool) -> Tick:
+    def _tick_of(self, now_s: float, blocked: bool, *, silence: bool = True) -> Tick:
         lanes = self._steps.take()
         records = {
             job: wire.record_values(record)
@@ -444,7 +448,7 @@ class Engine:
             blocked,
             records,
             {job: lane.held_s for job, lane in lanes.items()},
-            self.presence.lane.due(now_s, self.state.nodes),
+            self.presence.lane.due(now_s, self.state.nodes) if silence else (),
         )
 
     def _read_pages(self, now_s: float) -> None:

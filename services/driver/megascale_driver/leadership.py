@@ -166,12 +166,22 @@ class Leader:
         loaded = await store.load()
         await self._notify(True)
         trimmer = Trimmer(self._client, leadership, self._retention, self._engine.clock)
-        trimming = asyncio.create_task(trimmer.run(lambda: self._engine.state))
+        beside = [
+            asyncio.create_task(trimmer.run(lambda: self._engine.state)),
+            asyncio.create_task(self._end_when_deposed(leadership)),
+        ]
         try:
             await self._engine.lead(leadership, store, loaded)
         finally:
-            trimming.cancel()
-            await asyncio.gather(trimming, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+
+    async def _end_when_deposed(self, leadership: Leadership) -> None:
+        """End the term when its key is gone: another may lead already, and the nodes stay here."""
+        await leadership.deposed(OBSERVE_INTERVAL_S)
+        _log.warning("the leader key is gone or another's, though the lease lives: the term ends")
+        await leadership.lease.close()
 
     async def _observe(self) -> None:
         """While another driver leads, keep its address and send the agents to it."""

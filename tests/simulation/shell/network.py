@@ -282,6 +282,16 @@ class Channel:
         return call
 
     def unary_stream(self, method: str, *_: Any, **__: Any) -> Callable[..., Any]:
+        """The callable of a method that answers with several messages, all at once."""
+        call = self.unary_unary(method)
+
+        async def stream(request: Any, timeout: float | None = None, **_: Any) -> Any:
+            for part in await call(request, timeout):
+                yield part
+
+        return stream
+
+    def stream_unary(self, method: str, *_: Any, **__: Any) -> Callable[..., Any]:
         """The callable of a method that nothing here serves."""
 
         def call(*_: Any, **__: Any) -> Any:
@@ -289,7 +299,7 @@ class Channel:
 
         return call
 
-    stream_unary = stream_stream = unary_stream
+    stream_stream = stream_unary
 
     async def close(self) -> None:
         """Nothing to close."""

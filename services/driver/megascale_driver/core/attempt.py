@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megascale_common.job.restore import RestorePlan
+from megascale_driver.analysis.group_search import Answer, Search
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
 from megascale_driver.core.storing import RIDES, VOLATILE, stored_as
 
@@ -113,6 +114,22 @@ class FailureCount:
 
 
 @dataclass(frozen=True, slots=True)
+class Searching:
+    """The search for an unnamed culprit (core.searching), with the answers of its present round.
+
+    ``missing``: the groups of the round that have not answered; ``details``: what nodes said last.
+    """
+
+    search: Search
+    begun_at_s: float
+    round_at_s: float
+    missing: frozenset[int] = frozenset()
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    details: Mapping[str, str] = field(default_factory=dict)
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """An attempt; ``number`` counts from 1, and 0 is that of a job which was never placed."""
 
@@ -150,6 +167,8 @@ class Attempt:
     observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
     # First step of the newest divergence that was logged; 0 without one.
     diverged_from: int = field(default=0, metadata=VOLATILE)
+    # The search for the node that broke it, if no fault names one.
+    searching: Searching | None = field(default=None, metadata=VOLATILE)
     _index: _SlotIndex = field(
         default_factory=lambda: _SlotIndex(()), metadata=VOLATILE, compare=False, repr=False
     )

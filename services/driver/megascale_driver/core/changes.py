@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
-from megascale_driver.core.attempt import Attempt, FailureCount, Fault, Leaving
+from megascale_driver.core.attempt import Attempt, FailureCount, Fault, Leaving, Searching
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
@@ -64,6 +64,7 @@ class JobChanges(TypedDict, total=False):
     spares: tuple[str, ...]
     evicted: tuple[str, ...]
     attempts: tuple[AttemptRecord, ...]
+    opened_elsewhere: int
     refused_steps: tuple[int, ...]
     after_stop: JobPhase
     stop_reason: str
@@ -119,3 +120,4 @@ class AttemptChanges(TypedDict, total=False):
     failed_copies: FailedCopies
     observed_hang_s: float
     diverged_from: int
+    searching: Searching | None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.divergence import Divergence
+from megascale_driver.analysis.group_search import Answer
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.state import Identity, Report
 
@@ -341,6 +342,7 @@ class OpenFailed:
     """The committer could not open the attempt.
 
     ``refused``: it evaluated the request and refused it, so calling again changes nothing.
+    ``newest`` is the attempt behind which the job has to go on, by its commit log; 0: none.
     """
 
     now_s: float
@@ -348,6 +350,7 @@ class OpenFailed:
     attempt: int
     error: str
     refused: bool = False
+    newest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +360,19 @@ class RecordRefused:
     now_s: float
     job: str
     problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChecked:
+    """Group ``group`` of a round of checks has answered; ``details``: what its nodes said."""
+
+    now_s: float
+    job: str
+    attempt: int
+    round: int
+    group: int
+    answers: Mapping[str, Answer]
+    details: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +395,7 @@ Event = (
     | Mutation
     | AttemptOpened
     | OpenFailed
+    | GroupChecked
     | LossDiverged
     | RecordRefused
 )
@@ -440,7 +457,28 @@ class Probe:
     endpoint: str
 
 
-Effect = OpenAttempt | Probe
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A node of a group that is checked, with those of its devices that take part."""
+
+    node: str
+    incarnation: str
+    endpoint: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckGroup:
+    """Have the members all-reduce a known payload together; the answer is a GroupChecked."""
+
+    job: str
+    attempt: int
+    round: int
+    group: int
+    members: tuple[GroupMember, ...]
+
+
+Effect = OpenAttempt | Probe | CheckGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,11 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text
+    if job.phase is JobPhase.STOPPING and (found := job.current.searching) and not found.over:
+        return (
+            f"job {name} has stopped attempt {job.attempt} because {job.stop_reason}; no fault "
+            f"names a node, so they check each other in groups (round {found.search.rounds})"
+        )
     if job.phase is JobPhase.STOPPING:
         return f"job {name} is stopping attempt {job.attempt} because {job.stop_reason}"
     return f"job {name} has {job.phase.lower()}: {job.reason}"

@@ -32,6 +32,7 @@ from megascale_driver.core import (
     recovery,
     replicas,
     saving,
+    searching,
     unreadable,
     updating,
 )
@@ -45,6 +46,7 @@ from megascale_driver.core.events import (
     OpenAttempt,
     OpenFailed,
 )
+from megascale_driver.core.plausible import MAX_ATTEMPT
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
@@ -175,6 +177,14 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
     """
     job = draft.jobs.get(event.job)
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
+        return
+    if job.attempt <= event.newest < MAX_ATTEMPT:
+        # No fault of anything here: the job was run by hand, say, and goes on behind that.
+        why = (
+            f"attempt {event.newest} was opened elsewhere, by hand or before the job was "
+            f"submitted: attempt {event.newest + 1} goes on behind it"
+        )
+        stop(draft, draft.job(job.name, opened_elsewhere=event.newest), JobPhase.QUEUED, why)
         return
     if event.refused and not job_faults.has_run(job):
         fault = Fault(FaultKind.BAD_JOB, job.slots[0].node, draft.now_s, event.error)
@@ -355,7 +365,10 @@ def _why(job: Job) -> str:
 
 
 def _advance_stopping(draft: Draft, job: Job) -> None:
-    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm."""
+    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm.
+
+    Before that, if no fault names a culprit, its nodes check each other.
+    """
     waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
     if waiting and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
         return
@@ -384,6 +397,9 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
                 subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt,
                 policy="stop-deadline", outcome="it gets no work until it reports idle",
             )  # fmt: skip
+    if not waiting and searching.goes_on(draft, draft.jobs[job.name]):
+        return
+    job = draft.jobs[job.name]
     draft.log(
         "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,

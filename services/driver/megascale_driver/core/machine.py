@@ -20,6 +20,7 @@ from megascale_driver.core import (
     nodes,
     orders,
     profiles,
+    searching,
     suspending,
 )
 from megascale_driver.core.draft import Draft
@@ -32,6 +33,7 @@ from megascale_driver.core.events import (
     DrainRequested,
     Event,
     EvictRequested,
+    GroupChecked,
     JobSubmitted,
     LeaderStarted,
     LossDiverged,
@@ -119,6 +121,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         jobs.opened(draft, event)
     elif isinstance(event, OpenFailed):
         jobs.open_failed(draft, event)
+    elif isinstance(event, GroupChecked):
+        searching.checked(draft, event)
     elif isinstance(event, RecordRefused):
         nodes.message_refused(draft, f"jobs/{event.job}", event.problem)
     elif isinstance(event, LossDiverged):
@@ -157,6 +161,9 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     elif isinstance(event, DrainRequested | EvictRequested):
         subject = f"nodes/{event.node}"
         orders.drain(draft, event)
+    elif isinstance(event, UncordonRequested):
+        subject = f"nodes/{event.node}"
+        orders.uncordon(draft, event)
     elif isinstance(event, PolicyRequested):
         subject = "cluster"
         orders.set_policy(draft, event)

@@ -7,6 +7,7 @@ from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     CordonRequested,
+    Evidence,
     NodeHello,
     NodeReport,
     UncordonRequested,
@@ -14,6 +15,7 @@ from megascale_driver.core.events import (
 from megascale_driver.core.state import Disposition, Job, Liveness, Node, Report
 
 SELF_CHECK = "self-check"  # the policy of a quarantine after a failed self-check
+GROUP_CHECK = "group-check"  # and after failed checks with other nodes
 
 
 def hello(draft: Draft, event: NodeHello) -> None:
@@ -25,7 +27,7 @@ def hello(draft: Draft, event: NodeHello) -> None:
     if known is None:
         draft.nodes[event.node] = Node(event.node)
     fresh = known is None or known.identity.incarnation != event.identity.incarnation
-    if known is not None and fresh and known.disposition_policy == SELF_CHECK:
+    if known is not None and fresh and known.disposition_policy in (SELF_CHECK, GROUP_CHECK):
         _lift_self_check_quarantine(draft, known)
     draft.node(
         event.node,
@@ -59,7 +61,7 @@ def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
     _readmit(draft, node.name)
     draft.log(
         "NODE_UNCORDONED", f"node {node.name} was restarted and may get work again",
-        subject=f"nodes/{node.name}", policy=SELF_CHECK,
+        subject=f"nodes/{node.name}", policy=node.disposition_policy,
         outcome=f"it was quarantined: {node.disposition_reason}",
     )  # fmt: skip
 
@@ -221,7 +223,15 @@ def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
     )  # fmt: skip
 
 
-def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", policy: str) -> None:
+def quarantine(
+    draft: Draft,
+    name: str,
+    reason: str,
+    *,
+    actor: str = "driver",
+    policy: str,
+    evidence: tuple[Evidence, ...] = (),
+) -> None:
     """Give the node no more work; its job leaves it. Counts as an eviction by hard fact."""
     if draft.nodes[name].disposition is Disposition.QUARANTINED:
         return
@@ -246,6 +256,7 @@ def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", p
         attempt=job.attempt if job else 0,
         actor=actor,
         policy=policy,
+        evidence=evidence,
         outcome=f"job {job.name} leaves it" if job else _left_behind(unread),
     )
 

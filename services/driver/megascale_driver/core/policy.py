@@ -54,6 +54,10 @@ class Policy:
     # When a job with all processes alive hangs, and after how many hangs in a row it leaves a node.
     hang: HangLimits = field(default_factory=HangLimits)
     node_hangs: int = 2
+    # The search for an unnamed culprit: in all, and one round (the node's own limits come first:
+    # 60 s for the collective on GPUs, and the start of a process on each device before).
+    search_cap_s: float = 300.0
+    group_check_timeout_s: float = 120.0
     # A profile starts this long after the newest step: time for etcd and the links, in addition to
     # the steps in progress.
     profile_lead_s: float = 2.0

@@ -299,6 +299,8 @@ class Job:
     spares: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     attempts: tuple[AttemptRecord, ...] = field(default=(), metadata=SEPARATE)
+    # The newest attempt that was opened by hand, or before the job was submitted.
+    opened_elsewhere: int = 0
     refused_steps: tuple[int, ...] = ()
     after_stop: JobPhase = JobPhase.QUEUED
     stop_reason: str = ""
@@ -417,7 +419,7 @@ class Breaker:
     switches: tuple[SwitchTrip, ...] = ()
     # What self-checks found lately, the newest last.
     roots: tuple[Root, ...] = ()
-    # How operators have the rules applied (core.rules); a rule without an entry is enforced.
+    # How operators have the rules applied (core.rules); a rule without an entry has its default.
     modes: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -76,6 +76,8 @@ class Lane:
         """A term starts with these nodes stored: each has its full time to be heard.
 
         The core of the new term has no evidence of any node, so the next heartbeat of each counts.
+        Which incarnation a node is may have changed in the term of another driver: it is the one
+        that is stored, until its link says otherwise.
         """
         self._shared.clear()
         for name in nodes:
@@ -83,7 +85,7 @@ class Lane:
         for name, found in self._nodes.items():
             found.last_beat_s, found.silent = max(found.last_beat_s, now_s), False
             found.evidence = found.slow = None
-            found.assumed = False
+            found.assumed, found.incarnation = False, ""
             self._schedule(name, found, now_s)
 
     def opened(self, now_s: float, node: str, incarnation: str) -> None:

@@ -23,6 +23,7 @@ from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
+from megascale_executor.agent.group_checks import GroupChecks
 from megascale_executor.agent.heartbeat import build_heartbeat, build_hello
 from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
 from megascale_executor.agent.metrics import AgentMetrics
@@ -118,6 +119,12 @@ class NodeAgent:
             self._is_active,
             self._holder,
             self.runner.diagnosis.run,
+            GroupChecks(
+                self._incarnation,
+                config.host,
+                [device.index for device in self._devices],
+                self.runner.diagnosis.run_with_nodes,
+            ),
         )
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, self._server.server)
         self._endpoint = await self._server.start(f"{config.host}:0", [SERVICE_NAME])
