@@ -213,7 +213,7 @@ RANGES = (
     _one("negative z-loss", "trainer.loss.z_loss", -1, RANGE, "0 (off)"),
     _one("evaluates nothing", f"{EVALUATION}.batches", 0, "not positive", AT_LEAST_1),
     _one("negative interval", f"{EVALUATION}.interval_steps", -1, "negative", "0 (off)"),
-    _one("slots of one", "checkpoint.slots", 1, RANGE, "2 to 6"),
+    _one("slots of one", "checkpoint.slots", 1, RANGE, "2 to 8"),
     _one("negative restarts", "recovery.max_restarts", -1, "negative", "0 or more"),
     _one("negative spares", "recovery.spare_nodes", -1, "negative", "0 or more"),
     _one("timeout of zero", "recovery.collective_timeout_s", 0, RANGE, "1 second"),
