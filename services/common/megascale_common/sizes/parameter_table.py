@@ -160,9 +160,9 @@ class _Layout:
     def _place(self, prefix: str, tensor: Tensor) -> None:
         buffer = _buffer(tensor)
         trailing = (tensor.columns,) if tensor.columns else ()
-        if buffer == TIED and self.tensors and self._ends[TIED]:
-            [first] = [stored for stored in self.tensors if stored.buffer == TIED]
-            self.tensors.append(replace(first, name=f"{prefix}{tensor.name}.{tensor.kind}"))
+        if buffer == TIED and self._ends[TIED]:  # one stage is the first and the last
+            [twin] = [stored for stored in self.tensors if stored.buffer == TIED]
+            self.tensors.append(replace(twin, name=f"{prefix}{tensor.name}.{tensor.kind}"))
             return
         start, row = self._ends[buffer], 0
         for parameter in tensor.parameters:
