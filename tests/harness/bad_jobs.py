@@ -169,7 +169,6 @@ RANGES = (
     _one("epsilon of zero", f"{MODEL}.norm_epsilon", 0, RANGE, "between 0 and 1"),
     _one("negative deviation", f"{MODEL}.initializer_std", -1, RANGE, "between 0 and 1"),
     _one("base of one", f"{MODEL}.rope_theta", 1, RANGE, "above 1"),
-    _one("tied embeddings", f"{MODEL}.tie_embeddings", True, "not built", "false"),
     _one("heads of odd width", f"{MODEL}.head_dim", 7, "odd", "even"),
     _one("negative head width", f"{MODEL}.head_dim", -8, "negative", "positive"),
     _one(
@@ -214,7 +213,7 @@ RANGES = (
     _one("negative z-loss", "trainer.loss.z_loss", -1, RANGE, "0 (off)"),
     _one("evaluates nothing", f"{EVALUATION}.batches", 0, "not positive", AT_LEAST_1),
     _one("negative interval", f"{EVALUATION}.interval_steps", -1, "negative", "0 (off)"),
-    _one("slots of one", "checkpoint.slots", 1, RANGE, "2 to 6"),
+    _one("slots of one", "checkpoint.slots", 1, RANGE, "2 to 8"),
     _one("negative restarts", "recovery.max_restarts", -1, "negative", "0 or more"),
     _one("negative spares", "recovery.spare_nodes", -1, "negative", "0 or more"),
     _one("timeout of zero", "recovery.collective_timeout_s", 0, RANGE, "1 second"),

@@ -529,7 +529,7 @@ class ModelSpec(google.protobuf.message.Message):
     rope_theta: builtins.float
     """Base of the rotary frequencies; default 10000."""
     tie_embeddings: builtins.bool
-    """Share embedding and head; default false."""
+    """Embedding and head are one table, also where they are on two pipeline stages; default false."""
     window: builtins.int
     """Sliding-window width in tokens; default 0 = full causal attention."""
     norm_epsilon: builtins.float
@@ -1156,8 +1156,9 @@ class CheckpointSpec(google.protobuf.message.Message):
     interval_steps: builtins.int
     """Persist a snapshot after every so many steps, and the one of the last step; 0: only the last."""
     slots: builtins.int
-    """Staging slots per rank, 2 to 6; default: where memory allows three, with snapshots at every
-    second step four and at every step five, else fewer. With fewer, more snapshots are skipped.
+    """Staging slots per rank, 2 to 8; default: where memory allows three, with snapshots at every
+    second step four and at every step five, and two more with replicas; else fewer. With fewer,
+    more snapshots are skipped.
     """
     load_uri: builtins.str
     """Folder of another job's checkpoints. The job starts from the newest complete one, in any
@@ -1195,7 +1196,9 @@ class CheckpointSpec(google.protobuf.message.Message):
     """
     replicas: builtins.int
     """Copies of each snapshot in the memory of another node, 0 or 1; default 0. With 1 the loss of a
-    node costs no read from storage; each node keeps two more slots for each rank of another.
+    node costs no read from storage; each node keeps two more slots for each rank of another, and
+    two for each of its own. Where a copy takes longer than the time between two snapshots, all
+    ranks copy the same ones of them.
     """
     max_replicate_mib_per_s: builtins.float
     """Most MiB per second that a node sends to the node with its replicas, 1 or more; 0: no limit."""
