@@ -265,9 +265,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelemetryConfig:
-    """Records for other tools: TensorBoard event files in the attempt's folder on rank 0's node."""
+    """Trackers that get the step records, in the job's folder where rank 0 runs."""
 
     tensorboard: bool = False
+    wandb: bool = field(default=False, metadata=ADDED)
+    mlflow: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
