@@ -37,6 +37,8 @@ from megascale_common.job.wire import restore as wire
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_trainer.daemon_link import RankRegistration
+from megascale_trainer.host_copy import Landed
+from megascale_trainer.host_copy import parts as cut
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.restore import restore
@@ -121,9 +123,12 @@ class State:
         """See Trainer."""
         return self.values.view(-1).view(torch.uint8)
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """See Trainer."""
-        slot[: self.state_image().numel()].copy_(self.state_image())
+        image = self.state_image()
+        for start, stop in cut(0, image.numel()):
+            slot[start:stop].copy_(image[start:stop])
+            landed(stop)
 
     def load_from(self, slot: torch.Tensor) -> None:
         """See Trainer."""

@@ -36,6 +36,7 @@ from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_trainer.daemon_link import RankRegistration
+from megascale_trainer.host_copy import Landed
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.snapshot import Snapshotter
 
@@ -65,10 +66,11 @@ class State:
         """All bytes."""
         return self.values.view(torch.uint8)
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """Enqueue the copy."""
         image = self.values.view(torch.uint8)
         slot[: image.numel()].copy_(image, non_blocking=True)
+        landed(image.numel())
 
 
 def main() -> None:

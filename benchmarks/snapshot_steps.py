@@ -47,6 +47,7 @@ from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_trainer.daemon_link import RankRegistration
+from megascale_trainer.host_copy import Landed
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import STEP_POLL_S
@@ -98,16 +99,16 @@ class TimedState:
         """See Trainer."""
         return self._trainer.state_image()
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """See Trainer."""
         if not self._cuda:
             began_s = time.perf_counter()
-            self._trainer.state_copy_to(slot)
+            self._trainer.state_copy_to(slot, landed)
             self._times_s.append(time.perf_counter() - began_s)
             return
         pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         pair[0].record()
-        self._trainer.state_copy_to(slot)
+        self._trainer.state_copy_to(slot, landed)
         pair[1].record()
         self._events.append((pair[0], pair[1]))
 
@@ -261,6 +262,7 @@ class Rank:
             slots=options.slots,
             sizes={"tp": sizes.tp, "cp": sizes.cp, "dp": sizes.dp, "pp": sizes.pp, "vpp": 1},
             in_flight=snapshots_in_flight(1),
+            local_ranks=options.ranks,
             max_write_mib_per_s=options.store_mib_per_s,
         )
         return Snapshotter(

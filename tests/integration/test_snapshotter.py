@@ -25,6 +25,7 @@ from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_trainer.daemon_link import LONGEST_HOLD_S, RankRegistration
+from megascale_trainer.host_copy import Landed
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.restore import restore
@@ -48,8 +49,9 @@ class State:
     def state_image(self) -> torch.Tensor:
         return self.values.view(torch.uint8)
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         slot[: self.layout.slot_bytes].copy_(self.values.view(torch.uint8))
+        landed(self.layout.slot_bytes)
 
     def load_from(self, slot: torch.Tensor) -> None:
         self.values.view(torch.uint8).copy_(slot[: self.layout.slot_bytes])
@@ -223,8 +225,8 @@ def test_a_hung_daemon_holds_a_step_for_a_moment_and_snapshots_go_on_when_it_ans
 class WrongCopies(State):
     """A state whose copy to the host loses what lies behind the first half, from step 20 on."""
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
-        super().state_copy_to(slot)
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
+        super().state_copy_to(slot, landed)
         if self.values[0] >= 20:
             slot[512:1024] = 0
 

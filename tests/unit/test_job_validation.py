@@ -209,7 +209,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("trainer.evaluation.interval_steps", {"evaluation__interval_steps": -1}, "0"),
     ("trainer.evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
-    ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 6"),
+    ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 8"),
     ("checkpoint.replicas", {"checkpoint__uri": "/c", "checkpoint__replicas": 2}, "give 1"),
     ("checkpoint.uri", {"checkpoint__uri": "", "checkpoint__replicas": 1}, "a folder"),
     (

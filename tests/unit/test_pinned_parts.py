@@ -32,7 +32,8 @@ def test_the_slot_that_is_wanted_is_prepared_before_the_others(
     descriptors = [os.memfd_create(f"slot-{number}") for number in range(3)]
     for descriptor in descriptors:
         os.ftruncate(descriptor, size)
-    slots = daemon_link._Slots(descriptors, size, torch.device("cpu"))
+    landing_at = size - daemon_link.LANDING_BYTES  # prepared with the slot's last part
+    slots = daemon_link._Slots(descriptors, landing_at, landing_at, torch.device("cpu"))
     order: list[int] = []
     first, go_on = threading.Event(), threading.Event()
 

@@ -43,6 +43,7 @@ LONGEST_HOLD_S = 0.05
 # Where a rank waits on purpose, at the end of a run, the peers wait with it.
 LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 READ_BYTES = 1 << 16
+LANDING_BYTES = 8  # of the number of bytes that have landed
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 
 Answered = Callable[[framing.Message], None]
@@ -54,7 +55,8 @@ class RankRegistration:
 
     ``sizes`` are those of the parallel axes, for the manifest. ``in_flight`` is the number of
     snapshots that are reserved, copied or unsettled at the same time: with short intervals the next
-    ones begin before the first is sealed. ``replicas`` goes to the daemon as it is.
+    ones begin before the first is sealed. ``local_ranks`` of the node share its memory.
+    ``replicas`` goes to the daemon as it is.
     """
 
     job: str
@@ -66,6 +68,7 @@ class RankRegistration:
     slots: int
     sizes: Mapping[str, int]
     in_flight: int = 1
+    local_ranks: int = 1
     max_write_mib_per_s: float = 0.0
     max_step_slowdown: float = 0.0
     replicas: ReplicaOrders | None = None
@@ -120,6 +123,12 @@ class DaemonLink:
         if self._slots is None:
             raise ConnectionError("not connected to the checkpoint daemon")
         return self._slots.tensors[index]
+
+    def landing_word(self, index: int) -> torch.Tensor:
+        """Where a slot's copy notes how many bytes have landed, int64 [1] on the host."""
+        if self._slots is None:
+            raise ConnectionError("not connected to the checkpoint daemon")
+        return self._slots.landing_words[index]
 
     @property
     def slots_bytes(self) -> int:
@@ -254,8 +263,13 @@ class DaemonLink:
 class _Slots:
     """The mapped slots; ``prepared`` is set once they are populated and pinned."""
 
-    def __init__(self, descriptors: list[int], size_bytes: int, device: torch.device) -> None:
-        self.tensors = [_map_slot(descriptor, size_bytes) for descriptor in descriptors]
+    def __init__(
+        self, descriptors: list[int], size_bytes: int, landing_at: int, device: torch.device
+    ) -> None:
+        end = landing_at + LANDING_BYTES
+        self._files = [_map_slot(descriptor, end) for descriptor in descriptors]
+        self.tensors = [file[:size_bytes] for file in self._files]
+        self.landing_words = [file[landing_at:end].view(torch.int64) for file in self._files]
         self.prepared = threading.Event()
         self._device, self._pinned = device, list[torch.Tensor]()
         self._pins = device.type == "cuda"
@@ -286,8 +300,8 @@ class _Slots:
 
     def _prepare_one(self, index: int) -> None:
         """Prepare a slot, unless another one becomes more urgent."""
-        slot = self.tensors[index]
-        left = [slot[start:stop] for start, stop in parts(0, slot.numel())]
+        file = self._files[index]
+        left = [file[start:stop] for start, stop in parts(0, file.numel())]
         for part in left[self._parts_done[index] :]:
             if self._dropped or self._choose() != index:
                 return
@@ -314,7 +328,7 @@ class _Slots:
     def _unmap(self) -> None:
         for part in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(part.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned, self.tensors = [], []
+        self._pinned, self._files, self.tensors, self.landing_words = [], [], [], []
 
 
 class _Opening:
@@ -358,7 +372,8 @@ class _Opening:
         if received[0]["kind"] == "error":
             raise ConnectionError(f"the checkpoint daemon refused register: {received[0]['error']}")
         answer = cast(Registered, received[0])
-        return _Slots(received[1], answer["slot_bytes"], self._device)
+        sizes = answer["slot_bytes"], answer["landing_at"]
+        return _Slots(received[1], *sizes, self._device)
 
 
 def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[Mapping[str, Any]]:
@@ -376,6 +391,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
         committer_endpoint=who.committer_endpoint,
         slots=who.slots,
         in_flight=who.in_flight,
+        local_ranks=who.local_ranks,
         max_write_mib_per_s=float(who.max_write_mib_per_s),
         max_step_slowdown=float(who.max_step_slowdown),
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},

@@ -20,7 +20,7 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.host_copy import CopyEnd, parts
+from megascale_trainer.host_copy import CopyEnd, Landed, parts
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
@@ -283,15 +283,16 @@ class Trainer:
         """
         return self._states.view(-1).view(torch.uint8)
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes], on the current stream.
 
-        The slot may be on any device.
+        The slot may be on any device. ``landed`` is enqueued behind each part of the copy.
         """
         image = self.state_image()
         self._check_slot(slot)
         for start, stop in parts(0, image.numel()):
             slot[start:stop].copy_(image[start:stop], non_blocking=True)
+            landed(stop)
 
     def wait_before_update(self, copied: CopyEnd) -> None:
         """Have the next update held until ``copied``; on CUDA by the device, not the host.

@@ -219,7 +219,7 @@ def _check(config: JobConfig) -> None:
             "trainer.model.tie_embeddings must be false: tied embeddings are not built yet",
         ),
         (
-            model.hidden_size % model.heads != 0,
+            model.hidden_size % model.heads != 0 and not model.head_dim,
             "trainer.model.hidden_size must be a multiple of trainer.model.heads",
         ),
         (
