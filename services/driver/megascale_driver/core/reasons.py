@@ -61,6 +61,7 @@ Reason = Literal[
     "LINK_SUSPECTED",
     "SWITCH_LOST",
     "POLICY_SET",
+    "QUOTA_SET",
     "BREAKER_TRIPPED",
     "BREAKER_RESET",
 ]
