@@ -53,7 +53,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test crash simulate mutants test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -62,15 +62,18 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
+train: $(READY) ## train a small model by torchrun on two processes, kill it half-way, start it again, compare (about a minute)
+	@$(PY) docs/examples/train_by_hand.py
+
 test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0 JOBS=1): nothing lost, nothing silent
 	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
-simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100; SEED= replays one with its shortest history)
-	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) \
-	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(REPLAYED),--seed $(REPLAYED))
+simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100 JOBS=cores CSV=file; SEED= replays one with its shortest history)
+	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) $(if $(RATE),--rate $(RATE)) $(if $(SPARES),--spares $(SPARES)) \
+	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS)) $(if $(CSV),--csv $(CSV)) $(if $(REPLAYED),--seed $(REPLAYED))
 
 mutants: $(READY) ## simulate with one defect at a time: each must break an invariant within a few seeds
 	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.restore_decision import SealedStep, decide
+from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.retention import loads
 from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.storage import open_storage
-from megascale_common.service.errors import RequestError
+from megascale_common.service.errors import RequestError, SupersededError
+
+BY_HAND = "by_hand"  # field of the OPEN records of runs without a driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Opening:
     world_size: int
     load_uri: str = ""
     retention: Retention = field(default_factory=Retention)
+    load_weights: bool = False
 
     def check(self, commit_log: CommitLog) -> None:
         """Find out before anything is trained whether the folder can be used.
@@ -55,7 +58,7 @@ class Opening:
         refuse_foreign(commit_log, self.job)
         # Stored in the record: ranks of one attempt must all restore the same step, even if the
         # call is repeated after the storage has changed.
-        decision = decide(commit_log, self.uri, sealed, refused, self.load_uri)
+        decision = self.decision(commit_log, sealed, refused)
         loads.hold(self.job, self.load_uri, decision.plan)
         return {
             "job": self.job,
@@ -63,8 +66,17 @@ class Opening:
             "epoch": list(epoch),
             "restored_from": decision.to_record(),
             "load_uri": self.load_uri,
+            "load_weights": self.load_weights,
             "retention": self.retention.to_record(),
         }
+
+    def decision(
+        self, commit_log: CommitLog, sealed: SealedStep, refused: frozenset[int]
+    ) -> RestoreDecision:
+        """What the attempt restores; raises as :meth:`record`."""
+        return decide(
+            commit_log, self.uri, sealed, refused, self.load_uri, weights=self.load_weights
+        )
 
 
 def refuse_foreign(commit_log: CommitLog, job: str) -> None:
@@ -74,4 +86,23 @@ def refuse_foreign(commit_log: CommitLog, job: str) -> None:
         raise RequestError(
             f"checkpoint.uri: the checkpoint folder belongs to job {owner}: give {job} a "
             "checkpoint.uri of its own"
+        )
+
+
+def refuse_used(commit_log: CommitLog, attempt: int) -> None:
+    """Raise SupersededError where the number was that of another attempt, which has run.
+
+    A driver may repeat its call, and gets the record of the first one, as long as nothing runs. If
+    the attempt was opened by hand or has committed, the call is another job's of the same name: it
+    would start from what that one started from, and lose its work.
+    """
+    record = commit_log.find_open(attempt)
+    if record is None:
+        return
+    by_hand = record.values.get(BY_HAND, False)
+    if by_hand or commit_log.state.newest_step(attempt) >= 0:
+        how = "was opened by hand" if by_hand else "has committed checkpoints"
+        raise SupersededError(
+            f"attempt {attempt} {how}: an attempt behind {commit_log.state.attempt} may be opened",
+            metadata={"attempt": str(commit_log.state.attempt)},
         )

@@ -355,6 +355,7 @@ class OpenFailed:
     """The committer could not open the attempt.
 
     ``refused``: it evaluated the request and refused it, so calling again changes nothing.
+    ``newest`` is the attempt behind which the job has to go on, by its commit log; 0: none.
     """
 
     now_s: float
@@ -362,6 +363,7 @@ class OpenFailed:
     attempt: int
     error: str
     refused: bool = False
+    newest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,6 +456,7 @@ class OpenAttempt:
     sealed_by_attempt: int
     refused_steps: tuple[int, ...]
     load_uri: str = ""
+    load_weights: bool = False
     keep_latest: int = 0
     keep_every_steps: int = 0
     keep_every_hours: float = 0.0

@@ -46,6 +46,7 @@ from megascale_driver.core.events import (
     OpenAttempt,
     OpenFailed,
 )
+from megascale_driver.core.plausible import MAX_ATTEMPT
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
@@ -177,6 +178,14 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
     job = draft.jobs.get(event.job)
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
         return
+    if job.attempt <= event.newest < MAX_ATTEMPT:
+        # No fault of anything here: the job was run by hand, say, and goes on behind that.
+        why = (
+            f"attempt {event.newest} was opened elsewhere, by hand or before the job was "
+            f"submitted: attempt {event.newest + 1} goes on behind it"
+        )
+        stop(draft, draft.job(job.name, opened_elsewhere=event.newest), JobPhase.QUEUED, why)
+        return
     if event.refused and not job_faults.has_run(job):
         fault = Fault(FaultKind.BAD_JOB, job.slots[0].node, draft.now_s, event.error)
         draft.fault(job.name, fault)
@@ -244,6 +253,7 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
                 sealed_by_attempt=attempt,
                 refused_steps=job.refused_steps,
                 load_uri=job.config.checkpoint.load_uri,
+                load_weights=job.config.checkpoint.load == "weights",
                 keep_latest=job.config.checkpoint.keep_latest,
                 keep_every_steps=job.config.checkpoint.keep_every_steps,
                 keep_every_hours=job.config.checkpoint.keep_every_hours,
@@ -360,9 +370,11 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
 
     Before that, if no fault names a culprit, its nodes check each other.
     """
-    waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
-    if waiting and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
+    unstopped = (slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot))
+    first = next(unstopped, None)  # this runs for every node's report: most end here
+    if first is not None and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
         return
+    waiting = [first, *unstopped] if first is not None else []
     running = [slot.node for slot in waiting if _still_runs(draft.nodes[slot.node], job)]
     patience_s = draft.policy.stop_timeout_s + draft.policy.fence_timeout_s
     if running and draft.now_s - job.timer_s < patience_s:
