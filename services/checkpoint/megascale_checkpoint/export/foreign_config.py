@@ -32,8 +32,10 @@ class ForeignModel:
     tied: bool
 
 
-def config_values(architecture: Architecture, model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json for ``model``; ``dtype`` is bf16 or fp32."""
+def config_values(
+    architecture: Architecture, model: ModelConfig, dtype: str, *, tied: bool = False
+) -> dict[str, Any]:
+    """config.json for ``model``; ``dtype`` is bf16 or fp32; ``tied``: the embedding is the head."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if "partial_rotary_factor" in architecture.fixed:
         rope["partial_rotary_factor"] = architecture.fixed["partial_rotary_factor"]
@@ -53,7 +55,7 @@ def config_values(architecture: Architecture, model: ModelConfig, dtype: str) ->
         architecture.epsilon: model.norm_epsilon,
         "rope_theta": model.rope_theta,
         _ROPE: rope,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
