@@ -53,7 +53,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test crash simulate mutants test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -61,6 +61,9 @@ help: ## show these verbs
 
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
+
+train: $(READY) ## train a small model by torchrun on two processes, kill it half-way, start it again, compare (about a minute)
+	@$(PY) docs/examples/train_by_hand.py
 
 test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)

@@ -262,6 +262,7 @@ class Rank:
             slots=options.slots,
             sizes={"tp": sizes.tp, "cp": sizes.cp, "dp": sizes.dp, "pp": sizes.pp, "vpp": 1},
             in_flight=snapshots_in_flight(1),
+            local_ranks=options.ranks,
             max_write_mib_per_s=options.store_mib_per_s,
         )
         return Snapshotter(

@@ -23,7 +23,7 @@ from megascale_kernels.activation import Activation
 from megascale_kernels.attention import BACKENDS, attention, attention_mask
 from megascale_kernels.norm import Kind
 from megascale_kernels.operators import Operators, choose, torch_operators
-from megascale_kernels.rotary import Heads, rotary_table
+from megascale_kernels.rotary import Heads, rotary_frequencies, rotary_table
 from megascale_trainer.weights import Weight
 
 pytestmark = [
@@ -144,7 +144,9 @@ def test_activate(activation: Activation, width: int, bias: bool) -> None:
 def test_block_inner(heads: Heads, activation: Activation | None, turned: bool, bias: bool) -> None:
     sequence, batch, ffn = 2048, 2, 4096 if activation else 0
     position = torch.arange(sequence, device=CUDA).expand(batch, -1)
-    table = rotary_table(position, heads.size, 10_000.0) if turned else None
+    table = (
+        rotary_table(position, rotary_frequencies(heads.size, 10_000.0, CUDA)) if turned else None
+    )
     mask = attention_mask(sequence, device=CUDA)
 
     def run(
@@ -164,7 +166,8 @@ def test_block_inner_on_cudnn_is_right() -> None:
     """Without the deterministic flag: the fastest attention, on what the fused split writes."""
     heads, sequence, batch, ffn = Heads(8, 8, 128), 2048, 2, 4096
     table = rotary_table(
-        torch.arange(sequence, device=CUDA).expand(batch, -1), heads.size, 10_000.0
+        torch.arange(sequence, device=CUDA).expand(batch, -1),
+        rotary_frequencies(heads.size, 10_000.0, CUDA),
     )
     inputs = _random(sequence, batch, heads.width + ffn)
     gradient = _random(sequence, batch, heads.query * heads.size + ffn)

@@ -82,8 +82,9 @@ class MegatronFiles:
             shape = (*x.shape[:2], groups, -1, args.kv_channels)
             grouped = merged.view(shape)  # of each group: its queries, its key, its value
             count = grouped.shape[3] - 2
-            q = self._turned(grouped[..., :count, :])
-            k = self._turned(grouped[..., count : count + 1, :]).expand_as(q)
+            q = self._turned(self._of_heads(part, "q", grouped[..., :count, :]))
+            k = self._of_heads(part, "k", grouped[..., count : count + 1, :])
+            k = self._turned(k).expand_as(q)
             v = grouped[..., count + 1 :, :].expand_as(q)
             flat = [each.flatten(2, 3).transpose(1, 2) for each in (q, k, v)]
             found = functional.scaled_dot_product_attention(*flat, is_causal=True)
@@ -91,6 +92,12 @@ class MegatronFiles:
                 found.transpose(1, 2).flatten(2), part["self_attention.linear_proj.weight"]
             )
         return total + _bias(parts, "self_attention.linear_proj.bias")
+
+    def _of_heads(self, part: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:
+        if not self.args.qk_layernorm:
+            return x
+        prefix = f"self_attention.{name}_layernorm."
+        return self._norm(x, part[f"{prefix}weight"], part.get(f"{prefix}bias"))
 
     def _mlp(self, x: torch.Tensor, parts: list[Tensors]) -> torch.Tensor:
         total = torch.zeros_like(x)
@@ -112,10 +119,19 @@ class MegatronFiles:
         """Rotary embedding of [B, S, G, heads, d]: column i turns with column i + d/2."""
         half = x.shape[-1] // 2
         rate = self.args.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
+        if self.args.use_rope_scaling:
+            rate = _scaled(rate, self.args.rope_scaling_factor)
         angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * rate
         cos, sin = (each.float()[:, None, None, :] for each in (angle.cos(), angle.sin()))
         left, right = x[..., :half], x[..., half:]
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def _scaled(rate: torch.Tensor, factor: float) -> torch.Tensor:
+    """Llama 3.1's frequencies, with the constants that Megatron has."""
+    turns = 8192 * rate / (2 * torch.pi)  # in the length that it was trained with first
+    share = ((turns - 1) / (4 - 1)).clamp(0, 1)
+    return rate * (share + (1 - share) / factor)
 
 
 def _taken(rank: Tensors, prefix: str) -> Tensors:

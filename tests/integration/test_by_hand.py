@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.harness.by_hand import STEPS, HandRun, held, small_job, write_job
+from tests.harness.local_cluster import UpProcess, settle
 from tests.harness.paced import release
+
+from megascale_client import Client, load_job
 
 Start = Callable[..., HandRun]
 
@@ -86,3 +89,42 @@ def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
         "steps": STEPS,
         "not_saved": "",
     }
+
+
+def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(tmp_path: Path, start: Start) -> None:
+    two = {"parallelism": {"dp": 2}, "checkpoint": {"interval_steps": 2}}
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    whole = start(write_job(twin, small_job(twin, **two)), 2)
+    assert whole.end() == 0, whole.story()
+
+    first = start(write_job(tmp_path, small_job(tmp_path, **two, optimizer=held(4))), 2)
+    first.await_step(3)
+    first.await_commit(2)
+    first.kill()
+    cluster = tmp_path / "cluster"
+    with UpProcess(cluster, "--nodes", "1", "--devices-per-node", "2", "--device", "cpu") as up:
+        paused = small_job(tmp_path, **two, optimizer=held(8))
+        job = write_job(tmp_path, paused)
+        with Client.from_run_folder(cluster) as client:
+            client.submit(load_job(job))
+            records: dict[int, float] = {}
+            for update in client.watch("hand"):
+                if update.HasField("step"):
+                    records[update.step.step] = update.step.loss
+                    if update.step.step == 7:
+                        break
+            first.await_commit(6)
+            found = client.get("hand")
+            assert (found.attempt, found.restored_step) == (2, 2)
+            client.cancel("hand", reason="the run goes on by hand")
+            settle(cluster)
+        up.stop()
+    third = start(write_job(tmp_path, small_job(tmp_path, **two)), 2)
+    assert third.end() == 0, third.story()
+    assert third.events("attempt")[0]["attempt"] == 3
+    assert third.events("attempt")[0]["restored_step"] >= 6
+    assert min(records) == 3
+    assert {**first.losses(), **records, **third.losses()} == whole.losses()
+    for part in (first.losses(), records):
+        assert part.items() <= whole.losses().items()

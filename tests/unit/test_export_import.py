@@ -43,7 +43,9 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-@pytest.mark.parametrize("name", ["llama", "ministral", "cohere", "phi", "starcoder2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3", "qwen2", "qwen3", "ministral", "cohere", "phi", "starcoder2"]
+)
 def test_an_import_of_an_export_is_what_was_exported(name: str, tmp_path: Path) -> None:
     config = job_of(MODELS[name][1], {"tp": 2, "pp": 3})
     write_model(tmp_path / "written", config)

@@ -28,7 +28,7 @@ from megascale_driver.commands.plan import plan_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Fields whose comment has the default in words.
-WORDS = {"ffn_size", "kv_heads", "stage_layers", "slots"}
+WORDS = {"ffn_size", "head_dim", "kv_heads", "stage_layers", "slots"}
 
 
 def fields(message: MessageFields, path: str = "") -> Iterator[tuple[str, Field]]:

@@ -151,7 +151,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("trainer.training.steps", {"training__steps": 0}, "at least 1"),
     ("trainer.parallelism.cp", {"parallelism__cp": 2}, "use 1"),
     ("trainer.parallelism.ep", {"parallelism__ep": 2}, "use 1"),
-    ("trainer.model.tie_embeddings", {"model__tie_embeddings": True}, "false"),
     ("trainer.model.window", {"model__window": -1}, "0"),
     ("trainer.model.layer_windows", {"model__layer_windows": [8]}, "per layer"),
     ("trainer.optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}, "lr"),
@@ -209,7 +208,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("trainer.evaluation.interval_steps", {"evaluation__interval_steps": -1}, "0"),
     ("trainer.evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
-    ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 6"),
+    ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 8"),
     ("checkpoint.replicas", {"checkpoint__uri": "/c", "checkpoint__replicas": 2}, "give 1"),
     ("checkpoint.uri", {"checkpoint__uri": "", "checkpoint__replicas": 1}, "a folder"),
     (

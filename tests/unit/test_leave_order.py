@@ -38,7 +38,7 @@ def test_only_rank_0_votes_and_each_order_once_it_failed_no_more() -> None:
 def test_the_three_counts_stay_apart_in_a_sum_of_floats(skips: int, busy: int, leave: bool) -> None:
     votes = itertools.chain([MUST_SKIP] * skips, [STORE_BUSY] * busy, [LEAVE] * leave)
     total = sum((float(vote) for vote in votes), 0.0)
-    assert Votes.of(round(total)) == Votes(skips, busy, leave)
+    assert Votes.of(round(total)) == Votes(skips, busy, leave=leave)
 
 
 @pytest.mark.parametrize("interval", [0, 1, 3, 10])

@@ -109,6 +109,32 @@ POSITIONS_LEARNED: Positions.ValueType  # 2
 """A learned table of sequence_length rows."""
 Global___Positions: typing_extensions.TypeAlias = Positions
 
+class _RopeScalingKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RopeScalingKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RopeScalingKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ROPE_SCALING_KIND_UNSPECIFIED: _RopeScalingKind.ValueType  # 0
+    ROPE_SCALING_KIND_NONE: _RopeScalingKind.ValueType  # 1
+    """They stay as rope_theta gives them."""
+    ROPE_SCALING_KIND_LINEAR: _RopeScalingKind.ValueType  # 2
+    """All are divided by the factor."""
+    ROPE_SCALING_KIND_LLAMA3: _RopeScalingKind.ValueType  # 3
+    """Low ones are divided by the factor, high ones stay, those between are blended: Llama 3.1."""
+
+class RopeScalingKind(_RopeScalingKind, metaclass=_RopeScalingKindEnumTypeWrapper):
+    """How rotary frequencies are changed."""
+
+ROPE_SCALING_KIND_UNSPECIFIED: RopeScalingKind.ValueType  # 0
+ROPE_SCALING_KIND_NONE: RopeScalingKind.ValueType  # 1
+"""They stay as rope_theta gives them."""
+ROPE_SCALING_KIND_LINEAR: RopeScalingKind.ValueType  # 2
+"""All are divided by the factor."""
+ROPE_SCALING_KIND_LLAMA3: RopeScalingKind.ValueType  # 3
+"""Low ones are divided by the factor, high ones stay, those between are blended: Llama 3.1."""
+Global___RopeScalingKind: typing_extensions.TypeAlias = RopeScalingKind
+
 class _Precision:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -470,6 +496,10 @@ class ModelSpec(google.protobuf.message.Message):
     NORM_EPSILON_FIELD_NUMBER: builtins.int
     INITIALIZER_STD_FIELD_NUMBER: builtins.int
     LAYER_WINDOWS_FIELD_NUMBER: builtins.int
+    HEAD_DIM_FIELD_NUMBER: builtins.int
+    ATTENTION_BIAS_FIELD_NUMBER: builtins.int
+    QK_NORM_FIELD_NUMBER: builtins.int
+    ROPE_SCALING_FIELD_NUMBER: builtins.int
     layers: builtins.int
     """Transformer layers. Required."""
     hidden_size: builtins.int
@@ -499,18 +529,28 @@ class ModelSpec(google.protobuf.message.Message):
     rope_theta: builtins.float
     """Base of the rotary frequencies; default 10000."""
     tie_embeddings: builtins.bool
-    """Share embedding and head; default false."""
+    """Embedding and head are one table, also where they are on two pipeline stages; default false."""
     window: builtins.int
     """Sliding-window width in tokens; default 0 = full causal attention."""
     norm_epsilon: builtins.float
     """Added to the variance in norms; default 1e-5."""
     initializer_std: builtins.float
     """Standard deviation of the initial weights; default 0.02."""
+    head_dim: builtins.int
+    """Width of an attention head; default hidden_size / heads."""
+    attention_bias: builtins.bool
+    """Bias of q, k and v, as in Qwen 2; default false. With bias: true they have one anyway."""
+    qk_norm: builtins.bool
+    """RMSNorm of every head of q and of k, before positions, as in Qwen 3; default false."""
     @property
     def layer_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Window of each layer, one number per layer (0: full causal attention); default: window in all
         of them.
         """
+
+    @property
+    def rope_scaling(self) -> Global___RopeScalingSpec:
+        """Change of the rotary frequencies for longer sequences."""
 
     def __init__(
         self,
@@ -534,13 +574,21 @@ class ModelSpec(google.protobuf.message.Message):
         norm_epsilon: builtins.float | None = ...,
         initializer_std: builtins.float | None = ...,
         layer_windows: collections.abc.Iterable[builtins.int] | None = ...,
+        head_dim: builtins.int | None = ...,
+        attention_bias: builtins.bool | None = ...,
+        qk_norm: builtins.bool | None = ...,
+        rope_scaling: Global___RopeScalingSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_bias", b"_bias", "_ffn_size", b"_ffn_size", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "bias", b"bias", "ffn_size", b"ffn_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "rope_theta", b"rope_theta", "tie_embeddings", b"tie_embeddings", "window", b"window"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bias", b"_bias", "_ffn_size", b"_ffn_size", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "bias", b"bias", "block", b"block", "ffn_size", b"ffn_size", "heads", b"heads", "hidden_size", b"hidden_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "layer_windows", b"layer_windows", "layers", b"layers", "mlp", b"mlp", "norm", b"norm", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "positions", b"positions", "rope_theta", b"rope_theta", "sequence_length", b"sequence_length", "tie_embeddings", b"tie_embeddings", "vocab_size", b"vocab_size", "window", b"window"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "tie_embeddings", b"tie_embeddings", "window", b"window"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "block", b"block", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "heads", b"heads", "hidden_size", b"hidden_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "layer_windows", b"layer_windows", "layers", b"layers", "mlp", b"mlp", "norm", b"norm", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "positions", b"positions", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "sequence_length", b"sequence_length", "tie_embeddings", b"tie_embeddings", "vocab_size", b"vocab_size", "window", b"window"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_attention_bias", b"_attention_bias"]) -> typing.Literal["attention_bias"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bias", b"_bias"]) -> typing.Literal["bias"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ffn_size", b"_ffn_size"]) -> typing.Literal["ffn_size"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_head_dim", b"_head_dim"]) -> typing.Literal["head_dim"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_initializer_std", b"_initializer_std"]) -> typing.Literal["initializer_std"] | None: ...
     @typing.overload
@@ -550,6 +598,8 @@ class ModelSpec(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_norm_epsilon", b"_norm_epsilon"]) -> typing.Literal["norm_epsilon"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_qk_norm", b"_qk_norm"]) -> typing.Literal["qk_norm"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rope_theta", b"_rope_theta"]) -> typing.Literal["rope_theta"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tie_embeddings", b"_tie_embeddings"]) -> typing.Literal["tie_embeddings"] | None: ...
@@ -557,6 +607,53 @@ class ModelSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_window", b"_window"]) -> typing.Literal["window"] | None: ...
 
 Global___ModelSpec: typing_extensions.TypeAlias = ModelSpec
+
+@typing.final
+class RopeScalingSpec(google.protobuf.message.Message):
+    """How rotary frequencies differ from those of rope_theta, as models that were extended to longer
+    sequences need it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    FACTOR_FIELD_NUMBER: builtins.int
+    LOW_FREQUENCY_FACTOR_FIELD_NUMBER: builtins.int
+    HIGH_FREQUENCY_FACTOR_FIELD_NUMBER: builtins.int
+    ORIGINAL_SEQUENCE_LENGTH_FIELD_NUMBER: builtins.int
+    kind: Global___RopeScalingKind.ValueType
+    """Default none."""
+    factor: builtins.float
+    """Low frequencies are divided by it (linear: all are); default 1."""
+    low_frequency_factor: builtins.float
+    """llama3: wavelengths above original_sequence_length / low_frequency_factor are divided by factor;
+    default 1.
+    """
+    high_frequency_factor: builtins.float
+    """llama3: wavelengths below original_sequence_length / high_frequency_factor stay; default 4."""
+    original_sequence_length: builtins.int
+    """llama3: tokens of the sequences that the model was first trained on; default 8192."""
+    def __init__(
+        self,
+        *,
+        kind: Global___RopeScalingKind.ValueType = ...,
+        factor: builtins.float | None = ...,
+        low_frequency_factor: builtins.float | None = ...,
+        high_frequency_factor: builtins.float | None = ...,
+        original_sequence_length: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_factor", b"_factor", "_high_frequency_factor", b"_high_frequency_factor", "_low_frequency_factor", b"_low_frequency_factor", "_original_sequence_length", b"_original_sequence_length", "factor", b"factor", "high_frequency_factor", b"high_frequency_factor", "low_frequency_factor", b"low_frequency_factor", "original_sequence_length", b"original_sequence_length"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_factor", b"_factor", "_high_frequency_factor", b"_high_frequency_factor", "_low_frequency_factor", b"_low_frequency_factor", "_original_sequence_length", b"_original_sequence_length", "factor", b"factor", "high_frequency_factor", b"high_frequency_factor", "kind", b"kind", "low_frequency_factor", b"low_frequency_factor", "original_sequence_length", b"original_sequence_length"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_factor", b"_factor"]) -> typing.Literal["factor"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_high_frequency_factor", b"_high_frequency_factor"]) -> typing.Literal["high_frequency_factor"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_low_frequency_factor", b"_low_frequency_factor"]) -> typing.Literal["low_frequency_factor"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_original_sequence_length", b"_original_sequence_length"]) -> typing.Literal["original_sequence_length"] | None: ...
+
+Global___RopeScalingSpec: typing_extensions.TypeAlias = RopeScalingSpec
 
 @typing.final
 class ParallelismSpec(google.protobuf.message.Message):
@@ -1059,8 +1156,9 @@ class CheckpointSpec(google.protobuf.message.Message):
     interval_steps: builtins.int
     """Persist a snapshot after every so many steps, and the one of the last step; 0: only the last."""
     slots: builtins.int
-    """Staging slots per rank, 2 to 6; default: where memory allows three, with snapshots at every
-    second step four and at every step five, else fewer. With fewer, more snapshots are skipped.
+    """Staging slots per rank, 2 to 8; default: where memory allows three, with snapshots at every
+    second step four and at every step five, and two more with replicas; else fewer. With fewer,
+    more snapshots are skipped.
     """
     load_uri: builtins.str
     """Folder of another job's checkpoints. The job starts from the newest complete one, in any
@@ -1098,7 +1196,9 @@ class CheckpointSpec(google.protobuf.message.Message):
     """
     replicas: builtins.int
     """Copies of each snapshot in the memory of another node, 0 or 1; default 0. With 1 the loss of a
-    node costs no read from storage; each node keeps two more slots for each rank of another.
+    node costs no read from storage; each node keeps two more slots for each rank of another, and
+    two for each of its own. Where a copy takes longer than the time between two snapshots, all
+    ranks copy the same ones of them.
     """
     max_replicate_mib_per_s: builtins.float
     """Most MiB per second that a node sends to the node with its replicas, 1 or more; 0: no limit."""

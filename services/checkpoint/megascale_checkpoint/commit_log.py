@@ -303,7 +303,8 @@ class CommitLog:
         if self.state.attempt > attempt:
             raise SupersededError(
                 f"attempt {attempt} is superseded: attempt {self.state.attempt} has been opened in "
-                f"{self._storage.uri}"
+                f"{self._storage.uri}",
+                metadata={"attempt": str(self.state.attempt)},
             )
         if self.state.closed >= attempt:
             raise DataLossError(

@@ -21,7 +21,7 @@ from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.commit_writer import LogWriters
 from megascale_checkpoint.concurrency import Signal
 from megascale_checkpoint.manifest import File, Manifest
-from megascale_checkpoint.opening import Opening, refuse_foreign
+from megascale_checkpoint.opening import BY_HAND, Opening, refuse_foreign, refuse_used
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.retention.collector import Collector, Run
@@ -91,7 +91,8 @@ class Committer:
         Idempotent: the decision is stored in the record, and a repeated call returns it.
 
         Raises:
-            SupersededError: a later attempt is open, or a driver of a later epoch has opened one.
+            SupersededError: a later attempt is open, or a driver of a later epoch has opened one,
+                or the attempt of that number was another one.
             RequestError: a uri is not supported, or the folder belongs to another job.
             UnusableError: the job has checkpoints, and none of them can be restored.
             NotFoundError: the job was to start from ``load_uri``, which holds no usable checkpoint.
@@ -106,6 +107,7 @@ class Committer:
                 return wanted.record(commit_log, sealed, refused, epoch)
 
             wanted.check(commit_log)
+            refuse_used(commit_log, attempt)
             record = commit_log.append_open(attempt, make)
             # Checked again: append_open returns the record of the attempt number whichever job
             # wrote it.
@@ -124,7 +126,8 @@ class Committer:
         def append(commit_log: CommitLog) -> Record:
             def make() -> dict[str, Any]:
                 epoch = commit_log.state.epoch
-                return wanted.record(commit_log, SealedStep(0, 0), frozenset(), epoch)
+                fields = wanted.record(commit_log, SealedStep(0, 0), frozenset(), epoch)
+                return {**fields, BY_HAND: True}
 
             wanted.check(commit_log)
             return commit_log.append_next_open(make)

@@ -24,7 +24,6 @@ from megascale_checkpoint.write_limit import LIMITS
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
-from megascale_common.sizes.staging import KEPT_SLOTS
 
 log = logs.get("jobs")
 KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
@@ -337,10 +336,11 @@ class Jobs:
     @staticmethod
     def _log_loss_bound(registration: RegisteredRank, slots: int) -> None:
         bound = "none: a snapshot is taken while the one before is persisted"
-        if slots < registration.in_flight + KEPT_SLOTS:
+        missing = registration.wanted_slots - slots
+        if missing > 0:
             bound = (
-                "snapshots are skipped while one is persisted, or while more than "
-                f"{max(1, slots - KEPT_SLOTS + 1)} are copied and not sealed"
+                "snapshots are skipped while one is persisted or copied to the peer, or while more "
+                f"than {max(1, registration.in_flight - missing)} are copied and not sealed"
             )
         size_bytes = registration.layout.slot_bytes
         who = {"job": registration.job, "rank": registration.rank}

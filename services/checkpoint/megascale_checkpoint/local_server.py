@@ -189,11 +189,13 @@ class _WorkerConnection:
         # all the same, because the whole state is in it.
         self._give_up_hold(index)
         persist, problem = message.get("persist", True), message.get("problem", "")
-        if not isinstance(persist, bool) or not isinstance(problem, str):
-            raise RequestError("seal.persist must be true or false, and seal.problem a string")
-        self._current().seal(
-            index, step, small_state, finite=finite, persist=persist, problem=problem
-        )
+        replicate = message.get("replicate", False)
+        if not isinstance(persist, bool) or not isinstance(replicate, bool):
+            raise RequestError("seal.persist and seal.replicate must be true or false")
+        if not isinstance(problem, str):
+            raise RequestError("seal.problem must be a string")
+        how = {"persist": persist, "replicate": replicate}
+        self._current().seal(index, step, small_state, finite=finite, problem=problem, **how)
         return Sealed(kind="sealed", step=step)
 
     async def _release(self, message: Message) -> Released:
@@ -237,7 +239,12 @@ class _WorkerConnection:
         snapshots = self._current()
         job = self._jobs.job(snapshots.registration.job)
         writing = job.note_step(snapshots.registration, step, time_s)
-        return Pace(kind="pace", persisting=writing, persist_s=snapshots.persist_s)
+        return Pace(
+            kind="pace",
+            persisting=writing,
+            persist_s=snapshots.persist_s,
+            replica_ended=snapshots.table.replica_ended,
+        )
 
     def _current(self) -> RankSnapshots:
         """The rank's snapshots, as long as this connection owns them.

@@ -15,7 +15,9 @@ from megascale_checkpoint.restore_decision import SealedStep, decide
 from megascale_checkpoint.retention import loads
 from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.storage import open_storage
-from megascale_common.service.errors import RequestError
+from megascale_common.service.errors import RequestError, SupersededError
+
+BY_HAND = "by_hand"  # field of the OPEN records of runs without a driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +76,23 @@ def refuse_foreign(commit_log: CommitLog, job: str) -> None:
         raise RequestError(
             f"checkpoint.uri: the checkpoint folder belongs to job {owner}: give {job} a "
             "checkpoint.uri of its own"
+        )
+
+
+def refuse_used(commit_log: CommitLog, attempt: int) -> None:
+    """Raise SupersededError where the number was that of another attempt, which has run.
+
+    A driver may repeat its call, and gets the record of the first one, as long as nothing runs. If
+    the attempt was opened by hand or has committed, the call is another job's of the same name: it
+    would start from what that one started from, and lose its work.
+    """
+    record = commit_log.find_open(attempt)
+    if record is None:
+        return
+    by_hand = record.values.get(BY_HAND, False)
+    if by_hand or commit_log.state.newest_step(attempt) >= 0:
+        how = "was opened by hand" if by_hand else "has committed checkpoints"
+        raise SupersededError(
+            f"attempt {attempt} {how}: an attempt behind {commit_log.state.attempt} may be opened",
+            metadata={"attempt": str(commit_log.state.attempt)},
         )

@@ -74,6 +74,9 @@ class RankSlots(Protocol):
     def adopt(self, index: int) -> None:
         """The attempt goes on from this state, which is in memory alone: persist it as its own."""
 
+    def replicate(self, index: int) -> None:
+        """The attempt goes on from this state: have it copied to the peer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
@@ -162,6 +165,7 @@ class RankRestores:
         began_s, cancelled = time.monotonic(), Cancellation()
         opening = in_pool(self._pools.storage, StoredCheckpoint.open, plan, cancelled)
         stored = await self._shielded(opening, cancelled, lambda _: None)
+        self._slots.table.release_held()
         slot = await self._take_slot()
         return StoredReads(slot, stored, cancelled, began_s)
 
@@ -272,6 +276,7 @@ class RankRestores:
             found = await self._restore_from_memory(slot, slot.seal)
             if not plan.manifest_uri:
                 self._slots.adopt(slot.index)
+            self._slots.replicate(slot.index)
             return found
         except DamagedError as error:
             self._slots.table.discard(slot.index)
@@ -355,6 +360,7 @@ class RankRestores:
     async def _restore_from_storage(
         self, plan: RestorePlan, cancelled: Cancellation
     ) -> Restoration:
+        self._slots.table.release_held()
         index = await self._take_slot()
         memory, given = self._slots.memories[index], self._slots.registration
         try:

@@ -31,6 +31,7 @@ from megascale_common.service.errors import (
     ServiceError,
     SupersededError,
 )
+from megascale_common.sizes.staging import REPLICA_SLOTS
 
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
@@ -118,18 +119,16 @@ class RankSnapshots:
         committer: CommitterClient,
     ) -> RankSnapshots:
         """Snapshots with fresh slots. Raises LimitError when there is no room."""
-        size_bytes = registration.layout.slot_bytes
-        count = registration.slots
-        job, rank = registration.job, registration.rank
-        memories = await in_pool(
-            pools.memory,
-            staging.allocate,
-            job,
-            rank,
-            size_bytes,
-            count,
-            registration.in_flight,
-        )
+        given, size_bytes = registration, registration.layout.slot_bytes
+
+        def allocate() -> list[SlotMemory]:
+            beside = REPLICA_SLOTS if given.replica_target else 0
+            count = given.slots or staging.affordable_slots(
+                size_bytes, given.wanted_slots, given.local_ranks, beside
+            )
+            return staging.allocate(given.job, given.rank, size_bytes, count)
+
+        memories = await in_pool(pools.memory, allocate)
         return cls(registration, memories, listener, pools, committer)
 
     def fits(self, registration: RegisteredRank) -> bool:
@@ -203,20 +202,26 @@ class RankSnapshots:
         *,
         finite: bool,
         persist: bool = True,
+        replicate: bool = False,
         problem: str = "",
     ) -> None:
         """The slot holds the whole state: seal it, and queue it for storage if ``persist``.
 
-        Returns at once; threads first compute the checksums of what has landed last. A state with
-        values that are not finite, or whose copy has a ``problem``, is not kept: no restart may
-        resume from it.
+        With ``replicate`` it is also copied to the peer, if the rank has one. Returns at once;
+        threads first compute the checksums of what has landed last. A state with values that are
+        not finite, or whose copy has a ``problem``, is not kept: no restart may resume from it.
 
         Raises:
             RequestError: the slot is not being written for ``step``.
         """
         # Taken now: before the task runs, a successor may have registered under another attempt.
         registration = self.registration
-        self.table.begin_seal(index, step, persist=persist and bool(registration.uri))
+        self.table.begin_seal(
+            index,
+            step,
+            persist=persist and bool(registration.uri),
+            replicate=replicate and bool(registration.replica_target),
+        )
         if problem or not finite:
             why = problem or "the state holds values that are not finite"
             self._abandon(index, (registration.attempt, step), why)
@@ -237,6 +242,12 @@ class RankSnapshots:
         if self.registration.uri:
             self.table.adopt(index, self.registration.attempt)
             self._wake.set()
+
+    def replicate(self, index: int) -> None:
+        """The present attempt goes on from this state: its peer, maybe a new one, gets a copy."""
+        if self.registration.replica_target:
+            self.table.replicate(index)
+            self._listener.changed.notify()
 
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""

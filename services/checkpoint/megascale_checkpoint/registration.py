@@ -13,11 +13,17 @@ from megascale_common.node.framing import PROTOCOL_VERSION
 from megascale_common.node.messages import PIECES_IN_A_FRAME
 from megascale_common.service.errors import RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, layout_from_dict
-from megascale_common.sizes.staging import LEAST_SLOTS, MOST_SLOTS
+from megascale_common.sizes.staging import (
+    HELD_FOR_REPLICAS,
+    KEPT_SLOTS,
+    LEAST_SLOTS,
+    MOST_SLOTS,
+)
 
 T = TypeVar("T")
 MOST_PIECES = 1 << 20  # of one rank: some thousand layers, in memory a few hundred MiB
 MOST_IN_FLIGHT = 4
+MOST_LOCAL_RANKS = 64
 
 
 def field(message: Mapping[str, Any], name: str, kind: type[T]) -> T:
@@ -44,6 +50,7 @@ class RegisteredRank:
         committer_endpoint: host:port of the attempt's committer.
         slots: how many slots the rank gets; 0 lets the daemon choose.
         in_flight: how many snapshots may be reserved, copied or unsettled at once.
+        local_ranks: how many ranks this node has.
         layout: what the rank's slots hold.
         digest: the layout's digest.
         replica_target: host:port of the node that keeps this rank's replicas; empty: none.
@@ -65,11 +72,18 @@ class RegisteredRank:
     digest: str
     layout_info: dict[str, int]
     in_flight: int = 1
+    local_ranks: int = 1
     max_write_mib_per_s: float = 0.0
     max_step_slowdown: float = 0.0
     replica_target: str = ""
     replica_source: str = ""
     replica_bytes_per_s: int = 0
+
+    @property
+    def wanted_slots(self) -> int:
+        """The slots with which no snapshot has to be skipped, if memory allows so many."""
+        held = HELD_FOR_REPLICAS if self.replica_target else 0
+        return self.in_flight + KEPT_SLOTS + held
 
 
 class RegistrationFrames:
@@ -137,6 +151,7 @@ def parse(message: Mapping[str, Any]) -> RegisteredRank:
         digest=layout.digest(),
         layout_info=field(message, "layout_info", dict),
         in_flight=field({"in_flight": 1, **message}, "in_flight", int),
+        local_ranks=field({"local_ranks": 1, **message}, "local_ranks", int),
         max_write_mib_per_s=field(
             {"max_write_mib_per_s": 0.0, **message}, "max_write_mib_per_s", float
         ),
@@ -191,6 +206,10 @@ def _check(given: RegisteredRank) -> None:
         )
     if not 1 <= given.in_flight <= MOST_IN_FLIGHT:
         raise RequestError(f"register.in_flight is {given.in_flight}; give 1 to {MOST_IN_FLIGHT}")
+    if not 1 <= given.local_ranks <= MOST_LOCAL_RANKS:
+        raise RequestError(
+            f"register.local_ranks is {given.local_ranks}; give 1 to {MOST_LOCAL_RANKS}"
+        )
     if given.uri:
         open_storage(given.uri)
         if not given.committer_endpoint:

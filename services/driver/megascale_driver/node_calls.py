@@ -26,6 +26,7 @@ from megascale_common.service.errors import (
     ForbiddenError,
     NotFoundError,
     RequestError,
+    SupersededError,
     UnusableError,
 )
 from megascale_driver import group_checks
@@ -85,7 +86,10 @@ class NodeCalls:
             refusal = status.read(error)
             final = isinstance(refusal, _FINAL) or refusal.reason == UnusableError.default_reason
             text = str(refusal) if final else f"{error.code().name}: {error.details()}"
-            return self._failed(wanted, text, refused=final)
+            superseded = refusal.reason == SupersededError.default_reason
+            newest = refusal.metadata.get("attempt", "") if superseded else ""
+            newest_number = int(newest) if newest.isdecimal() else 0
+            return self._failed(wanted, text, refused=final, newest=newest_number)
         finally:
             await channel.close()
         refused = tuple(reply.refused[:_REFUSED_SHOWN])
@@ -172,8 +176,10 @@ class NodeCalls:
             {node: each.detail for node, each in found.items() if each.detail},
         )
 
-    def _failed(self, wanted: OpenAttempt, error: str, *, refused: bool = False) -> OpenFailed:
-        return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error, refused)
+    def _failed(
+        self, wanted: OpenAttempt, error: str, *, refused: bool = False, newest: int = 0
+    ) -> OpenFailed:
+        return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error, refused, newest)
 
     async def _daemon_endpoint(self, node: Node) -> str:
         """The address of the node's checkpoint daemon now; empty if the agent does not answer.

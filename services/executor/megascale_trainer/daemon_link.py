@@ -55,7 +55,8 @@ class RankRegistration:
 
     ``sizes`` are those of the parallel axes, for the manifest. ``in_flight`` is the number of
     snapshots that are reserved, copied or unsettled at the same time: with short intervals the next
-    ones begin before the first is sealed. ``replicas`` goes to the daemon as it is.
+    ones begin before the first is sealed. ``local_ranks`` of the node share its memory.
+    ``replicas`` goes to the daemon as it is.
     """
 
     job: str
@@ -67,6 +68,7 @@ class RankRegistration:
     slots: int
     sizes: Mapping[str, int]
     in_flight: int = 1
+    local_ranks: int = 1
     max_write_mib_per_s: float = 0.0
     max_step_slowdown: float = 0.0
     replicas: ReplicaOrders | None = None
@@ -389,6 +391,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
         committer_endpoint=who.committer_endpoint,
         slots=who.slots,
         in_flight=who.in_flight,
+        local_ranks=who.local_ranks,
         max_write_mib_per_s=float(who.max_write_mib_per_s),
         max_step_slowdown=float(who.max_step_slowdown),
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},

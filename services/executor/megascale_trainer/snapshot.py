@@ -40,6 +40,7 @@ from megascale_trainer.daemon_link import (
     RankRegistration,
 )
 from megascale_trainer.host_copy import CopyEnd, HostCopies, Landed, LandingNotes
+from megascale_trainer.replica_rounds import ReplicaRounds
 from megascale_trainer.snapshot_schedule import SnapshotSchedule, ToSeal, Votes
 
 ACQUIRE_RETRY_S = 0.2
@@ -91,6 +92,8 @@ class StoreState:
 class Snapshotter:
     """The snapshots of one rank; ``link`` is its connection to its node's checkpoint daemon.
 
+    ``replicas`` has the rank's part in which of them are copied to peers; by default none is.
+
     Raises:
         OSError: the daemon is not running, or refuses the registration; the message has its reason.
     """
@@ -104,7 +107,9 @@ class Snapshotter:
         *,
         collective_timeout_s: float,
         verified_share: float = 0.0,
+        replicas: bool = False,
     ) -> None:
+        self.replicas = ReplicaRounds(enabled=replicas)
         self._state, self._device, self._verified_share = state, device, verified_share
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._host_copies, self._landing_notes = HostCopies(), LandingNotes(device)
@@ -139,7 +144,7 @@ class Snapshotter:
             self._ask(step)
             if self._schedule.awaited(step):
                 self._read_answers(LONGEST_HOLD_S)
-        return self._schedule.vote(step)
+        return self._schedule.vote(step) + self.replicas.vote(step)
 
     def reserve_or_wait(self, step: int, timeout_s: float) -> int:
         """As :meth:`reserve`, but wait for a busy slot: the last step delays no other."""
@@ -152,12 +157,19 @@ class Snapshotter:
             time.sleep(ACQUIRE_RETRY_S)
 
     def take(
-        self, step: int, small_state: dict[str, Any], *, votes: int, persist: bool = True
+        self,
+        step: int,
+        small_state: dict[str, Any],
+        *,
+        votes: int,
+        persist: bool = True,
+        replicate: bool = False,
     ) -> bool:
         """After ``step``: start the copy into the reserved slot, or skip if ``votes`` is above 0.
 
-        ``votes`` ranks must skip. It is sealed after :meth:`settle`, and persisted where all ranks
-        agree to ``persist`` it. Returns whether a snapshot was started.
+        ``votes`` ranks must skip. It is sealed after :meth:`settle`, and persisted, or copied to
+        the peers, where all ranks agree to ``persist`` or ``replicate`` it. Returns whether a
+        snapshot was started.
         """
         if votes:
             self._skip(f"step {step}: no snapshot, {votes} ranks have no slot")
@@ -165,11 +177,13 @@ class Snapshotter:
             if slot is not None:
                 self._give_back(slot)
             return False
-        slot = self._schedule.launch(step, persist=persist)
+        slot = self._schedule.launch(step, persist=persist, replicate=replicate)
         # The daemon ended after the vote: the other ranks take their part, and the step cannot be
         # committed without this one's. Training goes on.
         if slot is None:
             self._skip(f"step {step}: no snapshot here, the slot is lost")
+            if replicate:
+                self.replicas.lost()
             return False
         checks: list[CopyCheck] = []
         ended = self._copy(slot, step, checks)
@@ -213,10 +227,12 @@ class Snapshotter:
             pace = cast(Pace, message)
             self._time_unanswered = False
             self.store = StoreState(pace["persisting"], pace["persist_s"])
+            self.replicas.answered(question, ended=pace["replica_ended"])
 
         # One at a time: a daemon that is slow to answer gets no queue of them.
         if self._time_unanswered or not self._usable():
             return
+        question = self.replicas.question
         try:
             self.link.post(StepTime(kind="step_time", step=step, time_s=time_s), answered)
             self._time_unanswered = True
@@ -282,10 +298,13 @@ class Snapshotter:
             small_state=copy.small_state,
             finite=sealed.finite,
             persist=sealed.persist,
+            replicate=sealed.replicate,
             problem="".join(check.problem() for check in copy.checks),
         )
         try:
             self.link.post(message)
+            if sealed.replicate:
+                self.replicas.sealed()
         except OSError as error:
             self._lost(error)
 
@@ -342,6 +361,7 @@ class Snapshotter:
     def _lost(self, error: OSError) -> None:
         self._join_copies()
         self._schedule.lose()
+        self.replicas.lost()
         self._copies.clear()
         self._said_hung = False
         self.store, self._time_unanswered = StoreState(), False

@@ -184,24 +184,14 @@ class Weather:
         node = self._node(fault)
         if node.gang is not None:
             self._struck(node)
-            node.gang.stands_still()
-            node.hangs.add((node.job, node.attempt))
+            node.hang()
             node.trouble_until_s += 1000.0
             self._world.invariants.excused_s[node.job] = self._world.now_s + 2000.0
 
     def _straggler(self, fault: Fault) -> Callable[[], None]:
         node = self._node(fault)
-        gang = node.gang
-        if gang is not None:
-            gang.settle()
         node.slowness = 1.1 + fault.pick % 10 / 10
-
-        def over() -> None:
-            if node.gang is not None:
-                node.gang.settle()
-            node.slowness = 1.0
-
-        return over
+        return lambda: setattr(node, "slowness", 1.0)
 
     def _flap(self, fault: Fault) -> None:
         node = self._node(fault)
@@ -232,9 +222,7 @@ class Weather:
         for node in nodes:
             if node.gang is not None and node.gang.running:
                 self._struck(node)
-            if node.gang is not None:
-                node.gang.stands_still()
-                node.hangs.add((node.job, node.attempt))
+            node.hang()
         return self._isolate(nodes)
 
     def _log_storm(self, fault: Fault) -> Callable[[], None]:

@@ -225,13 +225,12 @@ class Invariants:
             self.breaks("I3", f"attempt {key} has two rank tables")
         if world.storage_of(wanted.job).opened != wanted.attempt:
             self.breaks("I3", f"{node.name} starts attempt {key}, which is not open")
-        for other in world.nodes.values():
-            if other is node or other.job != wanted.job or other.attempt >= wanted.attempt:
-                continue
+        older = [gang for gang in world.gangs_of(wanted.job) if gang.attempt < wanted.attempt]
+        for other in (member for gang in older for member in gang.members.values()):
             link = other.link
             reachable = other.up and not other.paused and link is not None and link.greeted
             well = reachable and other.trouble_until_s < world.now_s and world.calm
-            if other.trains and well:
+            if other is not node and other.trains and well:
                 self.breaks("I3", f"{other.name} still runs attempt {other.attempt} beside {key}")
 
     def opened(

@@ -159,6 +159,8 @@ class World:
         for job in state.jobs.values():
             if job.phase in waiting:
                 return f"job {job.name} is {job.phase}"
+            if job.active and job.current.leaving is not None:
+                return f"job {job.name} is to leave its nodes"
         for name, known in state.nodes.items():
             if known.liveness is Liveness.SUSPECT:
                 return f"node {name} is suspected"

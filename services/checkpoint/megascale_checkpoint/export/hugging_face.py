@@ -52,7 +52,7 @@ def export_hugging_face(
     """
     architecture = choose(model)
     check_model(stored.shapes, model)
-    tied = stored.head_is_embedding()
+    tied = model.tie_embeddings or stored.head_is_embedding()
     done, total = 0, stored.size_bytes(("master",))
 
     def make(transfer: Transfer) -> memoryview:

@@ -9,6 +9,7 @@ arguments that describe it; no optimizer state and no random state (``--no-load-
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.stored import ParameterReader
 from megascale_checkpoint.export.tensors import check_model
 from megascale_common.job.config import ModelConfig
-from megascale_common.sizes.checkpoint_layout import MASTER
 
 FILE, TRACKER = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
 CHECKPOINT_VERSION = 3.0  # since 2020: rows of linear_qkv by group
@@ -44,7 +44,8 @@ def export_megatron(
 ) -> int:
     """Write the float32 parameters of a checkpoint in ``dtype`` (bf16, fp32) into folder ``to``.
 
-    Memory holds one pipeline stage, and each byte is read once. Returns the bytes of the tensors.
+    Memory holds one pipeline stage, and each stage reads a parameter once. Returns the bytes of the
+    tensors.
 
     Raises:
         RequestError: Megatron-core has no such model, or the layout does not divide it.
@@ -57,13 +58,22 @@ def export_megatron(
     step = stored.manifest.step
     # Megatron takes iteration 0 for "no checkpoint": a model without a step is a release.
     name = f"iter_{step:07d}" if step else "release"
-    tied = stored.head_is_embedding()
+    tied = model.tie_embeddings or stored.head_is_embedding()
     arguments = megatron_arguments(stored, model, dtype, cut, tied=tied)
-    done, size, total = 0, 0, stored.size_bytes((MASTER,))
+    stages = [
+        list(stage_tensors(model, cut, stage, stored.shapes, tied=tied)) for stage in range(cut.pp)
+    ]
+    done = size = 0
+    total = 4 * sum(
+        math.prod(stored.shapes[name])
+        for tensors in stages
+        for tensor in tensors
+        for name in tensor.logical
+    )
     with new_folder(to) as folder:
-        for stage in range(cut.pp):
+        for stage, wanted in enumerate(stages):
             ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(cut.tp)]
-            for tensor in stage_tensors(model, cut, stage, stored.shapes, tied=tied):
+            for tensor in wanted:
                 values = [stored.read(logical) for logical in tensor.logical]
                 done += sum(each.nbytes for each in values)
                 for rank, part in enumerate(tensor.parts(values)):
@@ -107,9 +117,12 @@ def megatron_arguments(
         "use_rotary_position_embeddings": True,
         "rotary_base": int(model.rope_theta) if model.rope_theta % 1 == 0 else model.rope_theta,
         "rotary_percent": 1.0,
+        "use_rope_scaling": model.rope_scaling.kind == "llama3",
+        "rope_scaling_factor": model.rope_scaling.factor,
         "rotary_interleaved": False,
         "add_bias_linear": model.bias,
-        "add_qkv_bias": model.bias,
+        "add_qkv_bias": model.bias or model.attention_bias,
+        "qk_layernorm": model.qk_norm,
         "disable_bias_linear": not model.bias,
         "swiglu": model.mlp == "swiglu",
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",

@@ -10,15 +10,23 @@ the vocabulary is padded by repeating its last row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megascale_checkpoint.export.tensors import EMBEDDING, HEAD
 from megascale_checkpoint.export.values import Floats
-from megascale_common.job.config import ModelConfig
+from megascale_common.job.config import ModelConfig, RopeScalingConfig
 from megascale_common.service.errors import RequestError, invalid
 
+# Megatron has the factor of this scaling as an argument, and the rest as constants.
+ROPE_SCALINGS = (
+    RopeScalingConfig(),
+    RopeScalingConfig(
+        kind="llama3", low_frequency_factor=1.0, high_frequency_factor=4.0,
+        original_sequence_length=8192,
+    ),
+)  # fmt: skip
 VOCABULARY_MULTIPLE = 128  # Megatron's default of --make-vocab-size-divisible-by
 _QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 
@@ -55,10 +63,12 @@ def padded_vocabulary(model: ModelConfig, tp: int) -> int:
 def check(model: ModelConfig, cut: Cut) -> None:
     """Raise RequestError, with the field, where Megatron-core has no such model or no such cut."""
     windows = {model.window_of(layer) for layer in range(model.layers)}
+    scaling = replace(model.rope_scaling, factor=1.0)
     unfit = [
         ("block", model.block, model.block == "serial", "serial"),
         ("positions", model.positions, model.positions == "rope", "rope"),
         ("layer_windows" if model.layer_windows else "window", max(windows), windows == {0}, "0"),
+        ("rope_scaling", model.rope_scaling.kind, scaling in ROPE_SCALINGS, "llama3 as published"),
         # Without biases Megatron computes GELU by the error function, and a job by tanh.
         ("mlp", "gelu without biases", model.mlp == "swiglu" or model.bias, "swiglu, or bias"),
     ]
@@ -97,7 +107,8 @@ def stage_tensors(
     if stage == cut.pp - 1:
         yield from _norm("decoder.final_layernorm.", "final_norm", model, cut, shapes)
         if not tied or cut.pp > 1:
-            yield _vocabulary("output_layer.weight", HEAD, model, cut)
+            head = EMBEDDING if tied else HEAD
+            yield _vocabulary("output_layer.weight", head, model, cut)
 
 
 def _layer(
@@ -108,11 +119,15 @@ def _layer(
     for name, foreign in norms:
         yield from _norm(prefix + foreign, f"{logical}.{name}", model, cut, shapes)
     gate = ("gate", "up") if model.mlp == "swiglu" else ("up",)
-    for kind in ("weight", "bias") if model.bias else ("weight",):
+    for name in ("q", "k") if model.qk_norm else ():
+        norm = f"{prefix}self_attention.{name}_layernorm."
+        yield from _norm(norm, f"{logical}.{name}_norm", model, cut, shapes)
+    for kind in ("weight", "bias") if model.bias or model.attention_bias else ("weight",):
         qkv = tuple(f"{logical}.{part}.{kind}" for part in "qkv")
         yield MegatronTensor(
             f"{prefix}{_QKV}.{kind}", qkv, lambda each: _rows(_by_group(each, groups), tp)
         )
+    for kind in ("weight", "bias") if model.bias else ("weight",):
         inner = tuple(f"{logical}.{part}.{kind}" for part in gate)
         yield MegatronTensor(f"{prefix}{_FC1}.{kind}", inner, lambda each: _side_by_side(each, tp))
         for name, foreign in (
@@ -135,7 +150,7 @@ def _norm(
         if f"{logical}.bias" in shapes:
             yield MegatronTensor(f"{foreign}bias", (f"{logical}.bias",), _whole(cut.tp))
         else:
-            zeros = np.zeros(model.hidden_size, np.float32)
+            zeros = np.zeros(shapes[f"{logical}.weight"], np.float32)
             yield MegatronTensor(f"{foreign}bias", (), lambda each: [zeros] * cut.tp)
 
 

@@ -36,6 +36,7 @@ Block = Literal["parallel", "serial"]
 Mlp = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["rope", "learned"]
+RopeScalingKind = Literal["none", "linear", "llama3"]
 Precision = Literal["bf16", "fp32", "fp8"]
 Fp8Format = Literal["hybrid", "e4m3"]
 Recompute = Literal["none", "selective", "full"]
@@ -52,11 +53,28 @@ ADDED: Mapping[str, bool] = {"added": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScalingConfig:
+    """How rotary frequencies differ from those of ``rope_theta``; lengths are in tokens.
+
+    ``linear``: all are divided by ``factor``. ``llama3``: those whose wavelength is above
+    ``original_sequence_length / low_frequency_factor`` are; those below
+    ``original_sequence_length / high_frequency_factor`` stay; between them they are blended.
+    """
+
+    kind: RopeScalingKind = "none"
+    factor: float = 1.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_sequence_length: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer.
 
     ``ffn_size`` 0 means 4 * hidden_size; ``kv_heads`` 0 means heads; ``window`` 0 means full causal
-    attention.
+    attention; ``head_dim`` 0 means hidden_size / heads. ``attention_bias`` gives q, k and v a bias
+    where ``bias`` gives none; ``qk_norm`` normalises every head of q and of k.
     """
 
     layers: int
@@ -78,6 +96,10 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     initializer_std: float = 0.02
     layer_windows: tuple[int, ...] = ()
+    head_dim: int = field(default=0, metadata=ADDED)
+    attention_bias: bool = field(default=False, metadata=ADDED)
+    qk_norm: bool = field(default=False, metadata=ADDED)
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig, metadata=ADDED)
 
     def window_of(self, layer: int) -> int:
         """Sliding window of one layer in tokens; 0 is full causal attention."""
@@ -96,7 +118,7 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.heads
+        return self.head_dim or self.hidden_size // self.heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -314,11 +314,11 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             f"{checkpoint.verify_d2h:g} is out of range",
             "give 0 to 1, a share of the bytes of a snapshot",
         )
-    if checkpoint.slots != 0 and not 2 <= checkpoint.slots <= 6:
+    if checkpoint.slots != 0 and not 2 <= checkpoint.slots <= 8:
         yield JobProblem(
             "checkpoint.slots",
             f"{checkpoint.slots} is out of range",
-            "give 2 to 6, or leave it out",
+            "give 2 to 8, or leave it out",
         )
     if not 1 <= checkpoint.final_timeout_s <= _MAX_FINAL_TIMEOUT_S:
         yield JobProblem(

@@ -115,6 +115,7 @@ class Assignment(TypedDict):
     rank_table: NotRequired[str]  # digest of the attempt's rank table; empty: the driver gave none
     rank: int
     local_rank: int
+    local_ranks: NotRequired[int]  # of this node; absent: taken for one
     device_kind: Literal["cpu", "cuda"]
     device_index: int
     config: dict[str, Any]
@@ -265,7 +266,8 @@ class Register(TypedDict):
     ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict; of its
     pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
     leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
-    reserved, copied or unsettled at the same time (default 1). ``max_write_mib_per_s`` bounds what
+    reserved, copied or unsettled at the same time (default 1), and shares its memory between the
+    ``local_ranks`` of the node (default 1). ``max_write_mib_per_s`` bounds what
     the daemon writes for the job (0, the default, is no bound). It writes slower while steps take
     longer beside it by more than ``max_step_slowdown``, a share (0, the default, is never).
     """
@@ -280,6 +282,7 @@ class Register(TypedDict):
     committer_endpoint: str
     slots: int
     in_flight: NotRequired[int]
+    local_ranks: NotRequired[int]
     max_write_mib_per_s: NotRequired[float]
     max_step_slowdown: NotRequired[float]
     replicas: NotRequired[ReplicaOrders]
@@ -363,8 +366,9 @@ class Seal(TypedDict):
 
     ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves
     the state as it was. It is the same on all ranks. A state that is not finite is not kept.
-    ``persist`` false keeps it in memory only; default true. ``problem``: the copy is not what was
-    on the device, and is not kept.
+    ``persist`` false keeps it in memory only; default true. ``replicate``: all ranks copy this one
+    to their peers, and keep it until the next such step has been decided; default false.
+    ``problem``: the copy is not what was on the device, and is not kept.
     """
 
     kind: Literal["seal"]
@@ -373,6 +377,7 @@ class Seal(TypedDict):
     small_state: dict[str, Any]
     finite: bool
     persist: NotRequired[bool]
+    replicate: NotRequired[bool]
     problem: NotRequired[str]
 
 
@@ -405,11 +410,15 @@ class StepTime(TypedDict):
 
 
 class Pace(TypedDict):
-    """Daemon to worker: whether it persists now for the job, and how long that last took here."""
+    """Daemon to worker: whether it persists now for the job, and how long that last took here.
+
+    ``replica_ended``: nothing of this rank is being copied to a peer, or waits for that.
+    """
 
     kind: Literal["pace"]
     persisting: bool
     persist_s: float
+    replica_ended: bool
 
 
 class Drain(TypedDict):

@@ -64,6 +64,7 @@ class JobChanges(TypedDict, total=False):
     spares: tuple[str, ...]
     evicted: tuple[str, ...]
     attempts: tuple[AttemptRecord, ...]
+    opened_elsewhere: int
     refused_steps: tuple[int, ...]
     after_stop: JobPhase
     stop_reason: str

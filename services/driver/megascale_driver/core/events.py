@@ -342,6 +342,7 @@ class OpenFailed:
     """The committer could not open the attempt.
 
     ``refused``: it evaluated the request and refused it, so calling again changes nothing.
+    ``newest`` is the attempt behind which the job has to go on, by its commit log; 0: none.
     """
 
     now_s: float
@@ -349,6 +350,7 @@ class OpenFailed:
     attempt: int
     error: str
     refused: bool = False
+    newest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

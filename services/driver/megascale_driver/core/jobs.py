@@ -46,6 +46,7 @@ from megascale_driver.core.events import (
     OpenAttempt,
     OpenFailed,
 )
+from megascale_driver.core.plausible import MAX_ATTEMPT
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
@@ -176,6 +177,14 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
     """
     job = draft.jobs.get(event.job)
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
+        return
+    if job.attempt <= event.newest < MAX_ATTEMPT:
+        # No fault of anything here: the job was run by hand, say, and goes on behind that.
+        why = (
+            f"attempt {event.newest} was opened elsewhere, by hand or before the job was "
+            f"submitted: attempt {event.newest + 1} goes on behind it"
+        )
+        stop(draft, draft.job(job.name, opened_elsewhere=event.newest), JobPhase.QUEUED, why)
         return
     if event.refused and not job_faults.has_run(job):
         fault = Fault(FaultKind.BAD_JOB, job.slots[0].node, draft.now_s, event.error)

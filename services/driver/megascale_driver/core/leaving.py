@@ -100,9 +100,17 @@ def expire(draft: Draft, job: Job) -> None:
 
 
 def withdraw(draft: Draft, job: Job, why: str) -> None:
-    """Take the order to leave back: the job keeps its nodes."""
+    """Take the order to leave back: the job keeps its nodes.
+
+    It still leaves if nodes of it are to be emptied: they wait for that.
+    """
     leaving = job.current.leaving
     assert leaving is not None
+    if leaving.nodes:
+        reason = f"{', '.join(leaving.nodes)} must be emptied"
+        draft.attempt(job.name, leaving=replace(leaving, kind=LeaveKind.DRAIN, beside=""))
+        draft.job(job.name, reason=f"attempt {job.attempt} saves its state, then stops: {reason}")
+        return
     draft.attempt(job.name, leaving=None)
     draft.job(job.name, reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes")
     draft.log(
@@ -110,6 +118,18 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
         job=job.name, attempt=job.attempt, policy=leaving.kind.lower(),
         outcome="training continues",
     )  # fmt: skip
+
+
+def stay(draft: Draft, name: str, why: str) -> None:
+    """A node that was to be emptied is not: its job stays, if it left for no other reason."""
+    job = draft.holder_of(name)
+    order = job.current.leaving if job is not None else None
+    if job is None or order is None or name not in order.nodes:
+        return
+    order = replace(order, nodes=tuple(other for other in order.nodes if other != name))
+    job = draft.attempt(job.name, leaving=order)
+    if order.kind is LeaveKind.DRAIN and not order.nodes and job.phase is JobPhase.RUNNING:
+        withdraw(draft, job, f"node {name} need not be emptied: {why}")
 
 
 def left(draft: Draft, job: Job) -> None:

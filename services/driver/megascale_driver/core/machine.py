@@ -161,6 +161,9 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     elif isinstance(event, DrainRequested | EvictRequested):
         subject = f"nodes/{event.node}"
         orders.drain(draft, event)
+    elif isinstance(event, UncordonRequested):
+        subject = f"nodes/{event.node}"
+        orders.uncordon(draft, event)
     elif isinstance(event, PolicyRequested):
         subject = "cluster"
         orders.set_policy(draft, event)

@@ -97,7 +97,7 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
         NodeSlot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation)
         for p in parts
     )
-    number = job.attempt + 1
+    number = max(job.attempt, job.opened_elsewhere) + 1
     used = {p.node for p in parts}
     draft.job(
         job.name,

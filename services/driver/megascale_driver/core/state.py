@@ -299,6 +299,8 @@ class Job:
     spares: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     attempts: tuple[AttemptRecord, ...] = field(default=(), metadata=SEPARATE)
+    # The newest attempt that was opened by hand, or before the job was submitted.
+    opened_elsewhere: int = 0
     refused_steps: tuple[int, ...] = ()
     after_stop: JobPhase = JobPhase.QUEUED
     stop_reason: str = ""

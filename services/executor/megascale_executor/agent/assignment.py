@@ -96,6 +96,7 @@ def worker_assignments(
             "rank_table": assignment.rank_table_digest,
             "rank": rank,
             "local_rank": local_rank,
+            "local_ranks": len(ranks),
             "device_kind": agent.device_kind,
             "device_index": device,
             "config": values,

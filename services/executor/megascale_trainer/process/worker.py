@@ -192,6 +192,7 @@ class _Worker:
             self._device,
             timeout_s=config.recovery.collective_timeout_s,
             ring=config.parallelism.virtual_stages > 1,
+            tied=config.model.tie_embeddings,
             status=self._status,
         )
 
@@ -221,6 +222,7 @@ class _Worker:
                 "vpp": sizes.virtual_stages,
             },
             in_flight=snapshots_in_flight(self._config.checkpoint.memory_interval_steps),
+            local_ranks=who.get("local_ranks", 1),
             max_write_mib_per_s=self._config.checkpoint.max_write_mib_per_s,
             max_step_slowdown=self._config.checkpoint.max_step_slowdown,
             replicas=who["replicas"],
@@ -233,6 +235,7 @@ class _Worker:
             self._device,
             collective_timeout_s=timeout_s,
             verified_share=self._config.checkpoint.verify_d2h,
+            replicas=self._config.checkpoint.replicas > 0,
         )
 
     def _restore(self, trainer: Trainer) -> int:
