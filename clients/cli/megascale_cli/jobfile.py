@@ -154,7 +154,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if "nodes" in facts:
         lines.append(
             f"devices      {facts['world_size']} ranks: {_plural(facts['nodes'], 'node')} of "
-            f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare"
+            f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare "
+            f"(the rule of recovery.spares: auto asks for {facts['spare_nodes_advised']})"
         )
     for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
         lines.append(f"{'' if stage else 'memory':<12} {_memory(stage, need)}")
