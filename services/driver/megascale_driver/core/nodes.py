@@ -129,6 +129,7 @@ def _relevant(report: Report) -> tuple[object, ...]:
         report.workers,
         report.checks,
         report.store_endpoint,
+        report.leave_failed,
     )
 
 
