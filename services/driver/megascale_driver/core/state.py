@@ -453,6 +453,8 @@ class Cluster:
     unreadable: Mapping[str, str] = field(default_factory=dict)
     # When the queue is decided again even if nothing changes.
     queue_due_s: float = 0.0
+    # When it was decided last.
+    queue_decided_s: float = 0.0
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""
