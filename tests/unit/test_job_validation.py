@@ -151,7 +151,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("trainer.training.steps", {"training__steps": 0}, "at least 1"),
     ("trainer.parallelism.cp", {"parallelism__cp": 2}, "use 1"),
     ("trainer.parallelism.ep", {"parallelism__ep": 2}, "use 1"),
-    ("trainer.model.tie_embeddings", {"model__tie_embeddings": True}, "false"),
     ("trainer.model.window", {"model__window": -1}, "0"),
     ("trainer.model.layer_windows", {"model__layer_windows": [8]}, "per layer"),
     ("trainer.optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}, "lr"),

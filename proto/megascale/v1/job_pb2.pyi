@@ -529,7 +529,7 @@ class ModelSpec(google.protobuf.message.Message):
     rope_theta: builtins.float
     """Base of the rotary frequencies; default 10000."""
     tie_embeddings: builtins.bool
-    """Share embedding and head; default false."""
+    """Embedding and head are one table, also where they are on two pipeline stages; default false."""
     window: builtins.int
     """Sliding-window width in tokens; default 0 = full causal attention."""
     norm_epsilon: builtins.float

@@ -152,7 +152,7 @@ class Trainer:
         self._copied: CopyEnd | None = None
         self._table = parameter_table(config, rank)
         dtype = DTYPES[config.training.precision]
-        place = (self._table, dtype, device, groups.tp, groups.dp)
+        place = (self._table, dtype, device, groups.tp, groups.dp, groups.ends)
         overlapped = config.parallelism.overlap.dp
         self._buffers = (
             OverlappedBuffers(*place, micro_batches=config.micro_batches)

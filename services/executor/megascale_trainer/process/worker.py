@@ -192,6 +192,7 @@ class _Worker:
             self._device,
             timeout_s=config.recovery.collective_timeout_s,
             ring=config.parallelism.virtual_stages > 1,
+            tied=config.model.tie_embeddings,
             status=self._status,
         )
 
