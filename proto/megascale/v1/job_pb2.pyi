@@ -283,6 +283,28 @@ TOKENIZER_KIND_BPE: TokenizerKind.ValueType  # 2
 """Byte-level BPE in a Hugging Face tokenizers file."""
 Global___TokenizerKind: typing_extensions.TypeAlias = TokenizerKind
 
+class _CheckpointLoad:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CheckpointLoadEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CheckpointLoad.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHECKPOINT_LOAD_UNSPECIFIED: _CheckpointLoad.ValueType  # 0
+    CHECKPOINT_LOAD_FULL: _CheckpointLoad.ValueType  # 1
+    """Everything: it goes on at the step of the checkpoint, with its optimizer and its data."""
+    CHECKPOINT_LOAD_WEIGHTS: _CheckpointLoad.ValueType  # 2
+    """The parameters alone: all else begins anew at step 0, as for fine-tuning."""
+
+class CheckpointLoad(_CheckpointLoad, metaclass=_CheckpointLoadEnumTypeWrapper):
+    """What a job takes from another one's checkpoint."""
+
+CHECKPOINT_LOAD_UNSPECIFIED: CheckpointLoad.ValueType  # 0
+CHECKPOINT_LOAD_FULL: CheckpointLoad.ValueType  # 1
+"""Everything: it goes on at the step of the checkpoint, with its optimizer and its data."""
+CHECKPOINT_LOAD_WEIGHTS: CheckpointLoad.ValueType  # 2
+"""The parameters alone: all else begins anew at step 0, as for fine-tuning."""
+Global___CheckpointLoad: typing_extensions.TypeAlias = CheckpointLoad
+
 class _CheckpointInterval:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1149,6 +1171,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     INTERVAL_FIELD_NUMBER: builtins.int
     DEVICE_MTBF_HOURS_FIELD_NUMBER: builtins.int
     MAX_STEP_SLOWDOWN_FIELD_NUMBER: builtins.int
+    LOAD_FIELD_NUMBER: builtins.int
     uri: builtins.str
     """Where the job's checkpoints are: an absolute path, file:///path, s3://bucket/prefix,
     hdfs://host:port/path, or a scheme that a package on the nodes adds; empty: none.
@@ -1216,6 +1239,8 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Share by which steps may take longer while a checkpoint is written to storage; above it the
     write is slowed down, to an eighth of its speed at most. Default 0.05; 0: never slowed down.
     """
+    load: Global___CheckpointLoad.ValueType
+    """What is taken from `load_uri`; default full."""
     def __init__(
         self,
         *,
@@ -1236,9 +1261,10 @@ class CheckpointSpec(google.protobuf.message.Message):
         interval: Global___CheckpointInterval.ValueType = ...,
         device_mtbf_hours: builtins.float | None = ...,
         max_step_slowdown: builtins.float | None = ...,
+        load: Global___CheckpointLoad.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours", "_final_timeout_s", b"_final_timeout_s", "_max_step_slowdown", b"_max_step_slowdown", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "device_mtbf_hours", b"device_mtbf_hours", "final_timeout_s", b"final_timeout_s", "max_step_slowdown", b"max_step_slowdown", "require_final", b"require_final", "slots", b"slots", "verify_d2h", b"verify_d2h"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours", "_final_timeout_s", b"_final_timeout_s", "_max_step_slowdown", b"_max_step_slowdown", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "device_mtbf_hours", b"device_mtbf_hours", "final_timeout_s", b"final_timeout_s", "interval", b"interval", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "max_step_slowdown", b"max_step_slowdown", "max_write_mib_per_s", b"max_write_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours", "_final_timeout_s", b"_final_timeout_s", "_max_step_slowdown", b"_max_step_slowdown", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "device_mtbf_hours", b"device_mtbf_hours", "final_timeout_s", b"final_timeout_s", "interval", b"interval", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load", b"load", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "max_step_slowdown", b"max_step_slowdown", "max_write_mib_per_s", b"max_write_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours"]) -> typing.Literal["device_mtbf_hours"] | None: ...
     @typing.overload

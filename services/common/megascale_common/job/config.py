@@ -45,6 +45,7 @@ Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 DivergenceAction = Literal["stop", "continue"]
 CheckpointInterval = Literal["steps", "auto"]
+CheckpointLoad = Literal["full", "weights"]
 
 # Marks a field that earlier builds do not know. It is stored only where it is not at its default,
 # so that such a build, which refuses unknown fields, can read the jobs that do not use it. A stored
@@ -279,8 +280,9 @@ class CheckpointConfig:
     Each snapshot has ``replicas`` (0 or 1) copies on another node; a node sends at most
     ``max_replicate_mib_per_s`` (0: any). ``slots`` is the number of staging slots; at 0 the daemon
     chooses it. ``load_uri`` is the folder of another job's checkpoints, from which this job starts
-    while it has none of its own. A job whose last step is not saved within ``final_timeout_s``
-    fails, unless ``require_final`` is off. The three ``keep_...`` are rules of which checkpoints
+    while it has none of its own; with ``load`` weights it takes the parameters alone. A job whose
+    last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is off. The
+    three ``keep_...`` are rules of which checkpoints
     are kept; without any, all are. ``max_write_mib_per_s`` bounds what the ranks of one node write
     to storage; 0 is no bound. With ``interval`` auto the run decides how often it persists, from
     what a save costs it and from ``device_mtbf_hours``, the hours of a device between two failures.
@@ -305,6 +307,7 @@ class CheckpointConfig:
     interval: CheckpointInterval = field(default="steps", metadata=ADDED)
     device_mtbf_hours: float = field(default=50_000.0, metadata=ADDED)
     max_step_slowdown: float = field(default=0.05, metadata=ADDED)
+    load: CheckpointLoad = field(default="full", metadata=ADDED)
 
     @property
     def memory_interval_steps(self) -> int:

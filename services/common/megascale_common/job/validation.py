@@ -307,6 +307,12 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "is checkpoint.uri itself",
             "give another job's folder: a job resumes from its own without load_uri",
         )
+    if checkpoint.load == "weights" and not checkpoint.load_uri:
+        yield JobProblem(
+            "checkpoint.load",
+            "is weights, and checkpoint.load_uri names no checkpoint to take them from",
+            "give a load_uri, or leave load out",
+        )
     yield from _replicas(checkpoint)
     if not 0 <= checkpoint.verify_d2h <= 1:
         yield JobProblem(

@@ -443,6 +443,7 @@ class OpenAttempt:
     sealed_by_attempt: int
     refused_steps: tuple[int, ...]
     load_uri: str = ""
+    load_weights: bool = False
     keep_latest: int = 0
     keep_every_steps: int = 0
     keep_every_hours: float = 0.0

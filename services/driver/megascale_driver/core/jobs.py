@@ -252,6 +252,7 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
                 sealed_by_attempt=attempt,
                 refused_steps=job.refused_steps,
                 load_uri=job.config.checkpoint.load_uri,
+                load_weights=job.config.checkpoint.load == "weights",
                 keep_latest=job.config.checkpoint.keep_latest,
                 keep_every_steps=job.config.checkpoint.keep_every_steps,
                 keep_every_hours=job.config.checkpoint.keep_every_hours,
