@@ -171,7 +171,8 @@ MUTANTS = (
     # jobs and scheduling
     _driver(
         "reuse an attempt", "core/scheduling.py",
-        "    number = job.attempt + 1\n", "    number = max(1, job.attempt)\n",
+        "    number = max(job.attempt, job.opened_elsewhere) + 1\n",
+        "    number = max(1, job.attempt)\n",
     ),
     _driver(
         "name a dead spare", "core/candidates.py",
