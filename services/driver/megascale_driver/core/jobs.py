@@ -281,7 +281,7 @@ def _start(
             committer_endpoint=committer_endpoint,
             replica_orders=ReplicaOrders(peers, targets, sources),
             failure_count=failure_rate.count(draft.jobs.values())
-            if job.config.checkpoint.interval == "auto"
+            if "auto" in (job.config.checkpoint.interval, job.config.recovery.spares)
             else FailureCount(),
         ),
     )
