@@ -71,9 +71,9 @@ test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0 JOBS=1): nothing lost, nothing silent
 	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
-simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100; SEED= replays one with its shortest history)
-	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) \
-	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(REPLAYED),--seed $(REPLAYED))
+simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100 JOBS=cores CSV=file; SEED= replays one with its shortest history)
+	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) $(if $(RATE),--rate $(RATE)) $(if $(SPARES),--spares $(SPARES)) \
+	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS)) $(if $(CSV),--csv $(CSV)) $(if $(REPLAYED),--seed $(REPLAYED))
 
 mutants: $(READY) ## simulate with one defect at a time: each must break an invariant within a few seeds
 	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants

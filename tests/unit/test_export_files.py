@@ -248,11 +248,12 @@ def test_a_fetched_folder_and_a_chosen_step_are_exported(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--format", "megatron"], "--format: megatron is not built: .*--format hf"),
+        (["--format", "hf", "--tp", "2"], "--tp: hf is read into any layout"),
+        (["--format", "dcp", "--pp", "2"], "--pp: dcp is read into any layout"),
         (["--format", "dcp", "--dtype", "bf16"], "--dtype: dcp holds the float32 parameters"),
     ],
 )
-def test_what_is_not_built_is_refused_with_what_to_use(
+def test_options_of_another_format_are_refused_with_what_to_use(
     options: list[str], words: str, tmp_path: Path
 ) -> None:
     shown = invoke("export", str(tmp_path), "--to", str(tmp_path / "out"), *options)

@@ -369,6 +369,17 @@ class Client:
             self._client.set_policy(rule, mode, reason, validate_only=validate_only)
         )
 
+    def set_quota(
+        self, tenant: str, devices: int | None, reason: str, *, validate_only: bool = False
+    ) -> driver_pb2.SetQuotaResponse:
+        """Bound the devices that a tenant's jobs hold at once; None: the driver's default.
+
+        Jobs that run go on. Raises InvalidRequest.
+        """
+        return self._loop.run(
+            self._client.set_quota(tenant, devices, reason, validate_only=validate_only)
+        )
+
     def reset_breaker(
         self, reason: str, *, validate_only: bool = False
     ) -> driver_pb2.ResetBreakerResponse:

@@ -163,6 +163,11 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.FromString,
                 _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/megascale.v1.DriverService/SetQuota',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.SetQuotaResponse.FromString,
+                _registered_method=True)
         self.ResetBreaker = channel.unary_unary(
                 '/megascale.v1.DriverService/ResetBreaker',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerRequest.SerializeToString,
@@ -603,6 +608,22 @@ class DriverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetQuota(self, request, context):
+        """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
+        the driver's --quota again. Jobs that run go on, also above a lower quota.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
+        reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ResetBreaker(self, request, context):
         """Has the driver enforce inferred verdicts again before the window of its breaker has passed.
         Nodes that are silent now are observed for a full term first.
@@ -749,6 +770,11 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.SetQuotaRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.SetQuotaResponse.SerializeToString,
             ),
             'ResetBreaker': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetBreaker,
@@ -1418,6 +1444,33 @@ class DriverService(object):
             '/megascale.v1.DriverService/SetPolicy',
             megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/SetQuota',
+            megascale_dot_v1_dot_driver__pb2.SetQuotaRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.SetQuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,

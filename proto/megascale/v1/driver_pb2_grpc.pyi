@@ -409,6 +409,22 @@ _DriverServiceSetPolicyType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceSetQuotaType = typing_extensions.TypeVar(
+    '_DriverServiceSetQuotaType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+)
+
 _DriverServiceResetBreakerType = typing_extensions.TypeVar(
     '_DriverServiceResetBreakerType',
     grpc.UnaryUnaryMultiCallable[
@@ -441,7 +457,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -552,6 +568,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.SetPolicyResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetQuotaRequest,
+            megascale.v1.driver_pb2.SetQuotaResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ResetBreakerRequest,
             megascale.v1.driver_pb2.ResetBreakerResponse,
         ],
@@ -658,6 +678,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.SetPolicyRequest,
             megascale.v1.driver_pb2.SetPolicyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetQuotaRequest,
+            megascale.v1.driver_pb2.SetQuotaResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ResetBreakerRequest,
@@ -1013,6 +1037,19 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       repeat it with the same request_id.
     """
 
+    SetQuota: _DriverServiceSetQuotaType
+    """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
+    the driver's --quota again. Jobs that run go on, also above a lower quota.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
+      reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
     ResetBreaker: _DriverServiceResetBreakerType
     """Has the driver enforce inferred verdicts again before the window of its breaker has passed.
     Nodes that are silent now are observed for a full term first.
@@ -1127,6 +1164,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.SetPolicyRequest,
         megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ResetBreakerRequest,
@@ -1609,6 +1650,24 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
           request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def SetQuota(
+        self,
+        request: megascale.v1.driver_pb2.SetQuotaRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.SetQuotaResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SetQuotaResponse]]:
+        """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
+        the driver's --quota again. Jobs that run go on, also above a lower quota.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
+          reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.

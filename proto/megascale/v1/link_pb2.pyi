@@ -550,7 +550,7 @@ class RestorePlan(google.protobuf.message.Message):
     source: megascale.v1.types_pb2.RestoreSource.ValueType
     """Where the state is."""
     step: builtins.int
-    """Step that is restored; 0 with source NONE."""
+    """Step that is restored; 0 with source NONE, and where only parameters are taken (load_uri)."""
     written_by_attempt: builtins.int
     """Attempt of this job that wrote the state; 0 where another job did (load_uri)."""
     manifest_uri: builtins.str

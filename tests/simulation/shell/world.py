@@ -36,9 +36,9 @@ from megascale_driver import leadership, node_calls, probes
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import JobPhase, Liveness
 
-QUIET_S = 30.0  # without any change before a stretch is skipped
+QUIET_S = 12.0  # without any change before a stretch is skipped
 GRID_S = 10.0  # a skip is a multiple of it: heartbeats and steps keep their places
-LANDING_S = 12.0  # before the next event a skip ends
+LANDING_S = 6.0  # before the next event a skip ends: a heartbeat of each node, and more
 NODES_PER_SWITCH = 8
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from enum import StrEnum
 from pathlib import Path
@@ -59,21 +61,28 @@ FormatTo = Annotated[
     typer.Option(
         "--format",
         help="hf: Hugging Face transformers, weights alone; dcp: torch.distributed.checkpoint, "
-        "with optimizer states; megatron is not built.",
+        "with optimizer states; megatron: Megatron-core's format torch, weights alone.",
     ),
 ]
 Step = Annotated[
     int | None, typer.Option(min=0, help="Its step; default: the newest complete one.")
 ]
 WeightDtype = Annotated[
-    Dtype | None, typer.Option(help="Of hf's weights, by default bf16; dcp is always in fp32.")
+    Dtype | None,
+    typer.Option(help="Of the weights of hf and megatron, by default bf16; dcp is always in fp32."),
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tp", min=1, max=99, help="Tensor-parallel size that megatron's files fit.")
+]
+PipelineParallel = Annotated[
+    int, typer.Option("--pp", min=1, max=999, help="Pipeline-parallel size that they fit.")
 ]
 JobFile = Annotated[
     Path | None,
     typer.Option(
         "--job",
         metavar="FILE",
-        help="The job's file, for hf of a checkpoint that an earlier version wrote.",
+        help="The job's file, for hf and megatron of a checkpoint that an earlier version wrote.",
     ),
 ]
 Model = Annotated[
@@ -97,6 +106,8 @@ def export_checkpoint(
     step: Step = None,
     dtype: WeightDtype = None,
     job: JobFile = None,
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
     as_json: AsJson = False,
 ) -> None:
     """Write a complete checkpoint in the form of other software, without a cluster.
@@ -108,17 +119,24 @@ def export_checkpoint(
     dcp: a folder for torch.distributed.checkpoint.load on any layout, with the
     keys "model", "optimizer" and "step".
 
+    megatron: a folder for Megatron-core's --load with --ckpt-format torch and
+    --no-load-optim --no-load-rng, or for its tools/checkpoint/convert.py:
+    serial block, for --tp and --pp.
+
     Every byte read is compared with its checksum, one parameter at a time is
-    in memory, and FOLDER appears when it is complete.
+    in memory (megatron: one stage), and FOLDER appears when it is complete.
 
     Example: megascale checkpoint export /data/example --to out --format hf
     """
-    _refuse(form, dtype)
+    _refuse(form, dtype, tp, pp)
     stored = open_checkpoint(uri, step)
     manifest = stored.manifest
     with bar(f"step {manifest.step} of {manifest.job}", quiet=as_json) as progress:
         if form is ExportFormat.HF:
             facts = _hugging_face(stored, model_of(stored, job), to, dtype or Dtype.BF16, progress)
+        elif form is ExportFormat.MEGATRON:
+            model, kept = model_of(stored, job), dtype or Dtype.BF16
+            facts = _megatron(stored, model, to, kept, (tp, pp), progress)
         else:
             facts = _dcp(stored, to, progress)
     facts |= {"format": form.value, "folder": str(to.absolute())}
@@ -126,7 +144,8 @@ def export_checkpoint(
     if as_json:
         typer.echo(json.dumps(facts))
         return
-    what = facts.get("architecture") or f"torch.distributed.checkpoint ({', '.join(stored.states)})"
+    states = ", ".join(stored.states)
+    what = facts.get("architecture") or f"torch.distributed.checkpoint ({states})"
     typer.echo(
         f"step {facts['step']} of job {facts['job']} is in {to}: {what}, {facts['dtype']}, "
         f"{facts['size_bytes'] / 2**20:.1f} MiB"
@@ -175,16 +194,13 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
     typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
 
 
-def _refuse(form: ExportFormat, dtype: Dtype | None) -> None:
+def _refuse(form: ExportFormat, dtype: Dtype | None, tp: int, pp: int) -> None:
     """Raise RequestError for what cannot be exported."""
-    if form is ExportFormat.MEGATRON:
-        raise invalid(
-            "--format",
-            "megatron is not built: Megatron's files differ with its version and with the layout "
-            "that is to read them",
-            "export with --format hf and convert that with Megatron's loader of Hugging Face "
-            "models (its tools/checkpoint/convert.py), or with --format dcp",
-        )
+    for name, size in (("--tp", tp), ("--pp", pp)):
+        if form is not ExportFormat.MEGATRON and size != 1:
+            raise invalid(
+                name, f"{form.value} is read into any layout", "leave it out, or use megatron"
+            )
     if form is ExportFormat.DCP and dtype is Dtype.BF16:
         raise invalid(
             "--dtype",
@@ -206,14 +222,37 @@ def _hugging_face(
     }
 
 
-def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
+def _megatron(
+    stored: ParameterReader,
+    model: ModelConfig,
+    to: Path,
+    dtype: Dtype,
+    cut: tuple[int, int],
+    progress: Report,
+) -> dict[str, Any]:
+    from megascale_checkpoint.export.megatron_layout import Cut
+
+    with _needs_torch(ExportFormat.MEGATRON):
+        from megascale_checkpoint.export.megatron import export_megatron
+    size = export_megatron(stored, model, to, dtype.value, Cut(*cut), progress)
+    name = f"Megatron-core GPT, tp {cut[0]}, pp {cut[1]}"
+    return {"architecture": name, "dtype": dtype.value, "size_bytes": size}
+
+
+@contextmanager
+def _needs_torch(form: ExportFormat) -> Iterator[None]:
     try:
-        from megascale_checkpoint.export.dcp import export_dcp
+        yield
     except ImportError as error:
         raise ServiceError(
-            f"--format dcp needs torch ({error}): pip install 'megascale[executor]'",
+            f"--format {form.value} needs torch ({error}): pip install 'megascale[executor]'",
             reason="NOT_INSTALLED",
         ) from error
+
+
+def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
+    with _needs_torch(ExportFormat.DCP):
+        from megascale_checkpoint.export.dcp import export_dcp
     size = export_dcp(stored, to, progress)
     return {"states": list(stored.states), "dtype": "fp32", "size_bytes": size}
 

@@ -38,8 +38,10 @@ class ForeignModel:
     tied: bool
 
 
-def config_values(architecture: Architecture, model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json for ``model``; ``dtype`` is bf16 or fp32."""
+def config_values(
+    architecture: Architecture, model: ModelConfig, dtype: str, *, tied: bool = False
+) -> dict[str, Any]:
+    """config.json for ``model``; ``dtype`` is bf16 or fp32; ``tied``: the embedding is the head."""
     rope = _rope_values(model)
     if "partial_rotary_factor" in architecture.fixed:
         rope["partial_rotary_factor"] = architecture.fixed["partial_rotary_factor"]
@@ -61,7 +63,7 @@ def config_values(architecture: Architecture, model: ModelConfig, dtype: str) ->
         _ROPE: rope,
         # Its name before version 5 of transformers.
         **({"rope_scaling": rope} if model.rope_scaling.kind != "none" else {}),
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

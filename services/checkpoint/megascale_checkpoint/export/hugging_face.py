@@ -15,10 +15,9 @@ from megascale_checkpoint.export.new_folder import new_folder
 from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.safetensors_files import TensorToWrite, write_files
 from megascale_checkpoint.export.stored import ParameterReader
-from megascale_checkpoint.export.tensors import Transfer, parameter_shapes, transfers
+from megascale_checkpoint.export.tensors import HEAD, Transfer, check_model, transfers
 from megascale_checkpoint.export.values import narrow, to_foreign
 from megascale_common.job.config import ModelConfig
-from megascale_common.service.errors import RequestError
 
 SHARD_BYTES = 5_000_000_000  # of transformers' own save_pretrained
 NAMES = {"bf16": "BF16", "fp32": "F32"}
@@ -43,6 +42,8 @@ def export_hugging_face(
 ) -> Exported:
     """Write the float32 parameters of a checkpoint in ``dtype`` (bf16, fp32) into folder ``to``.
 
+    A head that is the embedding bit for bit, as of an import that was not trained yet, is tied.
+
     Raises:
         RequestError: no architecture holds the model, or the checkpoint is of another one.
         ExistsError: ``to`` is taken.
@@ -50,7 +51,8 @@ def export_hugging_face(
         OSError: a file cannot be read or written.
     """
     architecture = choose(model)
-    check_model(stored, model)
+    check_model(stored.shapes, model)
+    tied = model.tie_embeddings or stored.head_is_embedding()
     done, total = 0, stored.size_bytes(("master",))
 
     def make(transfer: Transfer) -> memoryview:
@@ -62,30 +64,16 @@ def export_hugging_face(
         progress(done, total)
         return narrow(values, NAMES[dtype])
 
-    chosen = transfers(architecture, model)
+    chosen = [
+        each for each in transfers(architecture, model) if not (tied and each.logical == HEAD)
+    ]
     tensors = [TensorToWrite(each.foreign, each.shape, partial(make, each)) for each in chosen]
     with new_folder(to) as folder:
         size = write_files(folder, tensors, NAMES[dtype], shard_bytes)
-        values = config_values(architecture, model, dtype)
+        values = config_values(architecture, model, dtype, tied=tied)
         for name, content in (
             ("config.json", values),
             ("generation_config.json", {"_from_model_config": True}),
         ):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     return Exported(architecture, len(tensors), size)
-
-
-def check_model(stored: ParameterReader, model: ModelConfig) -> None:
-    """Raise RequestError where the checkpoint's parameters are not those of ``model``."""
-    wanted = parameter_shapes(model)
-    for name in sorted({*wanted, *stored.shapes}):
-        here, there = wanted.get(name), stored.shapes.get(name)
-        if here != there:
-            raise RequestError(
-                f"--job: {name} is {_shown(there)} in the checkpoint and {_shown(here)} in the "
-                "model; give the file of the job that wrote it"
-            )
-
-
-def _shown(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else f"of shape {list(shape)}"

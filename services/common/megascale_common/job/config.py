@@ -45,6 +45,8 @@ Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 DivergenceAction = Literal["stop", "continue"]
 CheckpointInterval = Literal["steps", "auto"]
+SpareRule = Literal["count", "auto"]
+CheckpointLoad = Literal["full", "weights"]
 
 # Marks a field that earlier builds do not know. It is stored only where it is not at its default,
 # so that such a build, which refuses unknown fields, can read the jobs that do not use it. A stored
@@ -279,8 +281,9 @@ class CheckpointConfig:
     Each snapshot has ``replicas`` (0 or 1) copies on another node; a node sends at most
     ``max_replicate_mib_per_s`` (0: any). ``slots`` is the number of staging slots; at 0 the daemon
     chooses it. ``load_uri`` is the folder of another job's checkpoints, from which this job starts
-    while it has none of its own. A job whose last step is not saved within ``final_timeout_s``
-    fails, unless ``require_final`` is off. The three ``keep_...`` are rules of which checkpoints
+    while it has none of its own; with ``load`` weights it takes the parameters alone. A job whose
+    last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is off. The
+    three ``keep_...`` are rules of which checkpoints
     are kept; without any, all are. ``max_write_mib_per_s`` bounds what the ranks of one node write
     to storage; 0 is no bound. With ``interval`` auto the run decides how often it persists, from
     what a save costs it and from ``device_mtbf_hours``, the hours of a device between two failures.
@@ -305,6 +308,7 @@ class CheckpointConfig:
     interval: CheckpointInterval = field(default="steps", metadata=ADDED)
     device_mtbf_hours: float = field(default=50_000.0, metadata=ADDED)
     max_step_slowdown: float = field(default=0.05, metadata=ADDED)
+    load: CheckpointLoad = field(default="full", metadata=ADDED)
 
     @property
     def memory_interval_steps(self) -> int:
@@ -316,6 +320,7 @@ class CheckpointConfig:
 class RecoveryConfig:
     """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job.
 
+    With ``spares`` auto their number is that of :mod:`megascale_common.sizes.spare_count`.
     A run counts as diverged after ``divergence_steps`` steps in a row (0: never; half of the job's
     steps where that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
     never) times that of the start.
@@ -329,6 +334,9 @@ class RecoveryConfig:
     on_non_finite: DivergenceAction = "stop"
     loss_rise_factor: float = 3.0
     on_loss_rise: DivergenceAction = "continue"
+    spares: SpareRule = field(default="count", metadata=ADDED)
+    repair_hours: float = field(default=7.5, metadata=ADDED)
+    spare_probability: float = field(default=0.99, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

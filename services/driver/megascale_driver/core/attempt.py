@@ -143,6 +143,8 @@ class Attempt:
     # The fleet's when the attempt started; of jobs with checkpoint.interval auto.
     failure_count: FailureCount = field(default_factory=FailureCount)
     faults: tuple[Fault, ...] = ()
+    # Of `recovery.spares: auto`: how many were missing when the log last said so.
+    spares_short: int = 0
     # Kept when the attempt has stopped for it: then the job holds none of its nodes any more.
     leaving: Leaving | None = None
     # Until then it is not displaced again, after it could not save.

@@ -18,7 +18,7 @@ from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.rules import mode_of
-from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
+from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root, Tenant
 
 DRIVER = "driver"
 
@@ -33,6 +33,7 @@ class Draft:
         self.nodes: Working[Node] = Working(state.nodes)
         self.jobs: Working[Job] = Working(state.jobs)
         self.requests: Working[Request] = Working(state.requests)
+        self.tenants: Working[Tenant] = Working(state.tenants)
         self.breaker: Breaker = state.breaker
         self.leader_since_s = state.leader_since_s
         self.grace_until_s = state.grace_until_s
@@ -158,6 +159,7 @@ class Draft:
             nodes=self.nodes.frozen(),
             jobs=self.jobs.frozen(),
             requests=self.requests.frozen(),
+            tenants=self.tenants.frozen(),
             breaker=self.breaker,
             log_seq=self._log_seq,
             leader_since_s=self.leader_since_s,

@@ -253,6 +253,7 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
                 sealed_by_attempt=attempt,
                 refused_steps=job.refused_steps,
                 load_uri=job.config.checkpoint.load_uri,
+                load_weights=job.config.checkpoint.load == "weights",
                 keep_latest=job.config.checkpoint.keep_latest,
                 keep_every_steps=job.config.checkpoint.keep_every_steps,
                 keep_every_hours=job.config.checkpoint.keep_every_hours,
@@ -281,7 +282,7 @@ def _start(
             committer_endpoint=committer_endpoint,
             replica_orders=ReplicaOrders(peers, targets, sources),
             failure_count=failure_rate.count(draft.jobs.values())
-            if job.config.checkpoint.interval == "auto"
+            if "auto" in (job.config.checkpoint.interval, job.config.recovery.spares)
             else FailureCount(),
         ),
     )
@@ -369,9 +370,11 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
 
     Before that, if no fault names a culprit, its nodes check each other.
     """
-    waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
-    if waiting and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
+    unstopped = (slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot))
+    first = next(unstopped, None)  # this runs for every node's report: most end here
+    if first is not None and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
         return
+    waiting = [first, *unstopped] if first is not None else []
     running = [slot.node for slot in waiting if _still_runs(draft.nodes[slot.node], job)]
     patience_s = draft.policy.stop_timeout_s + draft.policy.fence_timeout_s
     if running and draft.now_s - job.timer_s < patience_s:

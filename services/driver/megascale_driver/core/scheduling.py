@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megascale_common.sizes.spare_count import wanted_spares
 from megascale_driver.core import leaving
 from megascale_driver.core.attempt import Attempt, NodeSlot
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.failure_rate import rate
 from megascale_driver.core.queue_view import parts_of, view_of
 from megascale_driver.core.state import AttemptRecord, Disposition, Job, JobPhase, Liveness, Node
 from megascale_driver.placement.gang import Candidate, spares
@@ -71,7 +73,7 @@ def _claims(job: Job) -> tuple[object, ...]:
 
 
 def _lacks_spares(draft: Draft, job: Job) -> bool:
-    wanted = job.config.recovery.spare_nodes if job.active else 0
+    wanted = spares_wanted(job) if job.active else 0
     return len(job.spares) < wanted or any(not _stands_by(draft, name) for name in job.spares)
 
 
@@ -180,7 +182,7 @@ def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
             if _stands_by(draft, name) and name not in taken and name not in job.evicted
         )
         taken.update(kept)
-        missing = job.config.recovery.spare_nodes - len(kept)
+        missing = spares_wanted(job) - len(kept) if job.active else 0
         if job.active and job.current.leaving is None and missing > 0:
             found = _found(draft, job, missing, left)
             for name in found:
@@ -188,6 +190,39 @@ def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
             kept = (*kept, *found)
         if kept != job.spares:
             draft.job(job.name, spares=kept)
+        _say_shortage(draft, draft.jobs[job.name])
+
+
+def spares_wanted(job: Job) -> int:
+    """Spares of the job's newest attempt: a number, or by the rule from the fleet's failures."""
+    if job.config.recovery.spares != "auto" or not job.slots:
+        return job.config.recovery.spare_nodes
+    devices = max(len(slot.devices) for slot in job.slots)
+    hours = rate(job.config.checkpoint, job.current.failure_count, devices).device_hours
+    return wanted_spares(job.config, len(job.slots), devices, hours)
+
+
+def _say_shortage(draft: Draft, job: Job) -> None:
+    """Write down once in an attempt, and at each worse state, that the rule asks for more spares.
+
+    Only while the job runs: a spare that takes over is about to be replaced.
+    """
+    if job.config.recovery.spares != "auto" or job.phase is not JobPhase.RUNNING:
+        return
+    wanted = spares_wanted(job)
+    missing = max(0, wanted - len(job.spares))
+    if missing > job.current.spares_short:
+        recovery = job.config.recovery
+        draft.log(
+            "SPARES_SHORT",
+            f"{len(job.spares)} of {wanted} spares stand by: with {len(job.slots)} nodes and "
+            f"repairs of {recovery.repair_hours:g} hours so many suffice with a probability of "
+            f"{recovery.spare_probability:g}",
+            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="spares",
+            outcome="training continues; the next lost node may leave the job waiting",
+        )  # fmt: skip
+    if missing != job.current.spares_short:
+        draft.attempt(job.name, spares_short=missing)
 
 
 def _found(draft: Draft, job: Job, missing: int, left: Mapping[str, Candidate]) -> tuple[str, ...]:

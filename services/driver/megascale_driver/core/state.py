@@ -434,6 +434,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Tenant:
+    """What was ordered about a tenant: the devices that its jobs may hold at once."""
+
+    name: str
+    quota: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """The driver's whole state.
 
@@ -453,6 +461,8 @@ class Cluster:
     unreadable: Mapping[str, str] = field(default_factory=dict)
     # When the queue is decided again even if nothing changes.
     queue_due_s: float = 0.0
+    # Those with a quota of their own; for others the driver's option holds.
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""

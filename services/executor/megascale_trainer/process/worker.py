@@ -264,6 +264,11 @@ class _Worker:
             raise JobRefused(f"{'; '.join(refused)}; set them as in the job that wrote it")
         for difference in changed:
             print(f"{difference}: this job goes on with its own", flush=True)
+        if plan.step == 0:
+            trainer.finish_load(0, weights_only=True)
+            print(f"takes the parameters alone: {restored.timeline}", flush=True)
+            return 0
+        self._refuse_beyond(plan)
         consumed, expected = (
             int(small_state.get("consumed_samples", 0)),
             plan.step * self._config.training.global_batch_size,
@@ -285,6 +290,17 @@ class _Worker:
             flush=True,
         )
         return plan.step
+
+    def _refuse_beyond(self, plan: RestorePlan) -> None:
+        """A checkpoint behind the job's last step, or another job's at it, leaves nothing to do."""
+        steps = self._config.training.steps
+        if plan.step > steps or (plan.step == steps and not plan.written_by_attempt):
+            field = "checkpoint.uri" if plan.written_by_attempt else "checkpoint.load_uri"
+            raise JobRefused(
+                f"{field}: its checkpoint is of step {plan.step}, and trainer.training.steps is "
+                f"{steps}; give more steps, or take the parameters alone with checkpoint.load "
+                "weights from another job's folder"
+            )
 
     def _open_data(
         self, stream: Literal["training", "evaluation"], first_sample: int
