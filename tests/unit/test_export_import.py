@@ -128,7 +128,10 @@ def test_a_jobs_folder_is_refused(llama: Path, tmp_path: Path) -> None:
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"model_type": "bert"}, "config.json: model_type: 'bert' cannot be imported; .*llama"),
     "activation": ({"hidden_act": "relu"}, "hidden_act: 'relu' where a job needs silu or swish"),
-    "head": ({"head_dim": 32}, r"q_proj.weight is of shape \[64, 64\], and config.json makes it \[128"),
+    "head": (
+        {"head_dim": 32},
+        r"q_proj.weight is of shape \[64, 64\], and config.json makes it \[128",
+    ),
     "rope": ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_parameters": None}, "rope_ty"),
     "bias": ({"mlp_bias": True}, "attention_bias, mlp_bias: .* a job has all biases or none"),
     "window": ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window: 'x' where"),
