@@ -204,9 +204,13 @@ class Client:
         """
         return self._loop.run(self._client.diagnose(node, checks))
 
-    def events(self, subject: str = "") -> Iterator[types_pb2.Event]:
-        """The audit log of ``jobs/NAME``, of ``nodes/NAME`` or of the cluster. Raises NotFound."""
-        return self._loop.iterate(self._client.events(subject))
+    def events(self, subject: str = "", *, older: bool = False) -> Iterator[types_pb2.Event]:
+        """The audit log of ``jobs/NAME``, ``nodes/NAME``, ``cluster`` (what is no job's) or all.
+
+        ``older``: of ``jobs/NAME`` and ``cluster`` also the lines that only etcd and the driver's
+        export have. Raises NotFound; InvalidRequest for older lines that cannot be read.
+        """
+        return self._loop.iterate(self._client.events(subject, older=older))
 
     def watch_events(
         self, subject: str = "", *, resume_token: str = ""

@@ -1757,11 +1757,16 @@ class ListEventsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     subject: builtins.str
-    """jobs/NAME, nodes/NAME for the events about a node, or empty for the whole cluster."""
+    """jobs/NAME, nodes/NAME for the events about a node, `cluster` for those of no job, or empty for
+    all.
+    """
     page_size: builtins.int
     """Events per page; default 100, at most 1000."""
     page_token: builtins.str
-    """next_page_token of the previous page, valid at every driver; empty: the first page."""
+    """next_page_token of the previous page, valid at every driver; empty: the first page of the lines
+    that the driver holds. `0.NAME` with subject jobs/NAME, and `0.` with subject `cluster`: the
+    first page of all lines that can be read.
+    """
     def __init__(
         self,
         *,

@@ -530,12 +530,15 @@ class DriverServiceServicer(object):
     def ListEvents(self, request, context):
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
         A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
-        5,000 of the cluster's log and 500 of each job's.
+        5,000 of the cluster's log and 500 of each job's. Older lines of one log, a job's or the
+        cluster's own, are read from etcd and from the driver's export, if page_token names them.
 
         Callers: client, operator
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): the subject, page_size or page_token is malformed.
-        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held.
+        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, and the list is
+        not of one log; or it has left etcd, and the message says where to look for the export.
+        - UNAVAILABLE (ETCD_SILENT): older lines are asked for, and etcd does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
