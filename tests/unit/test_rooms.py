@@ -40,9 +40,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
         *("numpy", "xxhash", "typer", "rich", "yaml"),
     ),
-    "megascale_checkpoint.export.dcp": (
-        *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
-        "torch",
+    **dict.fromkeys(
+        ("megascale_checkpoint.export.dcp", "megascale_checkpoint.export.megatron"),
+        (
+            *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
+            *("numpy", "torch"),
+        ),
     ),
     **dict.fromkeys(
         (

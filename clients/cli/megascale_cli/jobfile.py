@@ -25,8 +25,20 @@ _UNITS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 
 
 def init(
-    preset: Annotated[
-        Literal["tiny", "1b", "7b"], typer.Option(help="tiny runs on a laptop's CPU.")
+    model: Annotated[
+        Literal[
+            "tiny",
+            "llama3-1b",
+            "llama3-8b",
+            "llama3-70b",
+            "qwen3-8b",
+            "gpt-1b",
+            "gpt-7b",
+            "gpt-13b",
+            "gpt-30b",
+            "gpt-175b",
+        ],
+        typer.Option(help="tiny runs on a laptop's CPU, gpt-175b is the MegaScale paper's."),
     ] = "tiny",
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; - is stdout.")
@@ -37,11 +49,11 @@ def init(
 ) -> None:
     """Write a job file with every field, its meaning and its default.
 
-    Example: [bold]megascale init --preset tiny --output job.yaml[/bold]
+    Example: [bold]megascale init --model llama3-8b --output job.yaml[/bold]
     """
-    name = name or _name(output, preset)
+    name = name or _name(output, model)
     try:
-        text = load_function("init")(preset, name)
+        text = load_function("init")(model, name)
     except ValueError as error:
         raise fail(InvalidRequest(str(error)), as_json) from None
     if str(output) == "-":
@@ -58,7 +70,7 @@ def init(
             InvalidRequest(f"{output} cannot be written: {error.strerror}"), as_json
         ) from None
     if as_json:
-        print_json({"file": str(output), "name": name, "preset": preset})
+        print_json({"file": str(output), "name": name, "model": model})
     else:
         console.print(
             f"{output} is written; next: megascale plan {output}", markup=False, soft_wrap=True
@@ -142,7 +154,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if "nodes" in facts:
         lines.append(
             f"devices      {facts['world_size']} ranks: {_plural(facts['nodes'], 'node')} of "
-            f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare"
+            f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare "
+            f"(the rule of recovery.spares: auto asks for {facts['spare_nodes_advised']})"
         )
     for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
         lines.append(f"{'' if stage else 'memory':<12} {_memory(stage, need)}")
@@ -197,7 +210,7 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-def _name(output: Path, preset: str) -> str:
-    """A job's name made from the file's: a DNS-1123 label, or the preset if nothing is left."""
+def _name(output: Path, model: str) -> str:
+    """A job's name made from the file's: a DNS-1123 label, or the model's if nothing is left."""
     stem = re.sub(r"[^a-z0-9]+", "-", output.stem.lower()).strip("-")[:63].strip("-")
-    return stem or preset
+    return stem or model
