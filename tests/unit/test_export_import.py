@@ -128,8 +128,11 @@ def test_a_jobs_folder_is_refused(llama: Path, tmp_path: Path) -> None:
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"model_type": "bert"}, "config.json: model_type: 'bert' cannot be imported; .*llama"),
     "activation": ({"hidden_act": "relu"}, "hidden_act: 'relu' where a job needs silu or swish"),
-    "head": ({"head_dim": 32}, "config.json: head_dim: 32 where a job needs hidden_size / heads"),
-    "rope": ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": None}, "rope_ty"),
+    "head": (
+        {"head_dim": 32},
+        r"q_proj.weight is of shape \[64, 64\], and config.json makes it \[128",
+    ),
+    "rope": ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_parameters": None}, "rope_ty"),
     "bias": ({"mlp_bias": True}, "attention_bias, mlp_bias: .* a job has all biases or none"),
     "window": ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window: 'x' where"),
     "kinds": ({"model_type": "ministral", "layer_types": ["a"]}, "layer_types: .* 3 entries"),
@@ -141,7 +144,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"num_hidden_layers": "3"}, "num_hidden_layers: '3' is not a whole number above 0"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: .*unquantized"),
     "shape": ({"intermediate_size": 91}, r"gate_proj.weight is of shape \[90, 64\]"),
-    "heads": ({"num_attention_heads": 3}, "head_dim"),
+    "heads": ({"num_attention_heads": 3}, "heads must be a multiple of trainer.model.kv_heads"),
     "more layers": ({"num_hidden_layers": 4}, "model.layers.3.* is missing"),
     "fewer layers": ({"num_hidden_layers": 2}, "model.layers.2.* no parameter of a job"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import MISSING, Field, asdict, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -175,7 +175,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
             "manifest_uri": done.manifest_uri,
             "architecture": done.foreign.architecture.name,
             "parameters": done.parameters,
-            "head_is_copy_of_embedding": done.foreign.tied,
+            "head_is_copy_of_embedding": done.foreign.copied,
             "model": asdict(done.foreign.model),
         }
         typer.echo(json.dumps(facts))
@@ -184,8 +184,8 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
         f"# {done.foreign.architecture.name} with {done.parameters:,} parameters is the checkpoint "
         f"of step 0 in {to}"
     )
-    if done.foreign.tied:
-        typer.echo("# Its head was tied to the embedding; a job trains a copy of its own.")
+    if done.foreign.copied:
+        typer.echo("# Its head was a scaled embedding; a job trains a scaled copy of its own.")
     typer.echo("# Put this into the job file:")
     section = {
         "trainer": {"model": _fields(done.foreign.model)},
@@ -259,10 +259,15 @@ def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
     """The fields of trainer.model that are not at their default."""
-    chosen = {each.name: getattr(model, each.name) for each in fields(model)}
-    defaults = {each.name: each.default for each in fields(model)}
+    required = [each.name for each in fields(model) if _is_required(each)]
+    chosen = asdict(model)
+    defaults = asdict(ModelConfig(**{name: chosen[name] for name in required}))
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in chosen.items()
-        if value != defaults[name]
+        if name in required or value != defaults[name]
     }
+
+
+def _is_required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING

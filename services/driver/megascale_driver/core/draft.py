@@ -40,7 +40,7 @@ class Draft:
         self.silence_hold_until_s = state.silence_hold_until_s
         # Silent nodes by switch, found once in an event (core.breaker).
         self.silent_switches: dict[str, list[str]] | None = None
-        self.queue_due_s = state.queue_due_s
+        self.queue_due_s, self.queue_decided_s = state.queue_due_s, state.queue_decided_s
         self.unreadable = state.unreadable
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
@@ -166,6 +166,7 @@ class Draft:
             grace_until_s=self.grace_until_s,
             silence_hold_until_s=self.silence_hold_until_s,
             queue_due_s=self.queue_due_s,
+            queue_decided_s=self.queue_decided_s,
             unreadable=self.unreadable,
         )
         commanded = tuple(name for name in self._commanded if not self._withheld(name))
