@@ -193,6 +193,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("checkpoint.interval_steps", {"checkpoint__interval_steps": -1}, "0"),
     ("checkpoint.load_uri", {"checkpoint__load_uri": "file:///checkpoints/demo/"}, "another job"),
     ("checkpoint.load_uri", {"checkpoint__load_uri": "https://bucket/a"}, "file://"),
+    ("checkpoint.load", {"checkpoint__load": "weights"}, "load_uri"),
     ("checkpoint.keep_latest", {"checkpoint__keep_latest": -1}, "0 to"),
     ("checkpoint.keep_every_steps", {"checkpoint__keep_every_steps": -5}, "0 to"),
     ("checkpoint.keep_every_hours", {"checkpoint__keep_every_hours": 0.001}, "no rule"),

@@ -107,8 +107,8 @@ def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]
 
 
 OURS = tuple(sorted(Path(package).name for package in PACKAGES if package != "proto/megascale"))
-# The one module outside of the trainer and the kernels that writes a format of torch.
-TORCH = ("checkpoint/megascale_checkpoint/export/dcp.py",)
+# The modules outside of the trainer and the kernels that write a format of torch.
+TORCH = tuple(f"checkpoint/megascale_checkpoint/export/{name}.py" for name in ("dcp", "megatron"))
 WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
 
 

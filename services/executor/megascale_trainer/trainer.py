@@ -318,9 +318,14 @@ class Trainer:
             for start, stop in parts(piece.slot_offset_bytes, end):
                 image[start:stop].copy_(slot[start:stop], non_blocking=True)
 
-    def finish_load(self, step: int) -> None:
-        """Set the number of completed steps; publish the loaded parameters to all replicas."""
+    def finish_load(self, step: int, *, weights_only: bool = False) -> None:
+        """Set the number of completed steps; publish the loaded parameters to all replicas.
+
+        ``weights_only`` forgets the optimizer's other states: they begin anew.
+        """
         self.step = step
+        if weights_only:
+            self._states[1:].zero_()
         self._publish()
 
     def settle(self) -> None:

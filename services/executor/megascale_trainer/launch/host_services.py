@@ -131,6 +131,7 @@ class HostServices:
             uri=checkpoint.uri,
             world_size=self.config.layout.world_size,
             load_uri=checkpoint.load_uri,
+            load_weights=checkpoint.load == "weights",
             keep_latest=checkpoint.keep_latest,
             keep_every_steps=checkpoint.keep_every_steps,
             keep_every_hours=float(checkpoint.keep_every_hours),
