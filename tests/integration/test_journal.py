@@ -15,7 +15,15 @@ from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.etcd.server import EtcdServer
 from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster, Disposition, Identity, Job, JobPhase, Node
+from megascale_driver.core.state import (
+    Cluster,
+    Disposition,
+    Identity,
+    Job,
+    JobPhase,
+    Node,
+    Tenant,
+)
 from megascale_driver.core.storing import differs
 from megascale_driver.journal import codec, ranges, reading, records
 from megascale_driver.journal.fenced import MAX_CHANGES
@@ -46,6 +54,21 @@ def assert_same(found: Cluster, wanted: Cluster) -> None:
     assert not [n for n, node in wanted.nodes.items() if differs(found.nodes[n], node)]
     assert found.breaker == wanted.breaker and found.requests == wanted.requests
     assert found.log_seq == wanted.log_seq
+
+
+async def test_quotas_of_tenants_have_rows_of_their_own(etcd: WatchedEtcd) -> None:
+    store, state, _ = await leader(etcd)
+    both = {"red": Tenant("red", 8), "blue": Tenant("blue", 0)}
+    await store.commit(state, replace(state, tenants=both), (), deadline_s=journal.DEADLINE_S)
+    row = await etcd.get("tenants/red")
+    assert row is not None and json.loads(row.value) == {"name": "red", "quota": 8}
+    store, found, _ = await leader(etcd)
+    assert found.tenants == both
+    one = replace(found, tenants={"red": Tenant("red", 4)})
+    await store.commit(found, one, (), deadline_s=journal.DEADLINE_S)
+    assert await etcd.get("tenants/blue") is None
+    _, found, _ = await leader(etcd)
+    assert found.tenants == one.tenants
 
 
 @pytest.mark.parametrize("count", [1536, pytest.param(12_500, marks=pytest.mark.slow)])

@@ -176,6 +176,19 @@ class OrderCalls:
         answer = await self._connection.unary("SetPolicy", request, driver_pb2.SetPolicyResponse)
         return SetPolicyResponse(answer)
 
+    async def set_quota(
+        self, tenant: str, devices: int | None, reason: str, *, validate_only: bool = False
+    ) -> driver_pb2.SetQuotaResponse:
+        """Bound the devices that a tenant's jobs hold at once; None: the driver's default.
+
+        Jobs that run go on. Raises InvalidRequest.
+        """
+        request = driver_pb2.SetQuotaRequest(
+            tenant=tenant, devices=devices, reason=reason, request_id=request_id(),
+            validate_only=validate_only,
+        )  # fmt: skip
+        return await self._connection.unary("SetQuota", request, driver_pb2.SetQuotaResponse)
+
     async def reset_breaker(
         self, reason: str, *, validate_only: bool = False
     ) -> driver_pb2.ResetBreakerResponse:

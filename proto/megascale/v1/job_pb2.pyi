@@ -349,6 +349,28 @@ DIVERGENCE_ACTION_CONTINUE: DivergenceAction.ValueType  # 2
 """The job goes on; the event is logged once for each time that it diverges."""
 Global___DivergenceAction: typing_extensions.TypeAlias = DivergenceAction
 
+class _SpareRule:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SpareRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SpareRule.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SPARE_RULE_UNSPECIFIED: _SpareRule.ValueType  # 0
+    SPARE_RULE_COUNT: _SpareRule.ValueType  # 1
+    """`spare_nodes`."""
+    SPARE_RULE_AUTO: _SpareRule.ValueType  # 2
+    """The binomial rule."""
+
+class SpareRule(_SpareRule, metaclass=_SpareRuleEnumTypeWrapper):
+    """What decides how many spares stand by for a job."""
+
+SPARE_RULE_UNSPECIFIED: SpareRule.ValueType  # 0
+SPARE_RULE_COUNT: SpareRule.ValueType  # 1
+"""`spare_nodes`."""
+SPARE_RULE_AUTO: SpareRule.ValueType  # 2
+"""The binomial rule."""
+Global___SpareRule: typing_extensions.TypeAlias = SpareRule
+
 @typing.final
 class JobSpec(google.protobuf.message.Message):
     """A training job."""
@@ -1294,6 +1316,9 @@ class RecoverySpec(google.protobuf.message.Message):
     ON_NON_FINITE_FIELD_NUMBER: builtins.int
     LOSS_RISE_FACTOR_FIELD_NUMBER: builtins.int
     ON_LOSS_RISE_FIELD_NUMBER: builtins.int
+    SPARES_FIELD_NUMBER: builtins.int
+    REPAIR_HOURS_FIELD_NUMBER: builtins.int
+    SPARE_PROBABILITY_FIELD_NUMBER: builtins.int
     max_restarts: builtins.int
     """Restarts after faults of one cause within six hours; default 20."""
     max_restarts_without_progress: builtins.int
@@ -1314,6 +1339,15 @@ class RecoverySpec(google.protobuf.message.Message):
     """
     on_loss_rise: Global___DivergenceAction.ValueType
     """When the loss has risen for that long; default continue."""
+    spares: Global___SpareRule.ValueType
+    """What decides how many spares stand by; default count. With auto, without `spare_nodes`, they are
+    so many that they suffice with `spare_probability` while lost nodes are repaired (a binomial
+    rule; `checkpoint.device_mtbf_hours`, corrected by what the fleet has counted).
+    """
+    repair_hours: builtins.float
+    """Hours until a lost node is back; default 7.5. With `spares: auto`."""
+    spare_probability: builtins.float
+    """Probability, 0.5 or more, with which the spares suffice; default 0.99. With `spares: auto`."""
     def __init__(
         self,
         *,
@@ -1325,9 +1359,12 @@ class RecoverySpec(google.protobuf.message.Message):
         on_non_finite: Global___DivergenceAction.ValueType = ...,
         loss_rise_factor: builtins.float | None = ...,
         on_loss_rise: Global___DivergenceAction.ValueType = ...,
+        spares: Global___SpareRule.ValueType = ...,
+        repair_hours: builtins.float | None = ...,
+        spare_probability: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "on_loss_rise", b"on_loss_rise", "on_non_finite", b"on_non_finite", "spare_nodes", b"spare_nodes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "repair_hours", b"repair_hours", "spare_probability", b"spare_probability"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "on_loss_rise", b"on_loss_rise", "on_non_finite", b"on_non_finite", "repair_hours", b"repair_hours", "spare_nodes", b"spare_nodes", "spare_probability", b"spare_probability", "spares", b"spares"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_collective_timeout_s", b"_collective_timeout_s"]) -> typing.Literal["collective_timeout_s"] | None: ...
     @typing.overload
@@ -1338,5 +1375,9 @@ class RecoverySpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts_without_progress", b"_max_restarts_without_progress"]) -> typing.Literal["max_restarts_without_progress"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repair_hours", b"_repair_hours"]) -> typing.Literal["repair_hours"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_spare_probability", b"_spare_probability"]) -> typing.Literal["spare_probability"] | None: ...
 
 Global___RecoverySpec: typing_extensions.TypeAlias = RecoverySpec

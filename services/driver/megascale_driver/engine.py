@@ -50,7 +50,7 @@ from megascale_driver.journal.audit_log import AuditLog, canonical
 from megascale_driver.journal.store import Loaded, Store
 from megascale_driver.node_calls import NodeCalls
 from megascale_driver.open_links import Link, OpenLinks
-from megascale_driver.orders import Orders
+from megascale_driver.orders import OrderSender
 from megascale_driver.presence.inbox import Inbox
 from megascale_driver.presence.intake import Intake
 from megascale_driver.presence.lane import News
@@ -113,6 +113,7 @@ class Engine:
         self.feeds = JobFeeds()
         self.node_calls = NodeCalls(token, clock)
         self.links = OpenLinks()
+        self._orders = OrderSender(self.links)
         self.observers: list[Observer] = []
         self._token = token
         self._inbox: Inbox[_Entry] = Inbox()
@@ -232,6 +233,7 @@ class Engine:
         )
         self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
         ticker = asyncio.create_task(self._tick())
+        sender = asyncio.create_task(self._orders.run(epoch, lambda: self.state))
         try:
             while not leadership.lease.lost.is_set():
                 await self._turn(store, leadership)
@@ -239,6 +241,7 @@ class Engine:
         finally:
             self.term = None
             ticker.cancel()
+            sender.cancel()
             for entry in self._inbox.clear():
                 _refuse(entry)
 
@@ -265,6 +268,7 @@ class Engine:
         # First the start of the term, then for each open link the node's hello and its newest
         # heartbeat. One from before this epoch counts as a report without a desired state.
         self._inbox.clear()
+        self._orders.clear()
         self._refused_records.clear()
         self._tick_waits = False
         self._inbox.put(_Entry(LeaderStarted(term.since_s, self.address)))
@@ -357,11 +361,7 @@ class Engine:
             before = old.jobs.get(name)
             if before is not job and (before is None or _visible(before) != _visible(job)):
                 self._publish_job(name)
-        commanded = {name: None for _, outcome in outcomes for name in outcome.commanded}
-        orders = Orders(self.state, epoch) if commanded else None
-        for name in commanded:
-            if orders is not None and (link := self.links.get(name)) is not None:
-                link.command(orders.of(name, link.protocol))
+        self._orders.add(name for _, outcome in outcomes for name in outcome.commanded)
         for entry, outcome in outcomes:
             for effect in outcome.effects:
                 self._spawn(self._perform(effect))

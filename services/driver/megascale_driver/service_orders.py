@@ -1,8 +1,11 @@
-"""DriverService, the methods that move running work: restart, update, drain, rules, breaker."""
+"""DriverService, the methods that move running work: restart, update, drain, rules, quotas,
+breaker.
+"""
 
 from __future__ import annotations
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import NotFoundError, invalid
 from megascale_common.service.handlers import answers
 from megascale_driver import admission, update_request, wire
@@ -10,6 +13,7 @@ from megascale_driver.core.events import (
     BreakerResetRequested,
     DrainRequested,
     PolicyRequested,
+    QuotaRequested,
     RestartRequested,
     UpdateRequested,
 )
@@ -24,6 +28,7 @@ from megascale_driver.service_base import (
 )
 from megascale_driver.service_watch import WatchMethods
 
+MAX_QUOTA = 10**9  # devices of a tenant
 SHOWN = 8  # checkpoints that an error lists
 
 
@@ -128,6 +133,27 @@ class OrderMethods(WatchMethods):
             name=request.rule, mode=request.mode, effect=RULES[request.rule]
         )
         return driver_pb2.SetPolicyResponse(rule=rule, consequence=consequence)
+
+    @answers
+    async def SetQuota(
+        self, request: driver_pb2.SetQuotaRequest, context: Context
+    ) -> driver_pb2.SetQuotaResponse:
+        """Bound the devices of a tenant, or go back to the driver's default."""
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        self._require_state()
+        if not is_dns_label(request.tenant):
+            problem = f"{request.tenant!r} is not the name of a tenant"
+            raise invalid("tenant", problem, "use a-z, 0-9 and '-', at most 63")
+        devices = request.devices if request.HasField("devices") else None
+        if devices is not None and not 0 <= devices <= MAX_QUOTA:
+            raise invalid("devices", f"{devices} is out of range", f"give 0 to {MAX_QUOTA}")
+        now_s = self.engine.clock.now_s()
+        event = QuotaRequested(now_s, request.tenant, devices, reason, actor_of(context), key)
+        consequence = self._preview(event, "QUOTA_SET", "tenant")
+        if not request.validate_only:
+            await self._call(event)
+        tenant = wire.tenant_message(self.engine.state, self.engine.policy, request.tenant)
+        return driver_pb2.SetQuotaResponse(tenant=tenant, consequence=consequence)
 
     @answers
     async def ResetBreaker(

@@ -45,6 +45,7 @@ Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 DivergenceAction = Literal["stop", "continue"]
 CheckpointInterval = Literal["steps", "auto"]
+SpareRule = Literal["count", "auto"]
 CheckpointLoad = Literal["full", "weights"]
 
 # Marks a field that earlier builds do not know. It is stored only where it is not at its default,
@@ -319,6 +320,7 @@ class CheckpointConfig:
 class RecoveryConfig:
     """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job.
 
+    With ``spares`` auto their number is that of :mod:`megascale_common.sizes.spare_count`.
     A run counts as diverged after ``divergence_steps`` steps in a row (0: never; half of the job's
     steps where that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
     never) times that of the start.
@@ -332,6 +334,9 @@ class RecoveryConfig:
     on_non_finite: DivergenceAction = "stop"
     loss_rise_factor: float = 3.0
     on_loss_rise: DivergenceAction = "continue"
+    spares: SpareRule = field(default="count", metadata=ADDED)
+    repair_hours: float = field(default=7.5, metadata=ADDED)
+    spare_probability: float = field(default=0.99, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,8 @@ _MAX_COLLECTIVE_TIMEOUT_S = 86_400
 _MAX_REPLICATE_MIB_PER_S = 1e6
 _MAX_FINAL_TIMEOUT_S = 3600
 _MAX_MTBF_HOURS = 1e9
+_MAX_REPAIR_HOURS = 8760.0
+_MAX_SPARE_PROBABILITY = 0.999999
 _MIN_HOURS, _MAX_HOURS = 0.02, 24 * 366
 _MAX_MIB_PER_S = 2**20  # a TiB per second
 _SHA256_DIGITS = 64
@@ -424,6 +426,24 @@ def _recovery(config: JobConfig) -> Iterator[JobProblem]:
         value = getattr(recovery, name)
         if value < 0:
             yield JobProblem(f"recovery.{name}", f"{value} is negative", "give 0 or more")
+    if recovery.spares == "auto" and recovery.spare_nodes:
+        yield JobProblem(
+            "recovery.spare_nodes",
+            f"{recovery.spare_nodes} is given, and recovery.spares is auto",
+            "give one of the two",
+        )
+    if not 0 < recovery.repair_hours <= _MAX_REPAIR_HOURS:
+        yield JobProblem(
+            "recovery.repair_hours",
+            f"{recovery.repair_hours:g} is out of range",
+            f"give more than 0 up to {_MAX_REPAIR_HOURS:g} hours until a lost node is back",
+        )
+    if not 0.5 <= recovery.spare_probability <= _MAX_SPARE_PROBABILITY:
+        yield JobProblem(
+            "recovery.spare_probability",
+            f"{recovery.spare_probability:g} is out of range",
+            f"give 0.5 to {_MAX_SPARE_PROBABILITY}",
+        )
     factor = recovery.loss_rise_factor
     if factor != 0 and not 1 < factor <= _MAX_LOSS_RISE:
         yield JobProblem(

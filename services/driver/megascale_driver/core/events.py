@@ -241,6 +241,18 @@ class PolicyRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaRequested:
+    """An operator set the devices that a tenant's jobs may hold; None: the driver's default."""
+
+    now_s: float
+    tenant: str
+    devices: int | None
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BreakerResetRequested:
     """An operator asked to enforce inferred verdicts again."""
 
@@ -313,6 +325,7 @@ Mutation = (
     | UpdateRequested
     | DrainRequested
     | PolicyRequested
+    | QuotaRequested
     | BreakerResetRequested
     | EvictRequested
     | CordonRequested

@@ -20,6 +20,7 @@ from megascale_driver.core import (
     nodes,
     orders,
     profiles,
+    quotas,
     searching,
     suspending,
 )
@@ -47,6 +48,7 @@ from megascale_driver.core.events import (
     ProbeResult,
     ProfileCancelRequested,
     ProfileRequested,
+    QuotaRequested,
     RecordRefused,
     RequestKey,
     RestartRequested,
@@ -71,6 +73,7 @@ _MUTATION_KINDS = {
     UpdateRequested: "UpdateJob",
     DrainRequested: "DrainNode",
     PolicyRequested: "SetPolicy",
+    QuotaRequested: "SetQuota",
     BreakerResetRequested: "ResetBreaker",
     EvictRequested: "EvictNode",
     CordonRequested: "CordonNode",
@@ -167,6 +170,9 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     elif isinstance(event, PolicyRequested):
         subject = "cluster"
         orders.set_policy(draft, event)
+    elif isinstance(event, QuotaRequested):
+        subject = "cluster"
+        quotas.order(draft, event)
     elif isinstance(event, BreakerResetRequested):
         subject = "cluster"
         orders.reset_breaker(draft, event)

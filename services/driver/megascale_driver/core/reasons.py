@@ -20,6 +20,7 @@ Reason = Literal[
     "HANG_SUSPECTED",
     "LOSS_DIVERGED",
     "SPARE_ASSIGNED",
+    "SPARES_SHORT",
     "CHECKPOINT_COMMITTED",
     "CHECKPOINT_REFUSED",
     "CHECKPOINT_FAILED",
@@ -60,6 +61,7 @@ Reason = Literal[
     "LINK_SUSPECTED",
     "SWITCH_LOST",
     "POLICY_SET",
+    "QUOTA_SET",
     "BREAKER_TRIPPED",
     "BREAKER_RESET",
 ]

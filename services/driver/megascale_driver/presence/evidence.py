@@ -51,6 +51,8 @@ def of(beat: link_pb2.Heartbeat) -> Evidence:
         prompt.append(_bytes(beat.checks))
     if beat.traces:
         prompt.append(_bytes(beat.traces))
+    if beat.HasField("leave_failure"):
+        prompt.append(beat.leave_failure.SerializeToString())
     if beat.HasField("checkpoint_daemon"):
         prompt.append(beat.checkpoint_daemon.SerializeToString())
     slow: list[Hashable] = []
