@@ -27,6 +27,7 @@ from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Liveness, Node
 
 RECHECK_S = 1.0
+FORGOTTEN_S = 3600.0
 # Evidence that only a restart needs (what lies in the memory of the nodes) enters the core at most
 # so often per second, over all nodes. Each node gets the same share.
 SLOW_PER_S = 50.0
@@ -178,6 +179,8 @@ class Lane:
                 continue
             if node is not None and node.liveness is Liveness.DEAD:
                 found.silent = True  # its next heartbeat is news
+                found.due_s = now_s + FORGOTTEN_S  # the core may have forgotten it by then
+                heapq.heappush(self._heap, (found.due_s, name))
                 continue
             if now_s - found.last_beat_s >= self._limits[0]:
                 found.silent = True
