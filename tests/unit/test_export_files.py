@@ -60,7 +60,7 @@ def test_a_model_is_exported_as_its_architecture_and_read_back(name: str) -> Non
     found = read_config(values, head_stored=True)
     if name == "phi-without-biases":  # Phi has them always: as zeros
         model = replace(model, bias=True, norm_bias=True)
-    assert (found.model, found.head_scale, found.tied) == (model, 1.0, False)
+    assert (found.model, found.head_scale, found.copied) == (model, 1.0, False)
     # Every parameter is exactly one tensor, and each tensor of the same size.
     listed = [each for each in transfers(chosen, model) if each.logical]
     assert {each.logical for each in listed} == set(parameter_shapes(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import MISSING, Field, asdict, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -175,7 +175,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
             "manifest_uri": done.manifest_uri,
             "architecture": done.foreign.architecture.name,
             "parameters": done.parameters,
-            "head_is_copy_of_embedding": done.foreign.tied,
+            "head_is_copy_of_embedding": done.foreign.copied,
             "model": asdict(done.foreign.model),
         }
         typer.echo(json.dumps(facts))
@@ -184,14 +184,27 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
         f"# {done.foreign.architecture.name} with {done.parameters:,} parameters is the checkpoint "
         f"of step 0 in {to}"
     )
-    if done.foreign.tied:
-        typer.echo("# Its head was tied to the embedding; a job trains a copy of its own.")
+    if done.foreign.copied:
+        typer.echo("# Its head was a scaled embedding; a job trains a scaled copy of its own.")
     typer.echo("# Put this into the job file:")
     section = {
         "trainer": {"model": _fields(done.foreign.model)},
         "checkpoint": {"load_uri": to},
     }
     typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
+
+
+def import_for_job(folder: Path, uri: str) -> dict[str, Any]:
+    """Import a Hugging Face model for `megascale init --from-hf`: its fields of trainer.model.
+
+    Raises:
+        ServiceError: as ``megascale checkpoint import``.
+    """
+    from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+
+    with bar(f"import of {folder}", quiet=False) as progress:
+        done = import_hugging_face(folder, uri, progress)
+    return {"architecture": done.foreign.architecture.name, "model": _fields(done.foreign.model)}
 
 
 def _refuse(form: ExportFormat, dtype: Dtype | None, tp: int, pp: int) -> None:
@@ -259,10 +272,15 @@ def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
     """The fields of trainer.model that are not at their default."""
-    chosen = {each.name: getattr(model, each.name) for each in fields(model)}
-    defaults = {each.name: each.default for each in fields(model)}
+    required = [each.name for each in fields(model) if _is_required(each)]
+    chosen = asdict(model)
+    defaults = asdict(ModelConfig(**{name: chosen[name] for name in required}))
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in chosen.items()
-        if value != defaults[name]
+        if name in required or value != defaults[name]
     }
+
+
+def _is_required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING

@@ -15,7 +15,7 @@ from megascale_checkpoint.export.new_folder import new_folder
 from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.safetensors_files import TensorToWrite, write_files
 from megascale_checkpoint.export.stored import ParameterReader
-from megascale_checkpoint.export.tensors import HEAD, Transfer, check_model, transfers
+from megascale_checkpoint.export.tensors import Transfer, check_model, transfers
 from megascale_checkpoint.export.values import narrow, to_foreign
 from megascale_common.job.config import ModelConfig
 
@@ -42,8 +42,6 @@ def export_hugging_face(
 ) -> Exported:
     """Write the float32 parameters of a checkpoint in ``dtype`` (bf16, fp32) into folder ``to``.
 
-    A head that is the embedding bit for bit, as of an import that was not trained yet, is tied.
-
     Raises:
         RequestError: no architecture holds the model, or the checkpoint is of another one.
         ExistsError: ``to`` is taken.
@@ -52,7 +50,6 @@ def export_hugging_face(
     """
     architecture = choose(model)
     check_model(stored.shapes, model)
-    tied = model.tie_embeddings or stored.head_is_embedding()
     done, total = 0, stored.size_bytes(("master",))
 
     def make(transfer: Transfer) -> memoryview:
@@ -64,13 +61,11 @@ def export_hugging_face(
         progress(done, total)
         return narrow(values, NAMES[dtype])
 
-    chosen = [
-        each for each in transfers(architecture, model) if not (tied and each.logical == HEAD)
-    ]
+    chosen = transfers(architecture, model)
     tensors = [TensorToWrite(each.foreign, each.shape, partial(make, each)) for each in chosen]
     with new_folder(to) as folder:
         size = write_files(folder, tensors, NAMES[dtype], shard_bytes)
-        values = config_values(architecture, model, dtype, tied=tied)
+        values = config_values(architecture, model, dtype)
         for name, content in (
             ("config.json", values),
             ("generation_config.json", {"_from_model_config": True}),

@@ -58,11 +58,8 @@ def export_megatron(
     step = stored.manifest.step
     # Megatron takes iteration 0 for "no checkpoint": a model without a step is a release.
     name = f"iter_{step:07d}" if step else "release"
-    tied = model.tie_embeddings or stored.head_is_embedding()
-    arguments = megatron_arguments(stored, model, dtype, cut, tied=tied)
-    stages = [
-        list(stage_tensors(model, cut, stage, stored.shapes, tied=tied)) for stage in range(cut.pp)
-    ]
+    arguments = megatron_arguments(stored, model, dtype, cut)
+    stages = [list(stage_tensors(model, cut, stage, stored.shapes)) for stage in range(cut.pp)]
     done = size = 0
     total = 4 * sum(
         math.prod(stored.shapes[name])
@@ -98,7 +95,7 @@ def export_megatron(
 
 
 def megatron_arguments(
-    stored: ParameterReader, model: ModelConfig, dtype: str, cut: Cut, *, tied: bool
+    stored: ParameterReader, model: ModelConfig, dtype: str, cut: Cut
 ) -> argparse.Namespace:
     """Megatron's arguments of the model, as ``--use-checkpoint-args`` reads them."""
     state = stored.manifest.small_state
@@ -130,7 +127,7 @@ def megatron_arguments(
         "layernorm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": False,
         "apply_query_key_layer_scaling": False,
-        "untie_embeddings_and_output_weights": not tied,
+        "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "vocab_size": model.vocab_size,

@@ -93,11 +93,11 @@ def check(model: ModelConfig, cut: Cut) -> None:
 
 
 def stage_tensors(
-    model: ModelConfig, cut: Cut, stage: int, shapes: dict[str, tuple[int, ...]], *, tied: bool
+    model: ModelConfig, cut: Cut, stage: int, shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[MegatronTensor]:
     """The tensors of one pipeline stage; ``shapes`` are those of the job's parameters.
 
-    ``tied``: the head is the embedding, of which only a last stage without it has a copy.
+    Of a tied embedding only a last stage that is not the first one has a copy.
     """
     layers = model.layers // cut.pp
     if stage == 0:
@@ -106,8 +106,8 @@ def stage_tensors(
         yield from _layer(local, f"layers.{stage * layers + local}", model, cut, shapes)
     if stage == cut.pp - 1:
         yield from _norm("decoder.final_layernorm.", "final_norm", model, cut, shapes)
-        if not tied or cut.pp > 1:
-            head = EMBEDDING if tied else HEAD
+        if not model.tie_embeddings or cut.pp > 1:
+            head = EMBEDDING if model.tie_embeddings else HEAD
             yield _vocabulary("output_layer.weight", head, model, cut)
 
 

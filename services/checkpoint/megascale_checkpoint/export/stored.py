@@ -19,7 +19,6 @@ from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint import reshard
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.export.tensors import EMBEDDING, HEAD
 from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.manifest import Manifest
 from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
@@ -92,21 +91,6 @@ class ParameterReader:
         for each in stored:
             reshard.put(whole, each.piece, np.frombuffer(self._bytes(each), np.float32))
         return whole
-
-    def head_is_embedding(self) -> bool:
-        """Whether both were stored in the same pieces with the same checksums, as an import does.
-
-        Then one tensor can stand for both. Equal values in other pieces are not found equal, and
-        are as right apart.
-        """
-        head, embedding = (
-            {
-                (each.piece.start, each.piece.flat_start, each.piece.flat_stop, each.checksum)
-                for each in self._pieces.get((name, MASTER), [])
-            }
-            for name in (HEAD, EMBEDDING)
-        )
-        return bool(head) and head == embedding
 
     def size_bytes(self, states: tuple[str, ...]) -> int:
         """Bytes of these states of all parameters."""

@@ -140,6 +140,7 @@ def _relevant(report: Report) -> tuple[object, ...]:
         report.workers,
         report.checks,
         report.store_endpoint,
+        report.leave_failed,
     )
 
 

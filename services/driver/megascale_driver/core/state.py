@@ -164,6 +164,8 @@ class Report:
     # With phase FINISHED: the step after which the workers ended; 0: the last of the job.
     finished_step: int = 0
     replica_endpoint: str = ""
+    # The newest order to save and leave that failed, by its id, and why.
+    leave_failed: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
         prompt.append(_bytes(beat.checks))
     if beat.traces:
         prompt.append(_bytes(beat.traces))
+    if beat.HasField("leave_failure"):
+        prompt.append(beat.leave_failure.SerializeToString())
     if beat.HasField("checkpoint_daemon"):
         prompt.append(beat.checkpoint_daemon.SerializeToString())
     slow: list[Hashable] = []

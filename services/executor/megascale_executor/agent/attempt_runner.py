@@ -20,6 +20,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire.spec import from_accepted_proto
 from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs
 from megascale_common.service.errors import AssignmentError, TemplateError
 from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders
@@ -224,6 +225,7 @@ class AttemptRunner:
             failed=self._on_failed,
             exited=self._changed,
             profiled=self.profiles.take,
+            not_left=self._on_not_left,
         )
         self._workers = WorkerSet(template, events)
         self.scanner.watch({message["rank"]: log for message, log in assignments})
@@ -277,6 +279,10 @@ class AttemptRunner:
         step = max((worker.finished_step for worker in self.workers), default=0)
         self.state.finished(next((w.not_saved for w in self.workers if w.not_saved), ""), step)
         self._wake_and_report()
+
+    def _on_not_left(self, message: NotLeft) -> None:
+        self.leave.failed_by(message)
+        self._changed()
 
     def _on_failed(self, reason: str) -> None:
         self.state.fail(reason)

@@ -318,7 +318,9 @@ class _Worker:
 
     def _step_loop(self, trainer: Trainer, done: int) -> StepLoop:
         config, device = self._config, self._device
-        leave = LeaveOrder(self._assignment["rank"])
+        leave = LeaveOrder(
+            self._assignment["rank"], lambda message: framing.send(self._agent, dict(message))
+        )
         return StepLoop(
             trainer=trainer,
             device=device,
