@@ -193,7 +193,8 @@ class Lane:
                 found.silent = True
                 silences.append(Silence(name, found.incarnation, found.last_beat_s))
             self._schedule(name, found, now_s)
-        return tuple(silences)
+        # Entries are lazy, so the order of the heap is that of older heartbeats.
+        return tuple(sorted(silences, key=lambda item: (item.last_beat_s, item.node)))
 
     def next_deadline_s(self) -> float:
         """When :meth:`due` may next return a node, if none is heard before; inf for never."""
