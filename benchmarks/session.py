@@ -236,16 +236,22 @@ class Session:
         return self._trainers[run]
 
     def _meet(self, config: JobConfig) -> Groups:
-        ring = config.parallelism.virtual_stages > 1
-        if self._groups is None or self._layout != (config.layout, ring):
+        ring, tied = config.parallelism.virtual_stages > 1, config.model.tie_embeddings
+        if self._groups is None or self._layout != (config.layout, ring, tied):
             self.close()
             self._layouts += 1
             store = PrefixStore(f"layout-{self._layouts}", self._store)
             self._groups = create_groups(
-                config.layout, self.rank, store, self.device, timeout_s=_GROUP_TIMEOUT_S, ring=ring
+                config.layout,
+                self.rank,
+                store,
+                self.device,
+                timeout_s=_GROUP_TIMEOUT_S,
+                ring=ring,
+                tied=tied,
             )
             self._silent = create_silent_group(self.world_size) if self.world_size > 1 else None
-            self._layout = (config.layout, ring)
+            self._layout = (config.layout, ring, tied)
         return self._groups
 
     def _make_room(self, config: JobConfig) -> None:

@@ -38,6 +38,8 @@ _SAMPLES = {
     "SCRATCH_FOLDER": "/data/scratch",
     "SPEC": '{"name": "demo", "priority": 1}',
     "RULE": "hang",
+    "TENANT": "research",
+    "DEVICES": "64",
     "MODE": "OBSERVE",
 }
 _ADDRESS = "127.0.0.1:1"

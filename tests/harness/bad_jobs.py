@@ -169,7 +169,6 @@ RANGES = (
     _one("epsilon of zero", f"{MODEL}.norm_epsilon", 0, RANGE, "between 0 and 1"),
     _one("negative deviation", f"{MODEL}.initializer_std", -1, RANGE, "between 0 and 1"),
     _one("base of one", f"{MODEL}.rope_theta", 1, RANGE, "above 1"),
-    _one("tied embeddings", f"{MODEL}.tie_embeddings", True, "not built", "false"),
     _one("heads of odd width", f"{MODEL}.head_dim", 7, "odd", "even"),
     _one("negative head width", f"{MODEL}.head_dim", -8, "negative", "positive"),
     _one(

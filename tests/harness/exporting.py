@@ -67,6 +67,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**LLAMA, "rope_scaling": {"kind": "linear", "factor": 4.0}},
     ),
+    "llama-tied": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": True}),
     "qwen2": ("Qwen2ForCausalLM", {**LLAMA, "attention_bias": True, "norm_epsilon": 1e-6}),
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "head_dim": 24, "rope_theta": 1e6}),
     "mistral": ("MistralForCausalLM", {**LLAMA, "window": 5}),

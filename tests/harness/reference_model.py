@@ -59,7 +59,8 @@ class ReferenceModel:
             else:
                 x = x + self._attention(self._norm(x, name + "attention_norm"), name, batch)
                 x = x + self._ffn(self._norm(x, name + "ffn_norm"), name)
-        return self._norm(x, "final_norm") @ p["head.weight"].T
+        head = p["embedding.weight" if model.tie_embeddings else "head.weight"]
+        return self._norm(x, "final_norm") @ head.T
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         model, p = self._config.model, self.parameters

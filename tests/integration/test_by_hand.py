@@ -91,6 +91,31 @@ def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
     }
 
 
+def test_a_warm_start_takes_the_parameters_alone_or_goes_on(tmp_path: Path, start: Start) -> None:
+    first = start(write_job(tmp_path, small_job(tmp_path, checkpoint={"uri": "first"})))
+    assert first.end() == 0, first.story()
+    last = first.losses()[STEPS]
+    short = {"steps": 4}
+
+    load = {"load_uri": "first", "uri": "beyond"}
+    beyond = start(write_job(tmp_path, small_job(tmp_path, checkpoint=load, training=short)))
+    assert beyond.end() == 1
+    errors = beyond.errors.read_text()
+    assert "BAD_JOB" in errors and "checkpoint.load_uri" in errors and "give more steps" in errors
+
+    load = {"load_uri": "first", "uri": "tuned", "load": "weights"}
+    job = write_job(tmp_path, small_job(tmp_path, checkpoint=load, training=short))
+    tuned = start(job)
+    assert tuned.end() == 0, tuned.story()
+    assert list(tuned.losses()) == [1, 2, 3, 4]
+    assert abs(tuned.losses()[1] - last) < 0.3 < abs(first.losses()[1] - last)
+    records = tuned.events("step")
+    assert records[0]["consumed_samples"] == 8
+    # Once it has a checkpoint of its own, it goes on from that.
+    again = start(job)
+    assert again.end() == 0 and again.events("attempt")[0]["restored_step"] == 4
+
+
 def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(tmp_path: Path, start: Start) -> None:
     two = {"parallelism": {"dp": 2}, "checkpoint": {"interval_steps": 2}}
     twin = tmp_path / "twin"

@@ -386,6 +386,9 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
     assert (rule["name"], rule["mode"]) == ("hang", "POLICY_MODE_OBSERVE")
     shown = cluster.one("driver/get_cluster_info.sh")["rules"]
     assert rule in shown
+    tenant = cluster.one("driver/set_quota.sh", "research", "64", "the new cluster")["tenant"]
+    assert (tenant["name"], tenant["quota"], tenant["set"]) == ("research", 64, True)
+    assert tenant in cluster.one("driver/get_cluster_info.sh")["tenants"]
     reset = cluster.one("driver/reset_breaker.sh", "the switch is back", VALIDATE_ONLY="true")
     assert reset["consequence"]
     spec = {**cluster.job()["spec"], "priority": 7}

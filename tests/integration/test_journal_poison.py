@@ -155,7 +155,7 @@ async def test_a_later_schema_is_refused_and_small_states_keep_the_first(
     await stored(etcd, Job("a", demo_job("a")))
     assert json.loads((await row(etcd, META)).value)["schema_version"] == codec.BASIC_VERSION
     await stored(etcd, Job("a", demo_job("a")), placed("b", 200))
-    assert json.loads((await row(etcd, META)).value)["schema_version"] == codec.SCHEMA_VERSION
+    assert json.loads((await row(etcd, META)).value)["schema_version"] == codec.PARTS_VERSION
     await change(etcd, META, schema_version=codec.SCHEMA_VERSION + 1)
     with pytest.raises(Exception, match="start the newer build"):
         await leader(etcd)

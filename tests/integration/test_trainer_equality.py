@@ -74,6 +74,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "bias": False,
         "attention_bias": True,
         "qk_norm": True,
+        "tie_embeddings": True,
     },
 }
 

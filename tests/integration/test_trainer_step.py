@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_heads": 2,
         "rope_scaling": {"kind": "llama3", "factor": 4, "original_sequence_length": 16},
     },
+    "tied embeddings": {"tie_embeddings": True},
     "parallel, norms of heads, all frequencies divided": {
         "qk_norm": True,
         "rope_scaling": {"kind": "linear", "factor": 2},

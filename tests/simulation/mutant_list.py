@@ -85,9 +85,9 @@ MUTANTS = (
         "        self.post(NodeHello(now_s, link.node, link.identity))", "        pass",
     ),
     _driver(
-        "send no orders", "engine.py",
-        "if orders is not None and (link := self.links.get(name)) is not None:",
-        "if orders is not None and (link := None) is not None:",
+        "send no orders", "orders.py",
+        "link = self._links.get(name)",
+        "link = None",
     ),
     _driver(
         "forget the open links at a new term", "engine.py",
@@ -171,7 +171,8 @@ MUTANTS = (
     # jobs and scheduling
     _driver(
         "reuse an attempt", "core/scheduling.py",
-        "    number = job.attempt + 1\n", "    number = max(1, job.attempt)\n",
+        "    number = max(job.attempt, job.opened_elsewhere) + 1\n",
+        "    number = max(1, job.attempt)\n",
     ),
     _driver(
         "name a dead spare", "core/candidates.py",
@@ -205,10 +206,8 @@ MUTANTS = (
     ),
     _driver(
         "start before all are prepared", "core/jobs.py",
-        "    if any(\n        _report_phase(draft.nodes.get(slot.node), job) is not "
-        "AttemptPhase.PREPARED\n        for slot in job.slots\n    ):\n        return\n    first",
-        "    if all(\n        _report_phase(draft.nodes.get(slot.node), job) is not "
-        "AttemptPhase.PREPARED\n        for slot in job.slots\n    ):\n        return\n    first",
+        "if not _all_in(draft, job, _PREPARED):",
+        "if not any(_report_phase(draft.nodes.get(s.node), job) in _PREPARED for s in job.slots):",
     ),
     _driver(
         "a new leader does not call again", "core/jobs.py",

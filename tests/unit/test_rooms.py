@@ -40,9 +40,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
         *("numpy", "xxhash", "typer", "rich", "yaml"),
     ),
-    "megascale_checkpoint.export.dcp": (
-        *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
-        "torch",
+    **dict.fromkeys(
+        ("megascale_checkpoint.export.dcp", "megascale_checkpoint.export.megatron"),
+        (
+            *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
+            *("numpy", "torch"),
+        ),
     ),
     **dict.fromkeys(
         (
@@ -55,6 +58,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_trainer": ("megascale_trainer", "megascale_kernels", "torch", "numpy", *PURE),
     "megascale_trainer.data": (
         *("megascale_trainer", "megascale_kernels", "torch", "numpy", "tokenizers"),
+        *PURE,
+    ),
+    "megascale_trainer.telemetry.trackers": (
+        *("megascale_trainer", "torch", "wandb", "mlflow"),
         *PURE,
     ),
     "megascale_trainer.launch": ("megascale_trainer", "torch", "yaml", *PURE),

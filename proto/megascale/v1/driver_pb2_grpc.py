@@ -163,6 +163,11 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.FromString,
                 _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/megascale.v1.DriverService/SetQuota',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.SetQuotaResponse.FromString,
+                _registered_method=True)
         self.ResetBreaker = channel.unary_unary(
                 '/megascale.v1.DriverService/ResetBreaker',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerRequest.SerializeToString,
@@ -525,12 +530,15 @@ class DriverServiceServicer(object):
     def ListEvents(self, request, context):
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
         A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
-        5,000 of the cluster's log and 500 of each job's.
+        5,000 of the cluster's log and 500 of each job's. Older lines of one log, a job's or the
+        cluster's own, are read from etcd and from the driver's export, if page_token names them.
 
         Callers: client, operator
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): the subject, page_size or page_token is malformed.
-        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held.
+        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, and the list is
+        not of one log; or it has left etcd, and the message says where to look for the export.
+        - UNAVAILABLE (ETCD_SILENT): older lines are asked for, and etcd does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -592,6 +600,22 @@ class DriverServiceServicer(object):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
         request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
+        the driver's --quota again. Jobs that run go on, also above a lower quota.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
+        reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -746,6 +770,11 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.SetQuotaRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.SetQuotaResponse.SerializeToString,
             ),
             'ResetBreaker': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetBreaker,
@@ -1415,6 +1444,33 @@ class DriverService(object):
             '/megascale.v1.DriverService/SetPolicy',
             megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/SetQuota',
+            megascale_dot_v1_dot_driver__pb2.SetQuotaRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.SetQuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -409,6 +409,22 @@ _DriverServiceSetPolicyType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceSetQuotaType = typing_extensions.TypeVar(
+    '_DriverServiceSetQuotaType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+)
+
 _DriverServiceResetBreakerType = typing_extensions.TypeVar(
     '_DriverServiceResetBreakerType',
     grpc.UnaryUnaryMultiCallable[
@@ -441,7 +457,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -552,6 +568,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.SetPolicyResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetQuotaRequest,
+            megascale.v1.driver_pb2.SetQuotaResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ResetBreakerRequest,
             megascale.v1.driver_pb2.ResetBreakerResponse,
         ],
@@ -658,6 +678,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.SetPolicyRequest,
             megascale.v1.driver_pb2.SetPolicyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetQuotaRequest,
+            megascale.v1.driver_pb2.SetQuotaResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ResetBreakerRequest,
@@ -950,12 +974,15 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     ListEvents: _DriverServiceListEventsType
     """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
     A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
-    5,000 of the cluster's log and 500 of each job's.
+    5,000 of the cluster's log and 500 of each job's. Older lines of one log, a job's or the
+    cluster's own, are read from etcd and from the driver's export, if page_token names them.
 
     Callers: client, operator
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): the subject, page_size or page_token is malformed.
-    - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held.
+    - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, and the list is
+      not of one log; or it has left etcd, and the message says where to look for the export.
+    - UNAVAILABLE (ETCD_SILENT): older lines are asked for, and etcd does not answer.
     """
 
     WatchEvents: _DriverServiceWatchEventsType
@@ -1005,6 +1032,19 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
       request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    SetQuota: _DriverServiceSetQuotaType
+    """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
+    the driver's --quota again. Jobs that run go on, also above a lower quota.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
+      reason is missing, or the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -1124,6 +1164,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.SetPolicyRequest,
         megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ResetBreakerRequest,
@@ -1528,12 +1572,15 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[megascale.v1.driver_pb2.ListEventsResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ListEventsResponse]]:
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
         A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
-        5,000 of the cluster's log and 500 of each job's.
+        5,000 of the cluster's log and 500 of each job's. Older lines of one log, a job's or the
+        cluster's own, are read from etcd and from the driver's export, if page_token names them.
 
         Callers: client, operator
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): the subject, page_size or page_token is malformed.
-        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held.
+        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, and the list is
+          not of one log; or it has left etcd, and the message says where to look for the export.
+        - UNAVAILABLE (ETCD_SILENT): older lines are asked for, and etcd does not answer.
         """
 
     @abc.abstractmethod
@@ -1603,6 +1650,24 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
           request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def SetQuota(
+        self,
+        request: megascale.v1.driver_pb2.SetQuotaRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.SetQuotaResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SetQuotaResponse]]:
+        """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
+        the driver's --quota again. Jobs that run go on, also above a lower quota.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
+          reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.

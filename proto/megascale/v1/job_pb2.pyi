@@ -283,6 +283,28 @@ TOKENIZER_KIND_BPE: TokenizerKind.ValueType  # 2
 """Byte-level BPE in a Hugging Face tokenizers file."""
 Global___TokenizerKind: typing_extensions.TypeAlias = TokenizerKind
 
+class _CheckpointLoad:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CheckpointLoadEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CheckpointLoad.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHECKPOINT_LOAD_UNSPECIFIED: _CheckpointLoad.ValueType  # 0
+    CHECKPOINT_LOAD_FULL: _CheckpointLoad.ValueType  # 1
+    """Everything: it goes on at the step of the checkpoint, with its optimizer and its data."""
+    CHECKPOINT_LOAD_WEIGHTS: _CheckpointLoad.ValueType  # 2
+    """The parameters alone: all else begins anew at step 0, as for fine-tuning."""
+
+class CheckpointLoad(_CheckpointLoad, metaclass=_CheckpointLoadEnumTypeWrapper):
+    """What a job takes from another one's checkpoint."""
+
+CHECKPOINT_LOAD_UNSPECIFIED: CheckpointLoad.ValueType  # 0
+CHECKPOINT_LOAD_FULL: CheckpointLoad.ValueType  # 1
+"""Everything: it goes on at the step of the checkpoint, with its optimizer and its data."""
+CHECKPOINT_LOAD_WEIGHTS: CheckpointLoad.ValueType  # 2
+"""The parameters alone: all else begins anew at step 0, as for fine-tuning."""
+Global___CheckpointLoad: typing_extensions.TypeAlias = CheckpointLoad
+
 class _CheckpointInterval:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -326,6 +348,28 @@ DIVERGENCE_ACTION_STOP: DivergenceAction.ValueType  # 1
 DIVERGENCE_ACTION_CONTINUE: DivergenceAction.ValueType  # 2
 """The job goes on; the event is logged once for each time that it diverges."""
 Global___DivergenceAction: typing_extensions.TypeAlias = DivergenceAction
+
+class _SpareRule:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SpareRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SpareRule.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SPARE_RULE_UNSPECIFIED: _SpareRule.ValueType  # 0
+    SPARE_RULE_COUNT: _SpareRule.ValueType  # 1
+    """`spare_nodes`."""
+    SPARE_RULE_AUTO: _SpareRule.ValueType  # 2
+    """The binomial rule."""
+
+class SpareRule(_SpareRule, metaclass=_SpareRuleEnumTypeWrapper):
+    """What decides how many spares stand by for a job."""
+
+SPARE_RULE_UNSPECIFIED: SpareRule.ValueType  # 0
+SPARE_RULE_COUNT: SpareRule.ValueType  # 1
+"""`spare_nodes`."""
+SPARE_RULE_AUTO: SpareRule.ValueType  # 2
+"""The binomial rule."""
+Global___SpareRule: typing_extensions.TypeAlias = SpareRule
 
 @typing.final
 class JobSpec(google.protobuf.message.Message):
@@ -529,7 +573,7 @@ class ModelSpec(google.protobuf.message.Message):
     rope_theta: builtins.float
     """Base of the rotary frequencies; default 10000."""
     tie_embeddings: builtins.bool
-    """Share embedding and head; default false."""
+    """Embedding and head are one table, also where they are on two pipeline stages; default false."""
     window: builtins.int
     """Sliding-window width in tokens; default 0 = full causal attention."""
     norm_epsilon: builtins.float
@@ -1022,18 +1066,35 @@ class TelemetrySpec(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENSORBOARD_FIELD_NUMBER: builtins.int
+    WANDB_FIELD_NUMBER: builtins.int
+    MLFLOW_FIELD_NUMBER: builtins.int
     tensorboard: builtins.bool
-    """Write the step records as TensorBoard event files into the attempt's folder on the node of rank
-    0; default false.
+    """Write the step records as TensorBoard event files into the job's folder on the node of rank 0,
+    in one folder for all attempts; default false.
+    """
+    wandb: builtins.bool
+    """Give the step records to Weights & Biases; offline, into the job's folder on the node of rank
+    0, unless WANDB_MODE is set there. Needs the extra `trackers`; default false.
+    """
+    mlflow: builtins.bool
+    """Give the step records to MLflow: to MLFLOW_TRACKING_URI of the node of rank 0, else as files
+    into the job's folder. Needs the extra `trackers`; default false.
     """
     def __init__(
         self,
         *,
         tensorboard: builtins.bool | None = ...,
+        wandb: builtins.bool | None = ...,
+        mlflow: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_tensorboard", b"_tensorboard", "tensorboard", b"tensorboard"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_tensorboard", b"_tensorboard", "tensorboard", b"tensorboard"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_mlflow", b"_mlflow"]) -> typing.Literal["mlflow"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tensorboard", b"_tensorboard"]) -> typing.Literal["tensorboard"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_wandb", b"_wandb"]) -> typing.Literal["wandb"] | None: ...
 
 Global___TelemetrySpec: typing_extensions.TypeAlias = TelemetrySpec
 
@@ -1149,6 +1210,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     INTERVAL_FIELD_NUMBER: builtins.int
     DEVICE_MTBF_HOURS_FIELD_NUMBER: builtins.int
     MAX_STEP_SLOWDOWN_FIELD_NUMBER: builtins.int
+    LOAD_FIELD_NUMBER: builtins.int
     uri: builtins.str
     """Where the job's checkpoints are: an absolute path, file:///path, s3://bucket/prefix,
     hdfs://host:port/path, or a scheme that a package on the nodes adds; empty: none.
@@ -1216,6 +1278,8 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Share by which steps may take longer while a checkpoint is written to storage; above it the
     write is slowed down, to an eighth of its speed at most. Default 0.05; 0: never slowed down.
     """
+    load: Global___CheckpointLoad.ValueType
+    """What is taken from `load_uri`; default full."""
     def __init__(
         self,
         *,
@@ -1236,9 +1300,10 @@ class CheckpointSpec(google.protobuf.message.Message):
         interval: Global___CheckpointInterval.ValueType = ...,
         device_mtbf_hours: builtins.float | None = ...,
         max_step_slowdown: builtins.float | None = ...,
+        load: Global___CheckpointLoad.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours", "_final_timeout_s", b"_final_timeout_s", "_max_step_slowdown", b"_max_step_slowdown", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "device_mtbf_hours", b"device_mtbf_hours", "final_timeout_s", b"final_timeout_s", "max_step_slowdown", b"max_step_slowdown", "require_final", b"require_final", "slots", b"slots", "verify_d2h", b"verify_d2h"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours", "_final_timeout_s", b"_final_timeout_s", "_max_step_slowdown", b"_max_step_slowdown", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "device_mtbf_hours", b"device_mtbf_hours", "final_timeout_s", b"final_timeout_s", "interval", b"interval", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "max_step_slowdown", b"max_step_slowdown", "max_write_mib_per_s", b"max_write_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours", "_final_timeout_s", b"_final_timeout_s", "_max_step_slowdown", b"_max_step_slowdown", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "device_mtbf_hours", b"device_mtbf_hours", "final_timeout_s", b"final_timeout_s", "interval", b"interval", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load", b"load", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "max_step_slowdown", b"max_step_slowdown", "max_write_mib_per_s", b"max_write_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours"]) -> typing.Literal["device_mtbf_hours"] | None: ...
     @typing.overload
@@ -1268,6 +1333,9 @@ class RecoverySpec(google.protobuf.message.Message):
     ON_NON_FINITE_FIELD_NUMBER: builtins.int
     LOSS_RISE_FACTOR_FIELD_NUMBER: builtins.int
     ON_LOSS_RISE_FIELD_NUMBER: builtins.int
+    SPARES_FIELD_NUMBER: builtins.int
+    REPAIR_HOURS_FIELD_NUMBER: builtins.int
+    SPARE_PROBABILITY_FIELD_NUMBER: builtins.int
     max_restarts: builtins.int
     """Restarts after faults of one cause within six hours; default 20."""
     max_restarts_without_progress: builtins.int
@@ -1288,6 +1356,15 @@ class RecoverySpec(google.protobuf.message.Message):
     """
     on_loss_rise: Global___DivergenceAction.ValueType
     """When the loss has risen for that long; default continue."""
+    spares: Global___SpareRule.ValueType
+    """What decides how many spares stand by; default count. With auto, without `spare_nodes`, they are
+    so many that they suffice with `spare_probability` while lost nodes are repaired (a binomial
+    rule; `checkpoint.device_mtbf_hours`, corrected by what the fleet has counted).
+    """
+    repair_hours: builtins.float
+    """Hours until a lost node is back; default 7.5. With `spares: auto`."""
+    spare_probability: builtins.float
+    """Probability, 0.5 or more, with which the spares suffice; default 0.99. With `spares: auto`."""
     def __init__(
         self,
         *,
@@ -1299,9 +1376,12 @@ class RecoverySpec(google.protobuf.message.Message):
         on_non_finite: Global___DivergenceAction.ValueType = ...,
         loss_rise_factor: builtins.float | None = ...,
         on_loss_rise: Global___DivergenceAction.ValueType = ...,
+        spares: Global___SpareRule.ValueType = ...,
+        repair_hours: builtins.float | None = ...,
+        spare_probability: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "on_loss_rise", b"on_loss_rise", "on_non_finite", b"on_non_finite", "spare_nodes", b"spare_nodes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "repair_hours", b"repair_hours", "spare_probability", b"spare_probability"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "on_loss_rise", b"on_loss_rise", "on_non_finite", b"on_non_finite", "repair_hours", b"repair_hours", "spare_nodes", b"spare_nodes", "spare_probability", b"spare_probability", "spares", b"spares"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_collective_timeout_s", b"_collective_timeout_s"]) -> typing.Literal["collective_timeout_s"] | None: ...
     @typing.overload
@@ -1312,5 +1392,9 @@ class RecoverySpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts_without_progress", b"_max_restarts_without_progress"]) -> typing.Literal["max_restarts_without_progress"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repair_hours", b"_repair_hours"]) -> typing.Literal["repair_hours"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_spare_probability", b"_spare_probability"]) -> typing.Literal["spare_probability"] | None: ...
 
 Global___RecoverySpec: typing_extensions.TypeAlias = RecoverySpec

@@ -23,7 +23,7 @@ from megascale_checkpoint.concurrency import Signal
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.opening import BY_HAND, Opening, refuse_foreign, refuse_used
 from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
+from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep
 from megascale_checkpoint.retention.collector import Collector, Run
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
@@ -168,7 +168,7 @@ class Committer:
         def read(commit_log: CommitLog) -> RestoreDecision:
             commit_log.refresh()
             refuse_foreign(commit_log, wanted.job)
-            return decide(commit_log, wanted.uri, SealedStep(0, 0), frozenset(), wanted.load_uri)
+            return wanted.decision(commit_log, SealedStep(0, 0), frozenset())
 
         return await self._readers.of(wanted.uri).call(read, OPEN_S, anew=True)
 

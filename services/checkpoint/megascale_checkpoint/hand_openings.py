@@ -72,6 +72,7 @@ def _read(message: Message) -> Opening:
             ("uri", str),
             ("world_size", int),
             ("load_uri", str),
+            ("load_weights", bool),
             ("keep_latest", int),
             ("keep_every_steps", int),
             ("keep_every_hours", float),
@@ -93,4 +94,5 @@ def _read(message: Message) -> Opening:
         values["world_size"],
         values["load_uri"],
         Retention(*(values[name] for name in keeps)),
+        values["load_weights"],
     )

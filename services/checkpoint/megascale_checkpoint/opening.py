@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.restore_decision import SealedStep, decide
+from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.retention import loads
 from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.storage import open_storage
@@ -29,6 +29,7 @@ class Opening:
     world_size: int
     load_uri: str = ""
     retention: Retention = field(default_factory=Retention)
+    load_weights: bool = False
 
     def check(self, commit_log: CommitLog) -> None:
         """Find out before anything is trained whether the folder can be used.
@@ -57,7 +58,7 @@ class Opening:
         refuse_foreign(commit_log, self.job)
         # Stored in the record: ranks of one attempt must all restore the same step, even if the
         # call is repeated after the storage has changed.
-        decision = decide(commit_log, self.uri, sealed, refused, self.load_uri)
+        decision = self.decision(commit_log, sealed, refused)
         loads.hold(self.job, self.load_uri, decision.plan)
         return {
             "job": self.job,
@@ -65,8 +66,17 @@ class Opening:
             "epoch": list(epoch),
             "restored_from": decision.to_record(),
             "load_uri": self.load_uri,
+            "load_weights": self.load_weights,
             "retention": self.retention.to_record(),
         }
+
+    def decision(
+        self, commit_log: CommitLog, sealed: SealedStep, refused: frozenset[int]
+    ) -> RestoreDecision:
+        """What the attempt restores; raises as :meth:`record`."""
+        return decide(
+            commit_log, self.uri, sealed, refused, self.load_uri, weights=self.load_weights
+        )
 
 
 def refuse_foreign(commit_log: CommitLog, job: str) -> None:

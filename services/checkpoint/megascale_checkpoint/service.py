@@ -57,6 +57,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                     Retention(
                         request.keep_latest, request.keep_every_steps, request.keep_every_hours
                     ),
+                    request.load_weights,
                 ),
                 request.attempt,
                 SealedStep(request.sealed_step, request.sealed_by_attempt),

@@ -20,6 +20,7 @@ from megascale_common.etcd.protocol import Etcd
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.engine import Engine
+from megascale_driver.journal.older import OlderLines
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
 from megascale_driver.journal.store import LEADER_KEY, Store
 from megascale_driver.journal.trimming import Retention, Trimmer
@@ -67,6 +68,7 @@ class Leader:
         self._keeper = keeper
         self._clock = clock
         self._retention = retention if retention is not None else Retention()
+        self.older = OlderLines(client, self._retention.export_to)
 
     @property
     def shows_state(self) -> bool:

@@ -29,6 +29,7 @@ from megascale_driver import wire
 from megascale_driver.core import unreadable
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
+from megascale_driver.loop_watch import LongLived
 from megascale_driver.open_links import Link
 from megascale_driver.orders import PROTOCOL
 
@@ -45,6 +46,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         self._engine = engine
         self._leader = leader
         self._cluster = cluster
+        self._long_lived = LongLived()
 
     async def Connect(  # type: ignore[override]  # the generated base class knows generators only
         self,
@@ -72,6 +74,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         # Registered before the driver's hello is sent: a new term that starts in between finds the
         # link and introduces the node to the core again.
         self._engine.links.add(link)
+        self._long_lived.linked(len(self._engine.links))
         reader: asyncio.Task[None] | None = None
         try:
             await link.greet(link_pb2.ConnectResponse(hello=greeting))

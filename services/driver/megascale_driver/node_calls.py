@@ -66,6 +66,7 @@ class NodeCalls:
             job=wanted.job,
             uri=wanted.uri,
             load_uri=wanted.load_uri,
+            load_weights=wanted.load_weights,
             attempt=wanted.attempt,
             world_size=wanted.world_size,
             sealed_step=wanted.sealed_step,

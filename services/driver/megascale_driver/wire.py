@@ -14,9 +14,10 @@ from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.divergence import StepSample
-from megascale_driver.core import events, goodput, replicas, unreadable
+from megascale_driver.core import events, goodput, quotas, replicas, unreadable
 from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
+from megascale_driver.core.policy import Policy
 from megascale_driver.core.rules import RULES, mode_of
 from megascale_driver.core.state import (
     Cluster,
@@ -246,6 +247,25 @@ def rule_messages(modes: Mapping[str, str]) -> list[driver_pb2.PolicyRule]:
         )
         for name, effect in RULES.items()
     ]
+
+
+def tenant_message(state: Cluster, policy: Policy, name: str) -> driver_pb2.Tenant:
+    """A tenant for clients: what it may hold, and what it holds."""
+    return driver_pb2.Tenant(
+        name=name,
+        quota=quotas.in_force(state.tenants, policy).get(name),
+        devices_held=quotas.devices_held(state.jobs.values()).get(name, 0),
+        set=name in state.tenants,
+    )
+
+
+def tenant_messages(state: Cluster, policy: Policy) -> list[driver_pb2.Tenant]:
+    """All tenants that have a quota or hold devices, by name."""
+    limited, holding = (
+        quotas.in_force(state.tenants, policy),
+        quotas.devices_held(state.jobs.values()),
+    )
+    return [tenant_message(state, policy, name) for name in sorted({*limited, *holding})]
 
 
 def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event:

@@ -162,7 +162,7 @@ class Trainer:
         self._copied: CopyEnd | None = None
         self._table = parameter_table(config, rank)
         dtype = DTYPES[config.training.precision]
-        place = (self._table, dtype, device, groups.tp, groups.dp)
+        place = (self._table, dtype, device, groups.tp, groups.dp, groups.ends)
         overlapped = config.parallelism.overlap.dp
         self._buffers = (
             OverlappedBuffers(*place, micro_batches=config.micro_batches)
@@ -278,6 +278,16 @@ class Trainer:
         entropy, _, weight = sums.tolist()
         return float(entropy / weight) if weight > 0 else float("nan")
 
+    def logits(self, batch: MicroBatch) -> torch.Tensor:
+        """[B, S, V] of a batch, for a job of one rank; S is model.sequence_length."""
+        hidden = None
+        with torch.no_grad():
+            for stage in self._pipeline.chunks:
+                hidden = stage.forward(hidden, batch)
+            assert hidden is not None
+            logits = stage.logits(hidden)
+        return logits.transpose(0, 1)[..., : self.config.model.vocab_size]
+
     def states(self) -> dict[str, torch.Tensor]:
         """This rank's flat float32 shard of each optimizer state, by name; views."""
         return dict(zip(self._state_names, self._states.unbind(), strict=True))
@@ -331,9 +341,14 @@ class Trainer:
                 ready(stop)
                 image[start:stop].copy_(slot[start:stop], non_blocking=True)
 
-    def finish_load(self, step: int) -> None:
-        """Set the number of completed steps; publish the loaded parameters to all replicas."""
+    def finish_load(self, step: int, *, weights_only: bool = False) -> None:
+        """Set the number of completed steps; publish the loaded parameters to all replicas.
+
+        ``weights_only`` forgets the optimizer's other states: they begin anew.
+        """
         self.step = step
+        if weights_only:
+            self._states[1:].zero_()
         self._publish()
 
     def settle(self) -> None:

@@ -118,8 +118,14 @@ class Invariants:
         for line in audit:
             self.log.append(f"{line.log} {line.seq} {line.reason} {line.subject} {line.attempt}")
             self._line(line, offset_s)
+            if line.reason == "PREEMPTION_ORDERED":
+                self._preempted(line.log, new)
         if old.jobs is not new.jobs or old.nodes is not new.nodes:
-            self._one_place_each(new)
+            self._spares_ready(new)
+        if old.jobs is not new.jobs:
+            places = [_places(state) for state in (old, new)]
+            if places[0] != places[1]:
+                self._one_place_each(new)
             for name, job in new.jobs.items():
                 before = old.jobs.get(name)
                 if before is not job:
@@ -147,6 +153,15 @@ class Invariants:
             if not self._touched_lately(line.log):
                 self.breaks("I8", f"{node.name} is healthy: {line.message}")
 
+    def _preempted(self, job: str, state: Cluster) -> None:
+        """I11: a job is displaced only for one of higher priority that waits."""
+        mine = state.jobs[job].config.priority
+        if not any(
+            j.phase is JobPhase.QUEUED and j.config.priority > mine for j in state.jobs.values()
+        ):
+            self.breaks("I11", f"{job} is displaced, and nobody of higher priority waits")
+        self.excused_s[job] = self._world.now_s + 600.0
+
     def _mass(self, line: Audit) -> None:
         """I5: inferred deaths of nodes that run jobs stay within the breaker's limit."""
         world = self._world
@@ -163,14 +178,17 @@ class Invariants:
             self.breaks("I5", f"{sorted(lost)} are dead by silence: {line.message}")
 
     def _one_place_each(self, state: Cluster) -> None:
-        """I4: a node is active, spare, quarantined or draining, and one of them only."""
+        """I4: a node is active or a spare, of one job only."""
         active = [s.node for job in state.jobs.values() if job.active for s in job.slots]
         spares = [name for job in state.jobs.values() for name in job.spares]
         places = active + spares
         if len(places) != len(set(places)):
             twice = sorted({name for name in places if places.count(name) > 1})
             self.breaks("I4", f"in two places: {twice}")
-        for name in spares:
+
+    def _spares_ready(self, state: Cluster) -> None:
+        """I4: no spare is quarantined or draining."""
+        for name in (name for job in state.jobs.values() for name in job.spares):
             node = state.nodes.get(name)
             if node is None or node.disposition in (Disposition.QUARANTINED, Disposition.DRAINING):
                 self.breaks("I4", f"spare {name} is {node and node.disposition}")
@@ -271,6 +289,11 @@ class Invariants:
         if any(self._world.nodes[name].trouble_until_s > self._world.now_s for name in gang.nodes):
             return
         self.breaks("I11", f"attempt {gang.key} trained and was stopped on {node.name}")
+
+
+def _places(state: Cluster) -> list[tuple[int, int]]:
+    """Changes when the nodes of an active job, or its spares, do."""
+    return [(id(job.slots) * job.active, id(job.spares)) for job in state.jobs.values()]
 
 
 def _keys_put(request: Any) -> list[bytes]:

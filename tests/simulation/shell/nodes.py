@@ -277,6 +277,11 @@ class SimNode:
         elif kind == "desired_state":
             self._obey(message.desired_state)
 
+    def acknowledged(self, link: Link) -> None:
+        """The driver has taken in a heartbeat."""
+        if self.link is link and self.up:
+            self._heard_s = self.world.loop.time()
+
     def _see_epoch(self, epoch: tuple[int, int]) -> bool:
         """Refuse a lower epoch than one seen before, by ending the session."""
         if epoch < self.epoch:

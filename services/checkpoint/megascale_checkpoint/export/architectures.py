@@ -218,6 +218,8 @@ def misfits(architecture: Architecture, model: ModelConfig) -> list[Misfit]:
         and name not in architecture.needs
         and not (name == "attention_bias" and model.bias)
     ]
+    if model.tie_embeddings and architecture.head_bias:
+        found.append(Misfit("tie_embeddings", "true", "false"))
     if model.head_size * model.heads != model.hidden_size and not architecture.head_dim:
         found.append(Misfit("head_dim", model.head_dim, "hidden_size / heads"))
     if model.positions != "rope":

@@ -28,14 +28,14 @@ _ROPE = "rope_parameters"  # since version 5 of transformers; before, its fields
 class ForeignModel:
     """A Hugging Face model that a job can train.
 
-    ``head_scale`` multiplies the head's weights, for a job has no scale of logits; ``tied``: the
-    head is the embedding, of which a job gets a copy.
+    ``head_scale`` multiplies the head's weights, for a job has no scale of logits; ``copied``: the
+    head is an embedding that such a scale keeps from being the same table.
     """
 
     architecture: Architecture
     model: ModelConfig
     head_scale: float
-    tied: bool
+    copied: bool
 
 
 def config_values(architecture: Architecture, model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def config_values(architecture: Architecture, model: ModelConfig, dtype: str) ->
         _ROPE: rope,
         # Its name before version 5 of transformers.
         **({"rope_scaling": rope} if model.rope_scaling.kind != "none" else {}),
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": model.tie_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -125,6 +125,9 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
     _need("head_dim", head_dim, alike or found.head_dim, f"hidden_size / heads, {hidden}/{heads}")
     layers = _whole(values, "num_hidden_layers")
     window, layer_windows = _windows(found, values, layers)
+    scale = float(values.get("logit_scale", 0.0625)) if model_type == "cohere" else 1.0
+    # Versions of transformers differ in what an absent field means; the files say it.
+    tied = bool(values.get("tie_word_embeddings", not head_stored))
     model = ModelConfig(
         layers=layers,
         hidden_size=hidden,
@@ -138,16 +141,14 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         rope_theta=_number(values, "rope_theta"),
         rope_scaling=_rope_scaling(values),
         head_dim=0 if alike else head_dim,
+        tie_embeddings=tied and scale == 1.0,
         window=window,
         layer_windows=layer_windows,
         norm_epsilon=_number(values, found.epsilon),
         initializer_std=float(values.get("initializer_range", 0.02)),
         **found.needs,  # type: ignore[arg-type]  # block, mlp, norm and what is on
     )
-    scale = values.get("logit_scale", 0.0625) if model_type == "cohere" else 1.0
-    # Versions of transformers differ in what an absent field means; the files say it.
-    tied = values.get("tie_word_embeddings", not head_stored)
-    return ForeignModel(found, model, float(scale), bool(tied))
+    return ForeignModel(found, model, scale, copied=tied and scale != 1.0)
 
 
 def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:

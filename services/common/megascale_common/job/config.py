@@ -17,6 +17,7 @@ from typing import Any, Literal
 from megascale_common.job import reading, validation
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
+from megascale_common.job.stored import ADDED, stored_values
 
 # The fields of a job that stand under `trainer` in a job file; the tree has them at its root.
 TRAINER_SECTIONS = (
@@ -45,11 +46,8 @@ Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 DivergenceAction = Literal["stop", "continue"]
 CheckpointInterval = Literal["steps", "auto"]
-
-# Marks a field that earlier builds do not know. It is stored only where it is not at its default,
-# so that such a build, which refuses unknown fields, can read the jobs that do not use it. A stored
-# job takes the default of the build that reads it: that of such a field stays as it is.
-ADDED: Mapping[str, bool] = {"added": True}
+SpareRule = Literal["count", "auto"]
+CheckpointLoad = Literal["full", "weights"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,9 +262,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelemetryConfig:
-    """Records for other tools: TensorBoard event files in the attempt's folder on rank 0's node."""
+    """Trackers that get the step records, in the job's folder where rank 0 runs."""
 
     tensorboard: bool = False
+    wandb: bool = field(default=False, metadata=ADDED)
+    mlflow: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,8 +279,9 @@ class CheckpointConfig:
     Each snapshot has ``replicas`` (0 or 1) copies on another node; a node sends at most
     ``max_replicate_mib_per_s`` (0: any). ``slots`` is the number of staging slots; at 0 the daemon
     chooses it. ``load_uri`` is the folder of another job's checkpoints, from which this job starts
-    while it has none of its own. A job whose last step is not saved within ``final_timeout_s``
-    fails, unless ``require_final`` is off. The three ``keep_...`` are rules of which checkpoints
+    while it has none of its own; with ``load`` weights it takes the parameters alone. A job whose
+    last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is off. The
+    three ``keep_...`` are rules of which checkpoints
     are kept; without any, all are. ``max_write_mib_per_s`` bounds what the ranks of one node write
     to storage; 0 is no bound. With ``interval`` auto the run decides how often it persists, from
     what a save costs it and from ``device_mtbf_hours``, the hours of a device between two failures.
@@ -305,6 +306,7 @@ class CheckpointConfig:
     interval: CheckpointInterval = field(default="steps", metadata=ADDED)
     device_mtbf_hours: float = field(default=50_000.0, metadata=ADDED)
     max_step_slowdown: float = field(default=0.05, metadata=ADDED)
+    load: CheckpointLoad = field(default="full", metadata=ADDED)
 
     @property
     def memory_interval_steps(self) -> int:
@@ -316,6 +318,7 @@ class CheckpointConfig:
 class RecoveryConfig:
     """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job.
 
+    With ``spares`` auto their number is that of :mod:`megascale_common.sizes.spare_count`.
     A run counts as diverged after ``divergence_steps`` steps in a row (0: never; half of the job's
     steps where that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
     never) times that of the start.
@@ -329,6 +332,9 @@ class RecoveryConfig:
     on_non_finite: DivergenceAction = "stop"
     loss_rise_factor: float = 3.0
     on_loss_rise: DivergenceAction = "continue"
+    spares: SpareRule = field(default="count", metadata=ADDED)
+    repair_hours: float = field(default=7.5, metadata=ADDED)
+    spare_probability: float = field(default=0.99, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -434,30 +440,7 @@ def to_json(config: JobConfig) -> str:
 
     Fields that are ``ADDED`` are in it only where they are not at their defaults.
     """
-    return json.dumps(_stored(config), sort_keys=True, separators=(",", ":"))
-
-
-def _stored(section: Any) -> dict[str, Any]:
-    """The plain values of a dataclass, as they are stored."""
-    found: dict[str, Any] = {}
-    for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
-        if item.metadata.get("added") and value == _default(item):
-            continue
-        found[item.name] = _stored(value) if dataclasses.is_dataclass(value) else _plain(value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_stored(item) if dataclasses.is_dataclass(item) else item for item in value]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    if item.default_factory is not dataclasses.MISSING:
-        return item.default_factory()
-    return item.default
+    return json.dumps(stored_values(config), sort_keys=True, separators=(",", ":"))
 
 
 def _read(values: Any) -> tuple[JobConfig | None, list[JobProblem]]:

@@ -266,7 +266,3 @@ def not_built(config: JobConfig) -> Iterator[JobProblem]:
         value = getattr(parallel, name)
         if value > 1:
             yield JobProblem(f"trainer.parallelism.{name}", f"{value} is not built yet", "use 1")
-    if config.model.tie_embeddings:
-        yield JobProblem(
-            "trainer.model.tie_embeddings", "tied embeddings are not built yet", "use false"
-        )

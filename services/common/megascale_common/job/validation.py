@@ -30,6 +30,8 @@ _MAX_COLLECTIVE_TIMEOUT_S = 86_400
 _MAX_REPLICATE_MIB_PER_S = 1e6
 _MAX_FINAL_TIMEOUT_S = 3600
 _MAX_MTBF_HOURS = 1e9
+_MAX_REPAIR_HOURS = 8760.0
+_MAX_SPARE_PROBABILITY = 0.999999
 _MIN_HOURS, _MAX_HOURS = 0.02, 24 * 366
 _MAX_MIB_PER_S = 2**20  # a TiB per second
 _SHA256_DIGITS = 64
@@ -294,19 +296,7 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "give a folder, or use interval 0",
         )
     yield from _storage("checkpoint.uri", checkpoint.uri)
-    yield from _storage("checkpoint.load_uri", checkpoint.load_uri)
-    if checkpoint.load_uri and not checkpoint.uri:
-        yield JobProblem(
-            "checkpoint.uri",
-            "empty although checkpoint.load_uri is set",
-            "give a folder of this job's own",
-        )
-    elif checkpoint.load_uri and _folder(checkpoint.load_uri) == _folder(checkpoint.uri):
-        yield JobProblem(
-            "checkpoint.load_uri",
-            "is checkpoint.uri itself",
-            "give another job's folder: a job resumes from its own without load_uri",
-        )
+    yield from _loading(checkpoint)
     yield from _replicas(checkpoint)
     if not 0 <= checkpoint.verify_d2h <= 1:
         yield JobProblem(
@@ -327,6 +317,28 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             f"give 1 to {_MAX_FINAL_TIMEOUT_S} seconds",
         )
     yield from _retention(checkpoint)
+
+
+def _loading(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
+    yield from _storage("checkpoint.load_uri", checkpoint.load_uri)
+    if checkpoint.load_uri and not checkpoint.uri:
+        yield JobProblem(
+            "checkpoint.uri",
+            "empty although checkpoint.load_uri is set",
+            "give a folder of this job's own",
+        )
+    elif checkpoint.load_uri and _folder(checkpoint.load_uri) == _folder(checkpoint.uri):
+        yield JobProblem(
+            "checkpoint.load_uri",
+            "is checkpoint.uri itself",
+            "give another job's folder: a job resumes from its own without load_uri",
+        )
+    if checkpoint.load == "weights" and not checkpoint.load_uri:
+        yield JobProblem(
+            "checkpoint.load",
+            "is weights, and checkpoint.load_uri names no checkpoint to take them from",
+            "give a load_uri, or leave load out",
+        )
 
 
 def _auto(checkpoint: CheckpointConfig) -> bool:
@@ -418,6 +430,24 @@ def _recovery(config: JobConfig) -> Iterator[JobProblem]:
         value = getattr(recovery, name)
         if value < 0:
             yield JobProblem(f"recovery.{name}", f"{value} is negative", "give 0 or more")
+    if recovery.spares == "auto" and recovery.spare_nodes:
+        yield JobProblem(
+            "recovery.spare_nodes",
+            f"{recovery.spare_nodes} is given, and recovery.spares is auto",
+            "give one of the two",
+        )
+    if not 0 < recovery.repair_hours <= _MAX_REPAIR_HOURS:
+        yield JobProblem(
+            "recovery.repair_hours",
+            f"{recovery.repair_hours:g} is out of range",
+            f"give more than 0 up to {_MAX_REPAIR_HOURS:g} hours until a lost node is back",
+        )
+    if not 0.5 <= recovery.spare_probability <= _MAX_SPARE_PROBABILITY:
+        yield JobProblem(
+            "recovery.spare_probability",
+            f"{recovery.spare_probability:g} is out of range",
+            f"give 0.5 to {_MAX_SPARE_PROBABILITY}",
+        )
     factor = recovery.loss_rise_factor
     if factor != 0 and not 1 < factor <= _MAX_LOSS_RISE:
         yield JobProblem(

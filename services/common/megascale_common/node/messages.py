@@ -16,7 +16,8 @@ Agent and worker, over the socket passed with Fork:
     worker: Running, then StepDone per step (from one rank per job: see ``reports``), then Failed or
         Finished.
     agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
-    agent: Leave or Stay at any time; the workers end early together, each with Finished.
+    agent: Leave or Stay at any time; the workers end early together, each with Finished, or, if
+        they cannot save, train on, each with NotLeft.
     agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from
         inside a hung call.
     Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
@@ -223,6 +224,14 @@ class Stay(TypedDict):
     """Agent to worker: the order to leave is withdrawn, unless it is being carried out."""
 
     kind: Literal["stay"]
+
+
+class NotLeft(TypedDict):
+    """Worker to agent: the order ``id`` failed, as the state could not be saved; it trains on."""
+
+    kind: Literal["not_left"]
+    id: str
+    problem: str
 
 
 class Profiled(TypedDict):
@@ -450,7 +459,7 @@ class RequestFailed(TypedDict):
 
 
 TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
-WorkerMessage: TypeAlias = Running | StepDone | Profiled | Failed | Finished
+WorkerMessage: TypeAlias = Running | StepDone | Profiled | NotLeft | Failed | Finished
 DaemonRequest: TypeAlias = (
     Register | Pieces | Restore | Acquire | Seal | Release | Drain | StepTime | RestoreRequest
 )

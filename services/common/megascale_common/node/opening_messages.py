@@ -24,6 +24,7 @@ class OpenAttempt(TypedDict):
     uri: str
     world_size: int
     load_uri: str
+    load_weights: bool
     keep_latest: int
     keep_every_steps: int
     keep_every_hours: float

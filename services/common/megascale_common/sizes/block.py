@@ -71,12 +71,14 @@ class Tensor:
     """A stored tensor: rows of its parameters by ``columns``; without columns it is a vector.
 
     Norms and biases are vectors: they do not decay. What no rank splits is replicated over tp.
+    ``tied``: the first and the last unit store the same parameter, each under a name of its own.
     """
 
     name: str
     kind: Kind
     parameters: tuple[LogicalParameter, ...]
     columns: int = 0
+    tied: bool = False
 
     @property
     def decays(self) -> bool:
@@ -129,7 +131,7 @@ def embedding_unit(model: ModelConfig) -> Unit:
     """Token embedding, split over tp by rows; learned positions, held whole."""
     std, hidden = model.initializer_std, model.hidden_size
     tokens = LogicalParameter("embedding", Extent(model.vocab_size, "padded"), "normal", std)
-    tables = [Tensor("embedding", "weight", (tokens,), hidden)]
+    tables = [Tensor("embedding", "weight", (tokens,), hidden, tied=model.tie_embeddings)]
     if model.positions == "learned":
         rows = Extent(model.sequence_length, "whole")
         positions = LogicalParameter("positions", rows, "normal", std)
@@ -180,9 +182,10 @@ def head_unit(model: ModelConfig) -> Unit:
     beside them. The input of the final norm is not counted: it is small beside the logits.
     """
     vocabulary = Extent(model.vocab_size, "padded")
-    weight = LogicalParameter("head", vocabulary, "normal", model.initializer_std)
+    name = "embedding" if model.tie_embeddings else "head"
+    weight = LogicalParameter(name, vocabulary, "normal", model.initializer_std)
     head = Operator(
-        (Tensor("head", "weight", (weight,), model.hidden_size),),
+        (Tensor("head", "weight", (weight,), model.hidden_size, tied=model.tie_embeddings),),
         keeps=(
             Kept(Extent(model.hidden_size, "whole")),
             Kept(vocabulary),

@@ -106,6 +106,7 @@ class AttemptChanges(TypedDict, total=False):
     failure_count: FailureCount
     faults: tuple[Fault, ...]
     leaving: Leaving | None
+    spares_short: int
     stays_until_s: float
     step: int
     last_step_at_s: float

@@ -18,7 +18,7 @@ from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.rules import mode_of
-from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
+from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root, Tenant
 
 DRIVER = "driver"
 
@@ -33,13 +33,15 @@ class Draft:
         self.nodes: Working[Node] = Working(state.nodes)
         self.jobs: Working[Job] = Working(state.jobs)
         self.requests: Working[Request] = Working(state.requests)
+        self.tenants: Working[Tenant] = Working(state.tenants)
         self.breaker: Breaker = state.breaker
         self.leader_since_s = state.leader_since_s
         self.grace_until_s = state.grace_until_s
         self.silence_hold_until_s = state.silence_hold_until_s
         # Silent nodes by switch, found once in an event (core.breaker).
         self.silent_switches: dict[str, list[str]] | None = None
-        self.queue_due_s = state.queue_due_s
+        self.queue_due_s, self.queue_decided_s = state.queue_due_s, state.queue_decided_s
+        self.forget_due_s = state.forget_due_s
         self.unreadable = state.unreadable
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
@@ -158,12 +160,15 @@ class Draft:
             nodes=self.nodes.frozen(),
             jobs=self.jobs.frozen(),
             requests=self.requests.frozen(),
+            tenants=self.tenants.frozen(),
             breaker=self.breaker,
             log_seq=self._log_seq,
             leader_since_s=self.leader_since_s,
             grace_until_s=self.grace_until_s,
             silence_hold_until_s=self.silence_hold_until_s,
             queue_due_s=self.queue_due_s,
+            queue_decided_s=self.queue_decided_s,
+            forget_due_s=self.forget_due_s,
             unreadable=self.unreadable,
         )
         commanded = tuple(name for name in self._commanded if not self._withheld(name))

@@ -241,6 +241,18 @@ class PolicyRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaRequested:
+    """An operator set the devices that a tenant's jobs may hold; None: the driver's default."""
+
+    now_s: float
+    tenant: str
+    devices: int | None
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BreakerResetRequested:
     """An operator asked to enforce inferred verdicts again."""
 
@@ -313,6 +325,7 @@ Mutation = (
     | UpdateRequested
     | DrainRequested
     | PolicyRequested
+    | QuotaRequested
     | BreakerResetRequested
     | EvictRequested
     | CordonRequested
@@ -443,6 +456,7 @@ class OpenAttempt:
     sealed_by_attempt: int
     refused_steps: tuple[int, ...]
     load_uri: str = ""
+    load_weights: bool = False
     keep_latest: int = 0
     keep_every_steps: int = 0
     keep_every_hours: float = 0.0

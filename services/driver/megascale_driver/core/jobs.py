@@ -61,6 +61,8 @@ from megascale_driver.core.state import (
 MAX_NAMED = 4  # nodes in a reason
 MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
 STARTED = frozenset({AttemptPhase.RUNNING, AttemptPhase.FINISHED})
+_PREPARED = frozenset({AttemptPhase.PREPARED})
+_FINISHED = frozenset({AttemptPhase.FINISHED})
 
 
 def submit(draft: Draft, event: JobSubmitted) -> None:
@@ -226,10 +228,7 @@ def steps_seen(
 
 
 def _advance_preparing(draft: Draft, job: Job) -> None:
-    if any(
-        _report_phase(draft.nodes.get(slot.node), job) is not AttemptPhase.PREPARED
-        for slot in job.slots
-    ):
+    if not _all_in(draft, job, _PREPARED):
         return
     first = draft.nodes[job.slots[0].node]
     if not job.config.checkpoint.uri:
@@ -253,6 +252,7 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
                 sealed_by_attempt=attempt,
                 refused_steps=job.refused_steps,
                 load_uri=job.config.checkpoint.load_uri,
+                load_weights=job.config.checkpoint.load == "weights",
                 keep_latest=job.config.checkpoint.keep_latest,
                 keep_every_steps=job.config.checkpoint.keep_every_steps,
                 keep_every_hours=job.config.checkpoint.keep_every_hours,
@@ -281,14 +281,14 @@ def _start(
             committer_endpoint=committer_endpoint,
             replica_orders=ReplicaOrders(peers, targets, sources),
             failure_count=failure_rate.count(draft.jobs.values())
-            if job.config.checkpoint.interval == "auto"
+            if "auto" in (job.config.checkpoint.interval, job.config.recovery.spares)
             else FailureCount(),
         ),
     )
 
 
 def _advance_starting(draft: Draft, job: Job) -> None:
-    if all(_report_phase(draft.nodes.get(slot.node), job) in STARTED for slot in job.slots):
+    if _all_in(draft, job, STARTED):
         draft.job(
             job.name,
             phase=JobPhase.RUNNING,
@@ -302,10 +302,7 @@ def _advance_starting(draft: Draft, job: Job) -> None:
 
 
 def _advance_running(draft: Draft, job: Job) -> None:
-    if all(
-        _report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED
-        for slot in job.slots
-    ):
+    if _all_in(draft, job, _FINISHED):
         early = leaving.ended_early(draft, job)
         if early:
             stop(draft, draft.jobs[job.name], JobPhase.QUEUED, early)
@@ -369,9 +366,10 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
 
     Before that, if no fault names a culprit, its nodes check each other.
     """
-    waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
-    if waiting and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
+    in_time = draft.now_s - job.timer_s < draft.policy.stop_timeout_s
+    if in_time and not job.current.all_slots(lambda s: _stopped(draft.nodes.get(s.node), s)):
         return
+    waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
     running = [slot.node for slot in waiting if _still_runs(draft.nodes[slot.node], job)]
     patience_s = draft.policy.stop_timeout_s + draft.policy.fence_timeout_s
     if running and draft.now_s - job.timer_s < patience_s:
@@ -469,6 +467,11 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
     leaving.empty(draft, job)
     draft.job(job.name, phase=phase, reason=why, spares=())
     draft.log(reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt)
+
+
+def _all_in(draft: Draft, job: Job, phases: frozenset[AttemptPhase]) -> bool:
+    """Whether every node of the attempt reports one of these phases of it."""
+    return job.current.all_slots(lambda s: _report_phase(draft.nodes.get(s.node), job) in phases)
 
 
 def _report_phase(node: Node | None, job: Job) -> AttemptPhase | None:

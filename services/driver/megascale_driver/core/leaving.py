@@ -2,8 +2,9 @@
 
 A running job first saves: its workers take a snapshot after the same step, wait until it is
 committed, and end (Report.finished_step). Then the attempt stops, and the job is SUSPENDED or
-QUEUED without its nodes. If it cannot save, its workers train on, and after a time the order is
-withdrawn.
+QUEUED without its nodes. If it cannot save, its workers train on, and report that at once
+(Report.leave_failed); or nothing is heard in time. Then the order is withdrawn with the cause; a
+restart or the emptying of a node goes on without a save.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import replace
 
 from megascale_driver.core import nodes, profiles
 from megascale_driver.core.attempt import LeaveKind, Leaving
+from megascale_driver.core.desired import leave_id
 from megascale_driver.core.draft import DRIVER, Draft
-from megascale_driver.core.saving import without_failing
+from megascale_driver.core.saving import MAX_CAUSE, without_failing
 from megascale_driver.core.state import Disposition, Job, JobPhase
 
 # Beside checkpoint.final_timeout_s, which a save may take: time for the order to reach the workers
@@ -90,13 +92,29 @@ def expire(draft: Draft, job: Job) -> None:
         withdraw(draft, job, f"job {leaving.beside} no longer waits for its nodes")
         return
     limit_s = job.config.checkpoint.final_timeout_s + ORDER_S
-    if draft.now_s - leaving.since_s < limit_s:
+    why = _not_saved(draft, job)
+    if not why and draft.now_s - leaving.since_s >= limit_s:
+        why = f" within {limit_s:g} s"
+    elif not why:
         return
     if leaving.kind in STAYS or leaving.nodes:
-        _stop_unsaved(draft, job, leaving, limit_s)
+        _stop_unsaved(draft, job, leaving, why)
         return
-    withdraw(draft, job, f"it has not saved within {limit_s:g} s")
+    withdraw(draft, job, f"it could not save{why}")
     draft.attempt(job.name, stays_until_s=draft.now_s + draft.policy.save_again_s)
+
+
+def _not_saved(draft: Draft, job: Job) -> str:
+    """Why the order failed, if workers report that it did; a daemon's error has more detail."""
+    order = leave_id(job)
+    reports = [node.report for s in job.slots if (node := draft.nodes.get(s.node)) is not None]
+    found = [report for report in reports if report is not None]
+    problems = [r.leave_failed[1] for r in found if r.leave_failed[0] == order]
+    if not problems:
+        return ""
+    failures = (item.failure for r in found for item in r.progress if item.job == job.name)
+    errors = [f.error for f in failures if f is not None and f.attempt == job.attempt]
+    return f": {[*errors, *problems][0][:MAX_CAUSE]}"
 
 
 def withdraw(draft: Draft, job: Job, why: str) -> None:
@@ -171,10 +189,10 @@ def empty(draft: Draft, job: Job) -> None:
             nodes.quarantine(draft, name, why, actor=order.actor, policy="manual")
 
 
-def _stop_unsaved(draft: Draft, job: Job, order: Leaving, limit_s: float) -> None:
+def _stop_unsaved(draft: Draft, job: Job, order: Leaving, how: str) -> None:
     """The order stands although the job could not save: a node that must be emptied is."""
     profiles.attempt_ends(draft, job)
-    why = f"{order.reason}; it could not save within {limit_s:g} s"
+    why = f"{order.reason}; it could not save{how}"
     draft.job(
         job.name, phase=JobPhase.STOPPING, after_stop=JobPhase.QUEUED, stop_reason=why,
         reason=f"attempt {job.attempt} is being stopped: {why}",

@@ -26,6 +26,8 @@ def hello(draft: Draft, event: NodeHello) -> None:
     known = draft.nodes.get(event.node)
     if known is None:
         draft.nodes[event.node] = Node(event.node)
+    elif known.liveness is Liveness.UNKNOWN and draft.now_s < draft.grace_until_s:
+        _extend_grace(draft)
     fresh = known is None or known.identity.incarnation != event.identity.incarnation
     if known is not None and fresh and known.disposition_policy in (SELF_CHECK, GROUP_CHECK):
         _lift_self_check_quarantine(draft, known)
@@ -48,6 +50,15 @@ def hello(draft: Draft, event: NodeHello) -> None:
             f"node {event.node} has joined with {len(event.identity.devices)} devices",
             subject=f"nodes/{event.node}",
         )
+
+
+def _extend_grace(draft: Draft) -> None:
+    """A fleet is linking to a new leader: its other nodes may stand in the same queue."""
+    policy = draft.policy
+    until_s = min(
+        draft.now_s + policy.leader_grace_s / 2, draft.leader_since_s + policy.leader_grace_max_s
+    )
+    draft.grace_until_s = max(draft.grace_until_s, until_s)
 
 
 def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
@@ -129,6 +140,7 @@ def _relevant(report: Report) -> tuple[object, ...]:
         report.workers,
         report.checks,
         report.store_endpoint,
+        report.leave_failed,
     )
 
 

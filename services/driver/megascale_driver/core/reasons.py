@@ -20,6 +20,7 @@ Reason = Literal[
     "HANG_SUSPECTED",
     "LOSS_DIVERGED",
     "SPARE_ASSIGNED",
+    "SPARES_SHORT",
     "CHECKPOINT_COMMITTED",
     "CHECKPOINT_REFUSED",
     "CHECKPOINT_FAILED",
@@ -49,6 +50,7 @@ Reason = Literal[
     "NODE_RESTARTED",
     "NODE_SUSPECT",
     "NODE_DEAD",
+    "NODE_FORGOTTEN",
     "NODE_EVICTED",
     "NODE_DRAINING",
     "NODE_CORDONED",
@@ -60,6 +62,7 @@ Reason = Literal[
     "LINK_SUSPECTED",
     "SWITCH_LOST",
     "POLICY_SET",
+    "QUOTA_SET",
     "BREAKER_TRIPPED",
     "BREAKER_RESET",
 ]

@@ -20,6 +20,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire.spec import from_accepted_proto
 from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs
 from megascale_common.service.errors import AssignmentError, TemplateError
 from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders
@@ -34,7 +35,6 @@ from megascale_executor.agent.rank_logs import LogScanner
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
-from megascale_executor.agent.tensorboard import EventFile
 from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import failures
@@ -81,7 +81,6 @@ class AttemptRunner:
         self._loader: asyncio.subprocess.Process | None = None
         self._loader_watch: asyncio.Task[None] | None = None
         self._job: JobConfig | None = None
-        self._events_file: EventFile | None = None
 
     @property
     def workers(self) -> list[Worker]:
@@ -214,8 +213,6 @@ class AttemptRunner:
         )
         assignments = worker_assignments(assignment, self._job, self._config, folder, sockets)
         await self._start_loader(self._job, folder, sockets.loader)
-        if self._job.telemetry.tensorboard and 0 in assignment.ranks:
-            self._events_file = EventFile(folder.tensorboard)
         template = await self._templates.ready()
         events = WorkerEvents(
             all_running=self._on_running,
@@ -224,6 +221,7 @@ class AttemptRunner:
             failed=self._on_failed,
             exited=self._changed,
             profiled=self.profiles.take,
+            not_left=self._on_not_left,
         )
         self._workers = WorkerSet(template, events)
         self.scanner.watch({message["rank"]: log for message, log in assignments})
@@ -257,8 +255,6 @@ class AttemptRunner:
 
     def _on_step(self, record: dict[str, Any]) -> None:
         self._reports.add(self.state.key.job, record)
-        if self._events_file is not None:
-            self._events_file.add(record)
 
     def _on_running(self) -> None:
         self.state.running()
@@ -278,6 +274,10 @@ class AttemptRunner:
         self.state.finished(next((w.not_saved for w in self.workers if w.not_saved), ""), step)
         self._wake_and_report()
 
+    def _on_not_left(self, message: NotLeft) -> None:
+        self.leave.failed_by(message)
+        self._changed()
+
     def _on_failed(self, reason: str) -> None:
         self.state.fail(reason)
         self._wake_and_report()
@@ -296,9 +296,6 @@ class AttemptRunner:
             )
             await asyncio.sleep(_STOP_RETRY_S)
         self._workers, self._job = None, None
-        if self._events_file is not None:
-            self._events_file.close()
-            self._events_file = None
         self.scanner.watch({})
         self.profiles.forget(self.folder.path)
         self.leave.forget()

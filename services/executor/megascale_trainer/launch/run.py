@@ -190,6 +190,7 @@ class Run:
             "store_port": port,
             "status_page": str(folder.status_page(place.rank)),
             "loader_socket": sockets["loader"],
+            "local_ranks": place.local_world_size,
             "readers": readers,
             "reader": reader,
             "checkpoint_socket": sockets["checkpoint"],

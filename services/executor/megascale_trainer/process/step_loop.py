@@ -59,7 +59,7 @@ class StepLoop:
 
         That is the job's, or an earlier one whose checkpoint is committed, by an order to leave.
         """
-        self.records.start()
+        self.records.start(done)
         previous: _InFlight | None = None
         step, steps = done, self.trainer.config.training.steps
         while step < self.snapshots.last:
@@ -93,7 +93,7 @@ class StepLoop:
         self.trainer.settle()
         problem = self.snapshots.save_early(self.groups.world, self.device, self.skipped)
         if problem:
-            self.leave.fail()
+            self.leave.fail(problem)
             print(f"step {step} is not saved, so training continues: {problem}", flush=True)
         else:
             print(f"step {step} is saved; the run ends here by order", flush=True)

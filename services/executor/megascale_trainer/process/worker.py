@@ -53,6 +53,7 @@ from megascale_trainer.restore import MemoryLook, RestoreRefused, restore
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.telemetry.trackers import problem_of
 from megascale_trainer.trainer import Trainer, layout_of_rank
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -160,6 +161,7 @@ class _Worker:
         last = loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
         not_saved = self._finish(loop, done, last)
+        loop.records.close()
         loop.data.close()
         if loop.held_out is not None:
             loop.held_out.close()
@@ -198,11 +200,14 @@ class _Worker:
             self._device,
             timeout_s=config.recovery.collective_timeout_s,
             ring=config.parallelism.virtual_stages > 1,
+            tied=config.model.tie_embeddings,
             status=self._status,
         )
 
     def _build(self) -> Trainer:
         rank = self._assignment["rank"]
+        if self._assignment["reports"] and (problem := problem_of(self._config.telemetry)):
+            raise JobRefused(problem)
         try:
             return Trainer(self._config, rank, self._groups, self._device, self._status)
         except ValueError as error:
@@ -285,6 +290,11 @@ class _Worker:
             raise JobRefused(f"{'; '.join(refused)}; set them as in the job that wrote it")
         for difference in changed:
             print(f"{difference}: this job goes on with its own", flush=True)
+        if plan.step == 0:
+            trainer.finish_load(0, weights_only=True)
+            print(f"takes the parameters alone: {restored.timeline}", flush=True)
+            return 0
+        self._refuse_beyond(plan)
         consumed, expected = (
             int(small_state.get("consumed_samples", 0)),
             plan.step * self._config.training.global_batch_size,
@@ -307,6 +317,17 @@ class _Worker:
         )
         return plan.step
 
+    def _refuse_beyond(self, plan: RestorePlan) -> None:
+        """A checkpoint behind the job's last step, or another job's at it, leaves nothing to do."""
+        steps = self._config.training.steps
+        if plan.step > steps or (plan.step == steps and not plan.written_by_attempt):
+            field = "checkpoint.uri" if plan.written_by_attempt else "checkpoint.load_uri"
+            raise JobRefused(
+                f"{field}: its checkpoint is of step {plan.step}, and trainer.training.steps is "
+                f"{steps}; give more steps, or take the parameters alone with checkpoint.load "
+                "weights from another job's folder"
+            )
+
     def _open_data(
         self, stream: Literal["training", "evaluation"], first_sample: int
     ) -> StepBatches:
@@ -323,7 +344,9 @@ class _Worker:
 
     def _step_loop(self, trainer: Trainer, done: int) -> StepLoop:
         config, device = self._config, self._device
-        leave = LeaveOrder(self._assignment["rank"])
+        leave = LeaveOrder(
+            self._assignment["rank"], lambda message: framing.send(self._agent, dict(message))
+        )
         return StepLoop(
             trainer=trainer,
             device=device,
