@@ -18,6 +18,7 @@ from megascale_driver.core import (
     breaker,
     deleting,
     divergence,
+    forgetting,
     hang,
     jobs,
     liveness,
@@ -202,6 +203,7 @@ def _tick(draft: Draft, event: Tick) -> None:
     breaker.refresh(draft)
     liveness.silent(draft, event.silent)
     deleting.expire(draft)
+    forgetting.expire(draft)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]
     for key in expired:
