@@ -58,6 +58,7 @@ class Result:
     cpu_s: float = 0.0
     faults: list[Fault] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    answers: list[tuple[str, str]] = field(default_factory=list)  # of requests: method, code
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -102,6 +103,7 @@ def run_seed(setup: Setup) -> Result:
         cpu_s=time.process_time() - began_s,
         faults=faults,
         log=found.log,
+        answers=world.operators.answers,
     )
 
 
