@@ -17,6 +17,7 @@ from typing import Any, Literal
 from megascale_common.job import reading, validation
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
+from megascale_common.job.stored_form import ADDED, plain_values
 
 # The fields of a job that stand under `trainer` in a job file; the tree has them at its root.
 TRAINER_SECTIONS = (
@@ -47,11 +48,6 @@ DivergenceAction = Literal["stop", "continue"]
 CheckpointInterval = Literal["steps", "auto"]
 SpareRule = Literal["count", "auto"]
 CheckpointLoad = Literal["full", "weights"]
-
-# Marks a field that earlier builds do not know. It is stored only where it is not at its default,
-# so that such a build, which refuses unknown fields, can read the jobs that do not use it. A stored
-# job takes the default of the build that reads it: that of such a field stays as it is.
-ADDED: Mapping[str, bool] = {"added": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,6 +336,14 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CodeConfig:
+    """Code of the job's own: a folder ("": what is installed), of that digest if one is given."""
+
+    path: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig:
     """A whole job. ``name`` is a DNS-1123 label and the job's key everywhere."""
 
@@ -355,6 +359,7 @@ class JobConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    code: CodeConfig = field(default_factory=CodeConfig, metadata=ADDED)
     tenant: str = "default"
     owner: str = ""
     priority: int = 0
@@ -442,30 +447,7 @@ def to_json(config: JobConfig) -> str:
 
     Fields that are ``ADDED`` are in it only where they are not at their defaults.
     """
-    return json.dumps(_stored(config), sort_keys=True, separators=(",", ":"))
-
-
-def _stored(section: Any) -> dict[str, Any]:
-    """The plain values of a dataclass, as they are stored."""
-    found: dict[str, Any] = {}
-    for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
-        if item.metadata.get("added") and value == _default(item):
-            continue
-        found[item.name] = _stored(value) if dataclasses.is_dataclass(value) else _plain(value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_stored(item) if dataclasses.is_dataclass(item) else item for item in value]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    if item.default_factory is not dataclasses.MISSING:
-        return item.default_factory()
-    return item.default
+    return json.dumps(plain_values(config), sort_keys=True, separators=(",", ":"))
 
 
 def _read(values: Any) -> tuple[JobConfig | None, list[JobProblem]]:
