@@ -50,10 +50,12 @@ endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 # promtool and prometheus, unpacked from the system's package
 TOOLS := $(CURDIR)/.tools/prometheus
+# Ceph's radosgw with a monitor and an OSD, unpacked from Debian's packages
+RGW_TOOLS := $(CURDIR)/.tools/ceph
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo train test crash simulate mutants test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -99,6 +101,9 @@ test-system: $(READY) system-tools ## run the tests of deploy/ that need promtoo
 
 test-s3: $(READY) ## run the contract of storages on an S3 server (also part of `make test`)
 	$(PY) -m pytest -m s3 -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
+
+test-rgw: $(READY) rgw-tools ## run the contract of storages on Ceph's S3 server
+	$(PY) -m pytest -m rgw -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
 
 test-hdfs: $(READY) hdfs-tools ## run the contract of storages on a real HDFS (needs java)
 	$(PY) -m pytest -m hdfs -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
@@ -200,6 +205,19 @@ system-tools:
 	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
 	fi; \
 	command -v promtool >/dev/null || echo "no promtool: install your system's package; its tests are skipped" >&2
+
+# With what they need that the system lacks, as apt finds it (some 70 MB).
+RGW_APT := $(subst $(TOOLS),$(RGW_TOOLS),$(APT))
+rgw-tools:
+	@if [ -x $(RGW_TOOLS)/root/usr/bin/radosgw ]; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
+	  echo "fetching radosgw into $(RGW_TOOLS) (70 MB)"; \
+	  rm -rf $(RGW_TOOLS) && mkdir -p $(RGW_TOOLS)/apt/lists/partial $(RGW_TOOLS)/apt/archives/partial && cd $(RGW_TOOLS) \
+	  && $(RGW_APT) update && $(RGW_APT) install --no-install-recommends -y --download-only radosgw ceph-mon ceph-osd ceph-common \
+	  && for package in apt/archives/*.deb; do dpkg-deb -x "$$package" new || exit 1; done \
+	  && rm -rf apt && mv new root; \
+	fi; \
+	[ -x $(RGW_TOOLS)/root/usr/bin/radosgw ] || echo "no radosgw: its tests are skipped" >&2
 
 # Hadoop 2.7.3 from pyspark's source archive (220 MB), whose jars of HDFS are complete, and what it
 # leaves out from Debian's packages, unpacked and not installed.

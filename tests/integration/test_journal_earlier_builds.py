@@ -74,7 +74,7 @@ def test_an_earlier_build_can_read_a_job_that_uses_nothing_newer() -> None:
     known = set(paths({name: value for name, value in stored.items() if name != "txn"}))
     job = demo_job("a")
     assert set(paths(json.loads(job_config.to_json(job)))) == known, (
-        "a new field of a job is ADDED (job/config.py)"
+        "a new field of a job is ADDED (job/stored.py)"
     )
     auto = replace(job, checkpoint=replace(job.checkpoint, interval="auto"))
     written = json.loads(job_config.to_json(auto))

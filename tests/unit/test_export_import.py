@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.harness.command_line import command
 from tests.harness.exporting import MODELS, job_of, random_values, write_model
 
 from megascale_checkpoint import restore
@@ -24,7 +25,9 @@ from megascale_checkpoint.export.stored import model_of, open_checkpoint
 from megascale_checkpoint.restore_decision import SealedStep, decide
 from megascale_checkpoint.storage import FileStorage, open_storage
 from megascale_checkpoint.verify import verify_commit
+from megascale_client import load_job
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.job.wire.spec import from_proto
 from megascale_common.service.errors import ExistsError, ServiceError
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 
@@ -239,3 +242,25 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(
 def test_the_model_of_a_job_is_in_its_values() -> None:
     model = job_of(MODELS["ministral"][1]).model
     assert json.loads(json.dumps(asdict(model)))["layer_windows"] == [5, 0, 5]
+
+
+def test_init_writes_the_job_of_a_model_and_imports_its_weights(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = command("init", "--from-hf", llama, "--output", "mine.yaml")
+    assert written.status == 0, written.text
+    spec = load_job(tmp_path / "mine.yaml")
+    stored = open_checkpoint(spec.checkpoint.load_uri)
+    assert (stored.manifest.step, stored.model) == (0, job_of(MODELS["llama"][1]).model)
+    assert from_proto(spec).model == stored.model
+    assert spec.trainer.data.tokenizer.path == str(llama / "tokenizer.json")
+    again = command("init", "--from-hf", llama, "--output", "mine.yaml")
+    assert again.status == 2 and "mine.yaml exists already; add --overwrite" in again.text
+    again = command("init", "--from-hf", llama, "--output", "mine.yaml", "--overwrite")
+    assert again.status == 2 and "holds a checkpoint" in again.text
+    for folder, words in ((tmp_path / "none", "is not a folder"), (tmp_path, "no safetensors")):
+        refused = command("init", "--from-hf", folder, "--output", "other.yaml")
+        assert refused.status == 2 and words in refused.text
+        assert not (tmp_path / "other.yaml").exists()
+    assert "give --output FILE" in command("init", "--from-hf", llama, "--output", "-").text

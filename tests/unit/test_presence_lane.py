@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Liveness, Node
-from megascale_driver.presence.lane import RECHECK_S, SLOW_PER_S, Lane, News
+from megascale_driver.presence.lane import FORGOTTEN_S, RECHECK_S, SLOW_PER_S, Lane, News
 
 POLICY = Policy()
 ALIVE = Node("n", liveness=Liveness.ALIVE)
@@ -87,7 +87,7 @@ def test_dead_nodes_are_left_alone_and_forgotten_ones_forgotten() -> None:
     lane.closed("b", "b-1")
     dead = {"a": replace(ALIVE, name="a", liveness=Liveness.DEAD)}
     assert lane.due(109.0, dead) == ()
-    assert lane.next_deadline_s() == math.inf and lane.last_beat_s("b") == 0.0
+    assert lane.next_deadline_s() == 109.0 + FORGOTTEN_S and lane.last_beat_s("b") == 0.0
     assert lane.beat(200.0, "a", None) is News.DECIDES
     assert lane.next_deadline_s() == 200.0 + POLICY.suspect_after_s
 

@@ -60,6 +60,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_trainer", "megascale_kernels", "torch", "numpy", "tokenizers"),
         *PURE,
     ),
+    "megascale_trainer.telemetry.trackers": (
+        *("megascale_trainer", "torch", "wandb", "mlflow"),
+        *PURE,
+    ),
     "megascale_trainer.launch": ("megascale_trainer", "torch", "yaml", *PURE),
     "megascale_trainer.commands": ("megascale_trainer", "typer", "rich", *PURE),
 }

@@ -30,6 +30,8 @@ INSTALLED = "it installs into the environment; "
 RUN = (*RUN_IN_A_CLUSTER, *RUN_ON_THREE_MEMBERS)
 # (page, words of the block): why nothing here runs it.
 LEFT_OUT = {
+    ("README.md", "torchrun --nproc-per-node 8"): "integration/test_by_hand.py runs it on CPUs",
+    ("README.md", ">>> SIGKILL to torchrun"): "what `make train` prints",
     ("README.md", "0.000 s  PLACED"): "tests/chaos/test_demo.py compares it with a real demo",
     ("docs/goodput.md", "goodput since start"): "formulas",
     ("docs/how-to/add-a-cli-command.md", "pip install ."): INSTALLED

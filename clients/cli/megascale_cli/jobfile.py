@@ -40,6 +40,14 @@ def init(
         ],
         typer.Option(help="tiny runs on a laptop's CPU, gpt-175b is the MegaScale paper's."),
     ] = "tiny",
+    from_hf: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-hf",
+            metavar="FOLDER",
+            help="Start from this Hugging Face model; its weights are imported beside the file.",
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; - is stdout.")
     ] = Path("job.yaml"),
@@ -53,8 +61,12 @@ def init(
     """
     name = name or _name(output, model)
     try:
-        text = load_function("init")(model, name)
-    except ValueError as error:
+        imported = None
+        if from_hf is not None:
+            _check_free(output, overwrite)
+            imported = _import(from_hf, output)
+        text = load_function("init")(model, name, imported)
+    except (ValueError, InvalidRequest) as error:
         raise fail(InvalidRequest(str(error)), as_json) from None
     if str(output) == "-":
         print(text, end="")
@@ -75,6 +87,28 @@ def init(
         console.print(
             f"{output} is written; next: megascale plan {output}", markup=False, soft_wrap=True
         )
+
+
+def _check_free(output: Path, overwrite: bool) -> None:
+    """Refuse before an import what would be refused after it."""
+    if str(output) == "-":
+        raise InvalidRequest("--from-hf imports beside the file: give --output FILE, not -")
+    if output.exists() and not overwrite:
+        remedy = "add --overwrite to replace it, or give another --output"
+        raise InvalidRequest(f"{output} exists already; {remedy}")
+
+
+def _import(folder: Path, output: Path) -> dict[str, Any]:
+    """Import a model as a checkpoint beside ``output``; what the job file needs of it."""
+    uri = str(output.absolute().with_suffix("")) + "-imported"
+    try:
+        facts: dict[str, Any] = load_function("import_model")(folder, uri)
+    except InvalidRequest:
+        raise
+    except Exception as error:  # the checkpoint package's own errors, which name field and remedy
+        raise InvalidRequest(str(error)) from error
+    tokenizer = folder.absolute() / "tokenizer.json"
+    return {**facts, "load_uri": uri, "tokenizer": str(tokenizer)}
 
 
 def plan(

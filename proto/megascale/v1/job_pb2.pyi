@@ -1099,18 +1099,35 @@ class TelemetrySpec(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENSORBOARD_FIELD_NUMBER: builtins.int
+    WANDB_FIELD_NUMBER: builtins.int
+    MLFLOW_FIELD_NUMBER: builtins.int
     tensorboard: builtins.bool
-    """Write the step records as TensorBoard event files into the attempt's folder on the node of rank
-    0; default false.
+    """Write the step records as TensorBoard event files into the job's folder on the node of rank 0,
+    in one folder for all attempts; default false.
+    """
+    wandb: builtins.bool
+    """Give the step records to Weights & Biases; offline, into the job's folder on the node of rank
+    0, unless WANDB_MODE is set there. Needs the extra `trackers`; default false.
+    """
+    mlflow: builtins.bool
+    """Give the step records to MLflow: to MLFLOW_TRACKING_URI of the node of rank 0, else as files
+    into the job's folder. Needs the extra `trackers`; default false.
     """
     def __init__(
         self,
         *,
         tensorboard: builtins.bool | None = ...,
+        wandb: builtins.bool | None = ...,
+        mlflow: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_tensorboard", b"_tensorboard", "tensorboard", b"tensorboard"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_tensorboard", b"_tensorboard", "tensorboard", b"tensorboard"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_mlflow", b"_mlflow"]) -> typing.Literal["mlflow"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tensorboard", b"_tensorboard"]) -> typing.Literal["tensorboard"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_wandb", b"_wandb"]) -> typing.Literal["wandb"] | None: ...
 
 Global___TelemetrySpec: typing_extensions.TypeAlias = TelemetrySpec
 

@@ -107,6 +107,7 @@ async def _serve_until(
         preempt=options.preemption,
         keep_ended_jobs=options.keep_ended_jobs,
         keep_ended_s=options.keep_ended_days * 86_400.0,
+        forget_dead_s=options.forget_dead_hours * 3600.0,
     )
     engine = Engine(policy, SystemClock(), token, "")
     server = RpcServer(token, tls=tls)

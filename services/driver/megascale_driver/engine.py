@@ -25,7 +25,6 @@ from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
 from megascale_driver.core import hang, machine, plausible
 from megascale_driver.core.events import (
     Audit,
-    Effect,
     Event,
     LeaderStarted,
     LossDiverged,
@@ -63,7 +62,6 @@ BATCH_EVENTS = 256  # decided on in one commit
 # Status pages of an attempt that stands still are read so often, or less if it has many nodes.
 PAGES_INTERVAL_S = 1.0
 PAGES_NODES_PER_S = 300.0
-PROBES_AT_ONCE = 128  # the others wait: a fleet that is silent must not take all descriptors
 PAGES_AT_ONCE = 32  # nodes, before other tasks get a turn
 
 _ENDS = frozenset({AttemptPhase.FAILED, AttemptPhase.FINISHED})
@@ -125,7 +123,7 @@ class Engine:
         self._tick_waits = False  # for the core
         self._pages_at_s: dict[str, float] = {}  # when those of a job were read
         self._tracks: dict[str, DivergenceTrack] = {}
-        self._probing = asyncio.Semaphore(PROBES_AT_ONCE)
+        self._prober = probes.Prober(token, self._probed)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, event: Event) -> None:
@@ -247,6 +245,7 @@ class Engine:
 
     async def close(self) -> None:
         """Cancel the effects in progress."""
+        self._prober.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -364,7 +363,10 @@ class Engine:
         self._orders.add(name for _, outcome in outcomes for name in outcome.commanded)
         for entry, outcome in outcomes:
             for effect in outcome.effects:
-                self._spawn(self._perform(effect))
+                if isinstance(effect, Probe):
+                    self._prober.order(effect)
+                else:
+                    self._spawn(self._perform(effect))
             if entry.answer is not None and not entry.answer.done():
                 entry.answer.set_result(outcome)
 
@@ -377,16 +379,15 @@ class Engine:
             self.feeds.release(name)
             self._tracks.pop(name, None)
 
-    async def _perform(self, effect: Effect) -> None:
+    def _probed(self, probe: Probe, outcome: str) -> None:
+        self.post(ProbeResult(self.clock.now_s(), probe.node, probe.incarnation, outcome))
+
+    async def _perform(self, effect: OpenAttempt | CheckGroup) -> None:
         term = self.term
         if term is None:
             return
         try:
-            if isinstance(effect, Probe):
-                async with self._probing:
-                    outcome = await probes.probe(effect, self._token)
-                self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
-            elif isinstance(effect, CheckGroup):
+            if isinstance(effect, CheckGroup):
                 self.post(await self.node_calls.check_group(effect))
             else:
                 self.post(

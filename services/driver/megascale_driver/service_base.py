@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import grpc
 from google.protobuf.message import Message
@@ -60,6 +60,15 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "REQUEST_ID_REUSED": (RequestError, "the request_id belongs to another request; use a new one"),
 }
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Asked(TypedDict):
+    """What all orders of operators have in common, as their events take it."""
+
+    now_s: float
+    reason: str
+    actor: str
+    request: RequestKey | None
 
 
 class ServiceBase:
@@ -121,6 +130,27 @@ class ServiceBase:
                 reason="ETCD_SILENT",
             ) from error
         raise_refusal(outcome)
+
+    def _asked(self, request: Any, context: Context) -> Asked:
+        """Who asks for what reason, from the fields that all orders have.
+
+        Raises:
+            ServiceError: the reason is missing, the request_id malformed, or this driver may not
+                show its state.
+        """
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        self._require_state()
+        now_s = self.engine.clock.now_s()
+        return {"now_s": now_s, "reason": reason, "actor": actor_of(context), "request": key}
+
+    async def _carried_out(
+        self, event: Mutation, line: str, what: str = "node", *, dry: bool
+    ) -> str:
+        """Carry out an order, unless ``dry``; what it leads to: the outcome of its ``line``."""
+        consequence = self._preview(event, line, what)
+        if not dry:
+            await self._call(event)
+        return consequence
 
     def _preview(self, event: Mutation, reason: str, what: str = "node") -> str:
         """What the request would lead to: the core is asked, its new state is thrown away.

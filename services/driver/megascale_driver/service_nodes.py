@@ -68,13 +68,8 @@ class NodeMethods(ServiceBase):
         self, request: driver_pb2.CordonNodeRequest, context: Context
     ) -> driver_pb2.CordonNodeResponse:
         """Keep new work off a node; a job that runs there continues."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
-        now_s = self.engine.clock.now_s()
-        event = CordonRequested(now_s, request.name, reason, actor_of(context), key)
-        consequence = self._preview(event, "NODE_CORDONED")
-        if not request.validate_only:
-            await self._call(event)
+        event = CordonRequested(node=request.name, **self._asked(request, context))
+        consequence = await self._carried_out(event, "NODE_CORDONED", dry=request.validate_only)
         return driver_pb2.CordonNodeResponse(
             node=self._node_message(request.name), consequence=consequence
         )
@@ -84,13 +79,8 @@ class NodeMethods(ServiceBase):
         self, request: driver_pb2.UncordonNodeRequest, context: Context
     ) -> driver_pb2.UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
-        now_s = self.engine.clock.now_s()
-        event = UncordonRequested(now_s, request.name, reason, actor_of(context), key)
-        consequence = self._preview(event, "NODE_UNCORDONED")
-        if not request.validate_only:
-            await self._call(event)
+        event = UncordonRequested(node=request.name, **self._asked(request, context))
+        consequence = await self._carried_out(event, "NODE_UNCORDONED", dry=request.validate_only)
         return driver_pb2.UncordonNodeResponse(
             node=self._node_message(request.name), consequence=consequence
         )

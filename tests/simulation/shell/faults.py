@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.shell.drivers import PREFIX
 from tests.simulation.shell.invariants import AFTERMATH_S
+from tests.simulation.shell.people import PEOPLE, SAVING_S, People
 
 from megascale.v1 import driver_pb2
 from megascale_common.etcd import rpc_pb2
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from tests.simulation.shell.world import World
 
 DAY_S = 86_400.0
-SAVING_S = 1200.0  # for which an order that saves first may still stop its job
 # Failures per 1,000 node-days, of Llama 3 and of Meta's RSC-1 (reference: control-plane.md, 4).
 RATES = (3.79, 6.5)
 # Shares of unexpected interruptions, after Llama 3's table (GPU and its memory, host, network).
@@ -38,6 +38,7 @@ STORM = (
     ("leader_key_deleted", 3), ("lossy", 3),
     ("storage_away", 2), ("evict", 3), ("cordon", 3), ("cancel", 2), ("small_job", 5),
     ("wrong_requests", 3), ("repeated_orders", 3),
+    *PEOPLE,
 )  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def _draw(chance: random.Random, kinds: tuple[tuple[str, int], ...], at_s: float
     return Fault(round(at_s, 3), kind, round(for_s, 2), chance.randrange(1 << 20))
 
 
-class Weather:
+class Weather(People):
     """Carries out the faults of a history, and in the end repairs everything."""
 
     def __init__(self, world: World, faults: list[Fault]) -> None:
@@ -420,3 +421,4 @@ class Weather:
             node.gpu_lost = False
             node.boot()
             self._ask("UncordonNode", node.name, "the fleet is whole again")
+        self._settle_orders()

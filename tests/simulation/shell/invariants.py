@@ -118,6 +118,8 @@ class Invariants:
         for line in audit:
             self.log.append(f"{line.log} {line.seq} {line.reason} {line.subject} {line.attempt}")
             self._line(line, offset_s)
+            if line.reason == "PREEMPTION_ORDERED":
+                self._preempted(line.log, new)
         if old.jobs is not new.jobs or old.nodes is not new.nodes:
             self._spares_ready(new)
         if old.jobs is not new.jobs:
@@ -150,6 +152,15 @@ class Invariants:
             self.figures.false_evictions += 1
             if not self._touched_lately(line.log):
                 self.breaks("I8", f"{node.name} is healthy: {line.message}")
+
+    def _preempted(self, job: str, state: Cluster) -> None:
+        """I11: a job is displaced only for one of higher priority that waits."""
+        mine = state.jobs[job].config.priority
+        if not any(
+            j.phase is JobPhase.QUEUED and j.config.priority > mine for j in state.jobs.values()
+        ):
+            self.breaks("I11", f"{job} is displaced, and nobody of higher priority waits")
+        self.excused_s[job] = self._world.now_s + 600.0
 
     def _mass(self, line: Audit) -> None:
         """I5: inferred deaths of nodes that run jobs stay within the breaker's limit."""

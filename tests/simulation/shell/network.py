@@ -142,7 +142,11 @@ class Network:
 
     def delay_s(self) -> float:
         """How long a message takes."""
-        return self.random.uniform(0.0005, 0.004) + self.slow_s * self.random.random()
+        return self.random.uniform(0.0005, 0.004) + self.slowdown_s()
+
+    def slowdown_s(self) -> float:
+        """How much longer than usual a message takes now."""
+        return self.slow_s * self.random.random() if self.slow_s else 0.0
 
 
 class Link:
@@ -158,6 +162,8 @@ class Link:
         self._held: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
         self._free_at_s = [0.0, 0.0]
         self._cut_since_s = 0.0
+        # Constant: how many heartbeats a skipped stretch had must not change who is heard first.
+        self._delay_s = node.draw(0.0005, 0.004)
         network.links[self] = None
         self._task = driver.process.spawn(self._serve())
 
@@ -225,7 +231,8 @@ class Link:
             self._held[way].append(work)
             return
         now_s = self.network.world.loop.time()
-        self._free_at_s[way] = max(self._free_at_s[way] + 1e-6, now_s + self.network.delay_s())
+        delay_s = self._delay_s + self.network.slowdown_s()
+        self._free_at_s[way] = max(self._free_at_s[way] + 1e-6, now_s + delay_s)
         self.network.world.later(self._free_at_s[way] - now_s, work)
 
     async def _serve(self) -> None:

@@ -33,6 +33,7 @@ from tests.simulation.shell.training import Gang, Storage
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_driver import leadership, node_calls, probes
+from megascale_driver.analysis.progress import MIN_STEP_TIMES
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import JobPhase, Liveness
 
@@ -161,6 +162,9 @@ class World:
                 return f"job {job.name} is {job.phase}"
             if job.active and job.current.leaving is not None:
                 return f"job {job.name} is to leave its nodes"
+            # A driver has to know the steps of a job before their number stops telling it apart.
+            if job.phase is JobPhase.RUNNING and len(job.step_times) < MIN_STEP_TIMES:
+                return f"job {job.name} has done few steps"
         for name, known in state.nodes.items():
             if known.liveness is Liveness.SUSPECT:
                 return f"node {name} is suspected"

@@ -194,6 +194,19 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
     typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
 
 
+def import_for_job(folder: Path, uri: str) -> dict[str, Any]:
+    """Import a Hugging Face model for `megascale init --from-hf`: its fields of trainer.model.
+
+    Raises:
+        ServiceError: as ``megascale checkpoint import``.
+    """
+    from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+
+    with bar(f"import of {folder}", quiet=False) as progress:
+        done = import_hugging_face(folder, uri, progress)
+    return {"architecture": done.foreign.architecture.name, "model": _fields(done.foreign.model)}
+
+
 def _refuse(form: ExportFormat, dtype: Dtype | None, tp: int, pp: int) -> None:
     """Raise RequestError for what cannot be exported."""
     for name, size in (("--tp", tp), ("--pp", pp)):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from megascale_common.job import reading, validation
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
-from megascale_common.job.stored_form import ADDED, plain_values
+from megascale_common.job.stored import ADDED, stored_values
 
 # The fields of a job that stand under `trainer` in a job file; the tree has them at its root.
 TRAINER_SECTIONS = (
@@ -262,9 +262,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelemetryConfig:
-    """Records for other tools: TensorBoard event files in the attempt's folder on rank 0's node."""
+    """Trackers that get the step records, in the job's folder where rank 0 runs."""
 
     tensorboard: bool = False
+    wandb: bool = field(default=False, metadata=ADDED)
+    mlflow: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,9 +316,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig:
-    """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job.
+    """Limits of automatic recovery; ``spare_nodes``: of spares, unless ``spares`` is auto.
 
-    With ``spares`` auto their number is that of :mod:`megascale_common.sizes.spare_count`.
     A run counts as diverged after ``divergence_steps`` steps in a row (0: never; half of the job's
     steps where that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
     never) times that of the start.
@@ -443,11 +444,8 @@ def to_mapping(config: JobConfig) -> dict[str, Any]:
 
 
 def to_json(config: JobConfig) -> str:
-    """Canonical JSON of ``config``: sorted keys, no spaces; equal configs give equal text.
-
-    Fields that are ``ADDED`` are in it only where they are not at their defaults.
-    """
-    return json.dumps(plain_values(config), sort_keys=True, separators=(",", ":"))
+    """Canonical JSON of ``config``, without fields that are ADDED and at their defaults."""
+    return json.dumps(stored_values(config), sort_keys=True, separators=(",", ":"))
 
 
 def _read(values: Any) -> tuple[JobConfig | None, list[JobProblem]]:

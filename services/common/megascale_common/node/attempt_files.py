@@ -39,11 +39,6 @@ class AttemptFolder:
         return self.path / "config.json"
 
     @property
-    def tensorboard(self) -> Path:
-        """Folder of the event files, on rank 0's node."""
-        return self.path / "tensorboard"
-
-    @property
     def loader_log(self) -> Path:
         """Output of the data loader."""
         return self.path / "loader.log"

@@ -19,14 +19,18 @@ from megascale_common.job.config import ParallelismConfig, from_accepted
 from megascale_common.job.names import is_dns_label
 from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 from megascale_common.sizes.parameter_table import parameter_table
-from megascale_driver.commands.models import MODELS, StartingModel
+from megascale_driver.commands.models import MODELS, StartingModel, imported_model
 
 _WIDTH = 118
 _INDENT = "  "
 
 
-def job_template(model: str, name: str) -> str:
+def job_template(model: str, name: str, imported: Mapping[str, Any] | None = None) -> str:
     """The text of a file for a job named ``name`` that trains ``model``.
+
+    Args:
+        imported: in place of a model by name: ``model`` (fields of trainer.model), ``load_uri``,
+            ``tokenizer`` (path) and ``architecture`` of one that was imported.
 
     Raises:
         KeyError: no such model.
@@ -36,11 +40,17 @@ def job_template(model: str, name: str) -> str:
         raise ValueError(
             f"{name!r} is not a DNS-1123 label: use 1 to 63 of a-z, 0-9 and '-', no '-' at the ends"
         )
-    chosen = MODELS[model]
+    checkpoint: dict[str, Any] = {"uri": "checkpoints"}
+    if imported is None:
+        chosen = MODELS[model]
+    else:
+        chosen = imported_model(imported["model"], imported["tokenizer"])
+        model = imported["architecture"]
+        checkpoint["load_uri"] = imported["load_uri"]
     values = {
         "name": name,
         "trainer": chosen.sections,
-        "checkpoint": {"uri": "checkpoints", "interval_steps": chosen.checkpoint_steps},
+        "checkpoint": {**checkpoint, "interval_steps": chosen.checkpoint_steps},
         "recovery": {"spare_nodes": 1},
     }
     head = [
@@ -58,7 +68,7 @@ def job_template(model: str, name: str) -> str:
 
 def _summary(model: str, chosen: StartingModel) -> str:
     """Its size and how many devices it starts on."""
-    config = from_accepted({"name": model, "trainer": chosen.sections})
+    config = from_accepted({"name": "model", "trainer": chosen.sections})
     alone = replace(config, parallelism=ParallelismConfig())
     sizes = {
         piece.name: math.prod(piece.global_shape) for piece in parameter_table(alone, 0).slices
@@ -67,7 +77,8 @@ def _summary(model: str, chosen: StartingModel) -> str:
     size = (
         f"{parameters / 1e9:.2f} billion" if parameters > 1e9 else f"{parameters / 1e6:.2f} million"
     )
-    return f"{model}, {size} parameters on {ranks} {chosen.where or 'GPUs of 80 GiB'}"
+    devices = "GPUs of 80 GiB" if ranks > 1 else "GPU"
+    return f"{model}, {size} parameters on {ranks} {chosen.where or devices}"
 
 
 def _message(message: MessageFields, values: Mapping[str, Any], depth: int) -> Iterator[str]:

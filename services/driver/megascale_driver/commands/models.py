@@ -7,6 +7,7 @@ GPT sizes are those that are usual for that number of parameters. Layouts fit de
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +51,13 @@ class StartingModel:
     warmup_steps: int
     checkpoint_steps: int = 100
     where: str = ""
+    tokenizer: str = ""
 
     @property
     def tokenize(self) -> str:
         """The command that makes its corpus."""
+        if self.tokenizer:
+            return f"megascale data tokenize YOUR_TEXT --tokenizer {self.tokenizer} --output corpus"
         if self.model["vocab_size"] == _BYTES_AND_END:
             return _TEXT_AS_BYTES
         return _TEXT_AS_BPE.format(vocabulary=self.model["vocab_size"])
@@ -63,7 +67,7 @@ class StartingModel:
         """What stands under ``trainer`` in its job file."""
         tokenizer: dict[str, Any] = {"kind": "bytes"}
         if self.model["vocab_size"] != _BYTES_AND_END:
-            tokenizer = {"kind": "bpe", "path": "corpus.tokenizer.json"}
+            tokenizer = {"kind": "bpe", "path": self.tokenizer or "corpus.tokenizer.json"}
         return {
             "model": self.model,
             "parallelism": self.parallelism,
@@ -111,6 +115,29 @@ def _on_gpus(
 
 def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     return {**_GPT, "layers": layers, "hidden_size": hidden, "heads": heads}
+
+
+# Of an imported model: fine-tuning on one device, until the job file says otherwise.
+_IMPORTED_LEARNING_RATE = 1e-5
+_LONGEST_SEQUENCE = 8192
+
+
+def imported_model(model: Mapping[str, Any], tokenizer: str) -> StartingModel:
+    """What an imported model starts with; sequences of at most 8,192 tokens.
+
+    Args:
+        tokenizer: path of its tokenizer's file.
+    """
+    length = min(model["sequence_length"], _LONGEST_SEQUENCE)
+    parallelism, training = _layout(32)
+    return StartingModel(
+        model={**model, "sequence_length": length},
+        parallelism=parallelism,
+        training={**training, "steps": 1000},
+        learning_rate=_IMPORTED_LEARNING_RATE,
+        warmup_steps=100,
+        tokenizer=tokenizer,
+    )
 
 
 MODELS: dict[str, StartingModel] = {

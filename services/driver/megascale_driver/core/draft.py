@@ -41,6 +41,7 @@ class Draft:
         # Silent nodes by switch, found once in an event (core.breaker).
         self.silent_switches: dict[str, list[str]] | None = None
         self.queue_due_s, self.queue_decided_s = state.queue_due_s, state.queue_decided_s
+        self.forget_due_s = state.forget_due_s
         self.unreadable = state.unreadable
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
@@ -167,6 +168,7 @@ class Draft:
             silence_hold_until_s=self.silence_hold_until_s,
             queue_due_s=self.queue_due_s,
             queue_decided_s=self.queue_decided_s,
+            forget_due_s=self.forget_due_s,
             unreadable=self.unreadable,
         )
         commanded = tuple(name for name in self._commanded if not self._withheld(name))

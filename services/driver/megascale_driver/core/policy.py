@@ -86,6 +86,8 @@ class Policy:
     # Ended jobs that are kept: at most so many, and none for longer.
     keep_ended_jobs: int = 1000
     keep_ended_s: float = 30 * 86_400.0
+    # Nodes that are dead for longer, and that no job needs, are forgotten.
+    forget_dead_s: float = 24 * 3600.0
     breaker_share: float = 0.02
     breaker_nodes: int = 4
     breaker_window_s: float = 300.0

@@ -50,6 +50,7 @@ Reason = Literal[
     "NODE_RESTARTED",
     "NODE_SUSPECT",
     "NODE_DEAD",
+    "NODE_FORGOTTEN",
     "NODE_EVICTED",
     "NODE_DRAINING",
     "NODE_CORDONED",

@@ -465,6 +465,8 @@ class Cluster:
     queue_due_s: float = 0.0
     # When it was decided last.
     queue_decided_s: float = 0.0
+    # When it is next looked for nodes that have left.
+    forget_due_s: float = 0.0
     # Those with a quota of their own; for others the driver's option holds.
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
 

@@ -39,6 +39,7 @@ def _moments(state: Cluster, now_s: float, policy: Policy) -> Iterator[float]:
         yield request.at_s + policy.request_memory_s
         break  # they are in the order of their times
     yield state.queue_due_s
+    yield state.forget_due_s
     for job in state.jobs.values():
         yield job.not_before_s
         if job.active:

@@ -35,7 +35,6 @@ from megascale_executor.agent.rank_logs import LogScanner
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
-from megascale_executor.agent.tensorboard import EventFile
 from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import failures
@@ -83,7 +82,6 @@ class AttemptRunner:
         self._loader_watch: asyncio.Task[None] | None = None
         self._job: JobConfig | None = None
         self._code = job_code.INSTALLED
-        self._events_file: EventFile | None = None
 
     @property
     def workers(self) -> list[Worker]:
@@ -217,8 +215,6 @@ class AttemptRunner:
         )
         assignments = worker_assignments(assignment, self._job, self._config, folder, sockets)
         await self._start_loader(self._job, folder, sockets.loader)
-        if self._job.telemetry.tensorboard and 0 in assignment.ranks:
-            self._events_file = EventFile(folder.tensorboard)
         template = await self._templates.ready_for(self._code)
         events = WorkerEvents(
             all_running=self._on_running,
@@ -263,8 +259,6 @@ class AttemptRunner:
 
     def _on_step(self, record: dict[str, Any]) -> None:
         self._reports.add(self.state.key.job, record)
-        if self._events_file is not None:
-            self._events_file.add(record)
 
     def _on_running(self) -> None:
         self.state.running()
@@ -306,9 +300,6 @@ class AttemptRunner:
             )
             await asyncio.sleep(_STOP_RETRY_S)
         self._workers, self._job = None, None
-        if self._events_file is not None:
-            self._events_file.close()
-            self._events_file = None
         self.scanner.watch({})
         self.profiles.forget(self.folder.path)
         self.leave.forget()

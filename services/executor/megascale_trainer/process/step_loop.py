@@ -59,7 +59,7 @@ class StepLoop:
 
         That is the job's, or an earlier one whose checkpoint is committed, by an order to leave.
         """
-        self.records.start()
+        self.records.start(done)
         previous: _InFlight | None = None
         step, steps = done, self.trainer.config.training.steps
         while step < self.snapshots.last:

@@ -15,6 +15,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.node import framing
 from megascale_common.node.messages import Assignment
 from megascale_common.sizes import flops
+from megascale_trainer.telemetry.trackers import Trackers
 from megascale_trainer.trainer import StepRecord
 
 FIRST_LOGGED_STEPS, LOG_INTERVAL_S = 10, 1.0
@@ -37,12 +38,17 @@ class StepRecords:
         )
         self._last_step_end_s = 0.0
         self._snapshot_time_s = 0.0
+        self._trackers: Trackers | None = None
         self._data_wait_s = 0.0
         self._memory = MemoryFigure(device)
         self._logged_steps, self._logged_at_s = 0, 0.0
 
-    def start(self) -> None:
-        """The first step begins."""
+    def start(self, done: int = 0) -> None:
+        """The first step begins, after ``done``."""
+        if self._assignment["reports"]:
+            # The job's folder, which its attempts share.
+            folder = Path(self._assignment["run_folder"]).parent
+            self._trackers = Trackers(self._config, folder, done)
         self._last_step_end_s = time.monotonic()
 
     def of(self, record: StepRecord, skipped_updates: int) -> dict[str, Any]:
@@ -82,7 +88,14 @@ class StepRecords:
         """Send a record to the agent, if this rank is the one that reports; the step ends."""
         if self._assignment["reports"]:
             framing.send(self._agent, {"kind": "step", "record": values})
+            if self._trackers is not None:
+                self._trackers.add(values)
         self._last_step_end_s = time.monotonic()
+
+    def close(self) -> None:
+        """The last step has ended."""
+        if self._trackers is not None:
+            self._trackers.close()
 
     def _log(self, values: dict[str, Any]) -> None:
         """A line of the rank's log: each of the first steps, then at most one a second."""

@@ -53,6 +53,7 @@ from megascale_trainer.restore import RestoreRefused, restore
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.telemetry.trackers import problem_of
 from megascale_trainer.trainer import Trainer
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -154,6 +155,7 @@ class _Worker:
         last = loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
         not_saved = self._finish(loop, done, last)
+        loop.records.close()
         loop.data.close()
         if loop.held_out is not None:
             loop.held_out.close()
@@ -198,6 +200,8 @@ class _Worker:
 
     def _build(self) -> Trainer:
         rank = self._assignment["rank"]
+        if self._assignment["reports"] and (problem := problem_of(self._config.telemetry)):
+            raise JobRefused(problem)
         try:
             return Trainer(self._config, rank, self._groups, self._device, self._status)
         except ValueError as error:
