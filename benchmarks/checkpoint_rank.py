@@ -191,7 +191,7 @@ class OurSaves:
         sizes = {"tp": 1, "cp": 1, "dp": options.ranks, "pp": 1}
         registration = RankRegistration(
             "benchmark", attempt, options.rank, options.ranks, options.folder, options.address, 2,
-            sizes,
+            sizes=sizes,
         )  # fmt: skip
         self.snapshots = Snapshotter(
             options.socket, registration, state, CPU, collective_timeout_s=TIMEOUT_S

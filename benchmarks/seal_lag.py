@@ -67,7 +67,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Both legs in turn."""
     layout, pools = layout_of(options.mib), Pools()
     staging = StagingFolder(folder, "benchmark", "n0", "i1")
-    registration = RegisteredRank("job", 1, 0, 1, "", "", 2, layout, {}, layout.digest())
+    registration = RegisteredRank(
+        "job", 1, 0, 1, "", "", 2, layout=layout, digest=layout.digest(), layout_info={}
+    )
     job = JobCheckpoints("job", Signal())
     snapshots = await RankSnapshots.create(
         registration, job, staging, pools, CommitterClient("token")

@@ -87,7 +87,8 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
     uri = str(folder / "checkpoints") if options.store else ""
     registration = RankRegistration(
         "stall", 1, 0, 1, uri, (folder / "address").read_text().strip() if uri else "",
-        options.slots, {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, snapshots_in_flight(options.interval),
+        options.slots, snapshots_in_flight(options.interval),
+        sizes={"tp": 1, "cp": 1, "dp": 1, "pp": 1},
     )  # fmt: skip
     began_s = time.monotonic()
     snapshots = Snapshotter(

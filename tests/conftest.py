@@ -24,6 +24,7 @@ LANES = {
         "chaos/test_last_checkpoint.py",
         "integration/test_bad_inputs.py",
         "integration/test_by_hand.py",
+        "integration/test_library.py",
         "integration/test_cli.py",
         "integration/test_cli_nodes.py",
     ),

@@ -68,7 +68,7 @@ def restore_rank(
     world = Group("world", tuple(range(world_size)), rank, dist.group.WORLD, None)
     layout = trainer_layouts(model, parallelism)[rank]
     sizes = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
-    who = RankRegistration("job", attempt, rank, world_size, uri, committer, 2, sizes)
+    who = RankRegistration("job", attempt, rank, world_size, uri, committer, 2, sizes=sizes)
     state = PlainState(layout)
     link = DaemonLink(sockets[rank], who, layout, CPU, collective_timeout_s=CALL_TIMEOUT_S)
     link.connect(CALL_TIMEOUT_S)

@@ -77,7 +77,9 @@ def snapshotter(
 ) -> Snapshotter:
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
     address = (committer or daemon).address if uri else ""
-    registration = RankRegistration("job", attempt, rank, world_size, uri, address, slots, sizes)
+    registration = RankRegistration(
+        "job", attempt, rank, world_size, uri, address, slots, sizes=sizes
+    )
     longest_s = 4 * CALL_TIMEOUT_S
     return Snapshotter(
         str(daemon.socket),

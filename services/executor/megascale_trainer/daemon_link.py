@@ -19,12 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
 
-from megascale_common.node import framing
+from megascale_common.node import framing, rank_terms
 from megascale_common.node.messages import (
     PIECES_IN_A_FRAME,
     DaemonRequest,
@@ -33,6 +33,7 @@ from megascale_common.node.messages import (
     Registered,
     ReplicaOrders,
 )
+from megascale_common.node.rank_terms import RankTerms
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.host_copy import parts
 
@@ -50,27 +51,14 @@ Answered = Callable[[framing.Message], None]
 
 
 @dataclass(frozen=True, slots=True)
-class RankRegistration:
+class RankRegistration(RankTerms):
     """What a rank registers with.
 
-    ``sizes`` are those of the parallel axes, for the manifest. ``in_flight`` is the number of
-    snapshots that are reserved, copied or unsettled at the same time: with short intervals the next
-    ones begin before the first is sealed. ``local_ranks`` of the node share its memory.
-    ``replicas`` goes to the daemon as it is.
+    ``sizes`` are those of the parallel axes, for the manifest. ``replicas`` goes to the daemon as
+    it is.
     """
 
-    job: str
-    attempt: int
-    rank: int
-    world_size: int
-    uri: str
-    committer_endpoint: str
-    slots: int
-    sizes: Mapping[str, int]
-    in_flight: int = 1
-    local_ranks: int = 1
-    max_write_mib_per_s: float = 0.0
-    max_step_slowdown: float = 0.0
+    sizes: Mapping[str, int] = field(kw_only=True)
     replicas: ReplicaOrders | None = None
 
 
@@ -383,17 +371,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
     register = Register(
         kind="register",
         version=framing.PROTOCOL_VERSION,
-        job=who.job,
-        attempt=who.attempt,
-        rank=who.rank,
-        world_size=who.world_size,
-        uri=who.uri,
-        committer_endpoint=who.committer_endpoint,
-        slots=who.slots,
-        in_flight=who.in_flight,
-        local_ranks=who.local_ranks,
-        max_write_mib_per_s=float(who.max_write_mib_per_s),
-        max_step_slowdown=float(who.max_step_slowdown),
+        **rank_terms.of(who),  # type: ignore[typeddict-item]  # tests/unit/test_rank_terms.py
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},
         further_pieces=len(rest),
         layout_info=dict(who.sizes),

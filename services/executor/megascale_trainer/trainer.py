@@ -268,6 +268,16 @@ class Trainer:
         entropy, _, weight = sums.tolist()
         return float(entropy / weight) if weight > 0 else float("nan")
 
+    def logits(self, batch: MicroBatch) -> torch.Tensor:
+        """[B, S, V] of a batch, for a job of one rank; S is model.sequence_length."""
+        hidden = None
+        with torch.no_grad():
+            for stage in self._pipeline.chunks:
+                hidden = stage.forward(hidden, batch)
+            assert hidden is not None
+            logits = stage.logits(hidden)
+        return logits.transpose(0, 1)[..., : self.config.model.vocab_size]
+
     def states(self) -> dict[str, torch.Tensor]:
         """This rank's flat float32 shard of each optimizer state, by name; views."""
         return dict(zip(self._state_names, self._states.unbind(), strict=True))

@@ -298,25 +298,7 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "give a folder, or use interval 0",
         )
     yield from _storage("checkpoint.uri", checkpoint.uri)
-    yield from _storage("checkpoint.load_uri", checkpoint.load_uri)
-    if checkpoint.load_uri and not checkpoint.uri:
-        yield JobProblem(
-            "checkpoint.uri",
-            "empty although checkpoint.load_uri is set",
-            "give a folder of this job's own",
-        )
-    elif checkpoint.load_uri and _folder(checkpoint.load_uri) == _folder(checkpoint.uri):
-        yield JobProblem(
-            "checkpoint.load_uri",
-            "is checkpoint.uri itself",
-            "give another job's folder: a job resumes from its own without load_uri",
-        )
-    if checkpoint.load == "weights" and not checkpoint.load_uri:
-        yield JobProblem(
-            "checkpoint.load",
-            "is weights, and checkpoint.load_uri names no checkpoint to take them from",
-            "give a load_uri, or leave load out",
-        )
+    yield from _loading(checkpoint)
     yield from _replicas(checkpoint)
     if not 0 <= checkpoint.verify_d2h <= 1:
         yield JobProblem(
@@ -337,6 +319,28 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             f"give 1 to {_MAX_FINAL_TIMEOUT_S} seconds",
         )
     yield from _retention(checkpoint)
+
+
+def _loading(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
+    yield from _storage("checkpoint.load_uri", checkpoint.load_uri)
+    if checkpoint.load_uri and not checkpoint.uri:
+        yield JobProblem(
+            "checkpoint.uri",
+            "empty although checkpoint.load_uri is set",
+            "give a folder of this job's own",
+        )
+    elif checkpoint.load_uri and _folder(checkpoint.load_uri) == _folder(checkpoint.uri):
+        yield JobProblem(
+            "checkpoint.load_uri",
+            "is checkpoint.uri itself",
+            "give another job's folder: a job resumes from its own without load_uri",
+        )
+    if checkpoint.load == "weights" and not checkpoint.load_uri:
+        yield JobProblem(
+            "checkpoint.load",
+            "is weights, and checkpoint.load_uri names no checkpoint to take them from",
+            "give a load_uri, or leave load out",
+        )
 
 
 def _auto(checkpoint: CheckpointConfig) -> bool:

@@ -117,8 +117,10 @@ class HostServices:
         words = [word for pair in options.items() for word in pair]
         self._spawn("checkpoint daemon", ["megascale_checkpoint", *words], "checkpoint")
 
-    def open_attempt(self) -> AttemptOpened:
+    def open_attempt(self, *, read_only: bool = False) -> AttemptOpened:
         """Have the daemon open the next attempt of the job, as its committer.
+
+        With ``read_only`` nothing is written: the answer tells what an attempt would restore.
 
         Raises:
             ServiceFailed: it cannot start, or refuses; the message has its reason.
@@ -136,10 +138,11 @@ class HostServices:
             keep_every_steps=checkpoint.keep_every_steps,
             keep_every_hours=float(checkpoint.keep_every_hours),
         )
-        return self.ask(request)
+        if read_only:
+            request["read_only"] = True
+        return self._ask(request)
 
-    def ask(self, request: OpenAttempt) -> AttemptOpened:
-        """The daemon's answer to ``request``; raises as :meth:`open_attempt`."""
+    def _ask(self, request: OpenAttempt) -> AttemptOpened:
         self._await((self.sockets / "checkpoint.address").exists, "checkpoint daemon")
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(OPEN_TIMEOUT_S)
