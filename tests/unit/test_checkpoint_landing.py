@@ -138,6 +138,31 @@ async def test_a_slot_starts_again_at_no_byte(snapshots: RankSnapshots) -> None:
     await eventually(snapshots.idle, "the end of what followed the slot")
 
 
+class Owner:
+    """A worker's connection that was writing slot 0."""
+
+    serial = 1
+
+    def end(self) -> set[int]:
+        return {0}
+
+
+async def test_a_slot_whose_writer_is_replaced_is_followed_no_more(
+    snapshots: RankSnapshots, tmp_path: Path
+) -> None:
+    staging = StagingFolder(tmp_path / "other", "c", "n", "i1")
+    assert snapshots.acquire(5) == 0
+    snapshots.take_over(snapshots.registration, Owner())
+    followed, old = snapshots._landings[0], snapshots.memories[0]
+    await snapshots.detach_owner(staging)
+    assert snapshots.memories[0] is not old, "the old writer maps it still"
+    await followed.following
+    assert snapshots.acquire(6) == 0
+    land(snapshots.memories[0], bytes(range(256)) * 20, 5000)
+    await until_followed(snapshots._landings[0], 5000)
+    snapshots.release(0)
+
+
 async def test_a_seal_reads_only_what_landed_last(
     snapshots: RankSnapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,12 +146,12 @@ class RankSnapshots:
         if owner is None:
             return
         for index in owner.end():
+            self._end_landing(index)
             # Slots that it only read keep their memory: checksums detect a write into those.
             if self.table.at(index).phase in (SlotPhase.WRITING, SlotPhase.RESTORING):
                 self.memories[index] = await in_pool(
                     self._pools.memory, staging.renew, self.memories[index]
                 )
-            self._end_landing(index)
             self.table.release(index)
 
     def take_over(self, registration: RegisteredRank, owner: Owner) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.divergence import Divergence
-from megascale_driver.analysis.group_search import Answer
 from megascale_driver.analysis.progress import RankStatus
+from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.state import Identity, Report
 
 
@@ -345,19 +345,6 @@ class RecordRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupChecked:
-    """Group ``group`` of a round of checks has answered; ``details``: what its nodes said."""
-
-    now_s: float
-    job: str
-    attempt: int
-    round: int
-    group: int
-    answers: Mapping[str, Answer]
-    details: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class LossDiverged:
     """The step records of a job show that it diverges."""
 
@@ -438,27 +425,6 @@ class Probe:
     node: str
     incarnation: str
     endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMember:
-    """A node of a group that is checked, with those of its devices that take part."""
-
-    node: str
-    incarnation: str
-    endpoint: str
-    devices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckGroup:
-    """Have the members all-reduce a known payload together; the answer is a GroupChecked."""
-
-    job: str
-    attempt: int
-    round: int
-    group: int
-    members: tuple[GroupMember, ...]
 
 
 Effect = OpenAttempt | Probe | CheckGroup
