@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     setup = Setup(
         0, options.nodes, options.days, options.rate, options.storms, options.spares,
-        not options.no_skip,
+        skip=not options.no_skip,
     )  # fmt: skip
     if options.seed is not None:
         return _replay(setup, options.seed)

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from tests.simulation.shell.world import World
 
 DAY_S = 86_400.0
-# Failures per 1,000 node-days, of Llama 3 and of Meta's RSC-1 (reference: control-plane.md, 4).
+# Failures per 1,000 node-days: Llama 3 (arXiv 2407.21783, table 5: 419 unexpected interruptions in
+# 54 days on 2,048 nodes), and RSC-1 of Meta (arXiv 2410.21680: 6.50; RSC-2 has 2.34).
 RATES = (3.79, 6.5)
-# Shares of unexpected interruptions, after Llama 3's table (GPU and its memory, host, network).
+# Shares in hundred, after the same table (of 419: GPU 148, its memory 72, switches and cables 35;
+# software and hosts the rest). How the rest divides into kills, crashes, power and hangs is ours.
 HARDWARE = (("gpu_lost", 40), ("kill_worker", 22), ("crash", 12), ("power", 8), ("hang", 9))
 SWITCH_SHARE = 9  # cables and switches, which hit all nodes behind them
 STORM = (

@@ -23,7 +23,11 @@ GARBAGE = 200_000  # objects between two collections, which would cost a tenth o
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a seed runs with. ``spares`` of the main job; ``faults`` replaces the seed's own."""
+    """What a seed runs with. ``faults`` replaces the seed's own.
+
+    ``spares`` of the main job, 0: one for 16 nodes. ``main``: nodes of the main job, with exactly
+    ``spares``; 0: what leaves room for the spares and for small jobs.
+    """
 
     seed: int
     nodes: int = 64
@@ -31,6 +35,8 @@ class Setup:
     rate: float = 0.0
     storms: float = 4.0
     spares: int = 0
+    main: int = 0
+    point: int = 0  # of a sweep: which of its setups this is
     skip: bool = True
     faults: tuple[Fault, ...] | None = None
     most_steps: int = 100_000_000  # callbacks; more are going round in circles
@@ -41,6 +47,7 @@ class Result:
     """What became of a seed. ``digest`` is of its decision log, ``broken`` the rule or empty."""
 
     seed: int
+    point: int = 0
     broken: str = ""
     digest: str = ""
     ettr: float = 0.0
@@ -51,6 +58,7 @@ class Result:
     cpu_s: float = 0.0
     faults: list[Fault] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    answers: list[tuple[str, str]] = field(default_factory=list)  # of requests: method, code
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -84,6 +92,7 @@ def run_seed(setup: Setup) -> Result:
     log = "\n".join(found.log)
     return Result(
         seed=setup.seed,
+        point=setup.point,
         broken=found.broken,
         digest=hashlib.sha256(log.encode()).hexdigest()[:16],
         ettr=figures.ettr(),
@@ -94,14 +103,15 @@ def run_seed(setup: Setup) -> Result:
         cpu_s=time.process_time() - began_s,
         faults=faults,
         log=found.log,
+        answers=world.operators.answers,
     )
 
 
 async def _live(world: World, setup: Setup, faults: list[Fault]) -> None:
     weather = Weather(world, faults)
-    spares = setup.spares or max(1, setup.nodes // 16)
+    spares = setup.spares if setup.spares or setup.main else max(1, setup.nodes // 16)
     await world.run(20.0)
-    main = setup.nodes - 2 * spares - 2
+    main = setup.main or setup.nodes - 2 * spares - 2
     world.operators.submit(
         MAIN_JOB, main, steps=10_000_000, step_s=MAIN_STEP_S, spares=spares, priority=1
     )
