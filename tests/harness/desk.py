@@ -13,9 +13,7 @@ from megascale_driver.analysis.group_search import Answer
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,
-    CheckGroup,
     Event,
-    GroupChecked,
     JobSubmitted,
     LeaderStarted,
     NodeHello,
@@ -25,6 +23,7 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
+from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,

@@ -23,10 +23,8 @@ from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.events import (
     AttemptOpened,
     Audit,
-    CheckGroup,
     Effect,
     Event,
-    GroupChecked,
     LeaderStarted,
     NodeHello,
     NodeReport,
@@ -38,6 +36,7 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
+from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,

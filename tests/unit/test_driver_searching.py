@@ -11,11 +11,10 @@ from tests.harness.desk import POLICY, Desk, exited
 from megascale_driver.analysis.group_search import Answer
 from megascale_driver.core.events import (
     CancelRequested,
-    CheckGroup,
-    GroupChecked,
     LeaderStarted,
     PolicyRequested,
 )
+from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.state import AttemptPhase, JobPhase
 from megascale_driver.core.timers import next_s
 

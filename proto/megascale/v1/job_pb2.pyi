@@ -401,6 +401,7 @@ class JobSpec(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
     RECOVERY_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """DNS-1123 label; the job's key everywhere. Required."""
     tenant: builtins.str
@@ -425,6 +426,10 @@ class JobSpec(google.protobuf.message.Message):
     def recovery(self) -> Global___RecoverySpec:
         """What happens after a fault."""
 
+    @property
+    def code(self) -> Global___CodeSpec:
+        """Code of the job's own."""
+
     def __init__(
         self,
         *,
@@ -436,15 +441,43 @@ class JobSpec(google.protobuf.message.Message):
         trainer: Global___TrainerSpec | None = ...,
         checkpoint: Global___CheckpointSpec | None = ...,
         recovery: Global___RecoverySpec | None = ...,
+        code: Global___CodeSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "labels", b"labels", "name", b"name", "owner", b"owner", "priority", b"priority", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "code", b"code", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "code", b"code", "labels", b"labels", "name", b"name", "owner", b"owner", "priority", b"priority", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tenant", b"_tenant"]) -> typing.Literal["tenant"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["workload", b"workload"]) -> typing.Literal["trainer"] | None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
+
+@typing.final
+class CodeSpec(google.protobuf.message.Message):
+    """Code of the job's own, beside what is installed on the nodes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    SHA256_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """Absolute path of a folder that all nodes see, such as one that `pip install --target` filled. It
+    comes first where the job's processes look for modules. Each attempt begins with the files as
+    they are then; empty: what is installed.
+    """
+    sha256: builtins.str
+    """Digest of the folder; a node whose files differ refuses the attempt and names its digest. Empty:
+    not compared.
+    """
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        sha256: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "sha256", b"sha256"]) -> None: ...
+
+Global___CodeSpec: typing_extensions.TypeAlias = CodeSpec
 
 @typing.final
 class TrainerSpec(google.protobuf.message.Message):

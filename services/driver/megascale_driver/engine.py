@@ -25,7 +25,6 @@ from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
 from megascale_driver.core import hang, machine, plausible
 from megascale_driver.core.events import (
     Audit,
-    CheckGroup,
     Event,
     LeaderStarted,
     LossDiverged,
@@ -42,6 +41,7 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
+from megascale_driver.core.group_events import CheckGroup
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import AttemptPhase, Cluster, Job
 from megascale_driver.feeds import JobFeeds

@@ -32,11 +32,10 @@ from megascale_common.service.errors import (
 from megascale_driver import group_checks
 from megascale_driver.core.events import (
     AttemptOpened,
-    CheckGroup,
-    GroupChecked,
     OpenAttempt,
     OpenFailed,
 )
+from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.state import Node
 
 OPEN_TIMEOUT_S = 20.0

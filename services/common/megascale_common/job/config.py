@@ -316,9 +316,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig:
-    """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job.
+    """Limits of automatic recovery; ``spare_nodes``: of spares, unless ``spares`` is auto.
 
-    With ``spares`` auto their number is that of :mod:`megascale_common.sizes.spare_count`.
     A run counts as diverged after ``divergence_steps`` steps in a row (0: never; half of the job's
     steps where that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
     never) times that of the start.
@@ -338,6 +337,14 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CodeConfig:
+    """Code of the job's own: a folder ("": what is installed), of that digest if one is given."""
+
+    path: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig:
     """A whole job. ``name`` is a DNS-1123 label and the job's key everywhere."""
 
@@ -353,6 +360,7 @@ class JobConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    code: CodeConfig = field(default_factory=CodeConfig, metadata=ADDED)
     tenant: str = "default"
     owner: str = ""
     priority: int = 0
@@ -436,10 +444,7 @@ def to_mapping(config: JobConfig) -> dict[str, Any]:
 
 
 def to_json(config: JobConfig) -> str:
-    """Canonical JSON of ``config``: sorted keys, no spaces; equal configs give equal text.
-
-    Fields that are ``ADDED`` are in it only where they are not at their defaults.
-    """
+    """Canonical JSON of ``config``, without fields that are ADDED and at their defaults."""
     return json.dumps(stored_values(config), sort_keys=True, separators=(",", ":"))
 
 

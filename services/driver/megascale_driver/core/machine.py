@@ -39,7 +39,6 @@ from megascale_driver.core.events import (
     DrainRequested,
     Event,
     EvictRequested,
-    GroupChecked,
     JobSubmitted,
     LeaderStarted,
     LossDiverged,
@@ -64,6 +63,7 @@ from megascale_driver.core.events import (
     UncordonRequested,
     UpdateRequested,
 )
+from megascale_driver.core.group_events import GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import schedule
 from megascale_driver.core.state import Cluster, Request

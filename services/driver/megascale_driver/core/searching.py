@@ -22,7 +22,8 @@ from megascale_driver.core import blame, breaker, job_faults, nodes
 from megascale_driver.core.attempt import FaultKind, Searching
 from megascale_driver.core.candidates import usable
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import CheckGroup, Evidence, GroupChecked, GroupMember
+from megascale_driver.core.events import Evidence
+from megascale_driver.core.group_events import CheckGroup, GroupChecked, GroupMember
 from megascale_driver.core.state import (
     AttemptPhase,
     Device,

@@ -23,7 +23,7 @@ from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs
 from megascale_common.service.errors import AssignmentError, TemplateError
-from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders
+from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders, job_code
 from megascale_executor.agent.assignment import Sockets, check_assignment, worker_assignments
 from megascale_executor.agent.attempt import AttemptAction, AttemptState
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
@@ -81,6 +81,7 @@ class AttemptRunner:
         self._loader: asyncio.subprocess.Process | None = None
         self._loader_watch: asyncio.Task[None] | None = None
         self._job: JobConfig | None = None
+        self._code = job_code.INSTALLED
 
     @property
     def workers(self) -> list[Worker]:
@@ -182,7 +183,8 @@ class AttemptRunner:
         check_assignment(assignment, config, self._config.node, self._devices)
         self._job = config
         self.folder.path.mkdir(parents=True, exist_ok=True)
-        template = await self._templates.ready()
+        self._code = await job_code.find(config.code)
+        template = await self._templates.ready_for(self._code)
         findings = await self._checks.run(
             config, list(assignment.ranks), list(assignment.devices), template
         )
@@ -213,7 +215,7 @@ class AttemptRunner:
         )
         assignments = worker_assignments(assignment, self._job, self._config, folder, sockets)
         await self._start_loader(self._job, folder, sockets.loader)
-        template = await self._templates.ready()
+        template = await self._templates.ready_for(self._code)
         events = WorkerEvents(
             all_running=self._on_running,
             all_finished=self._on_finished,
@@ -236,7 +238,9 @@ class AttemptRunner:
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "megascale_trainer.data.loader"]
         command += ["--socket", str(path), "--config", str(folder.config)]
-        self._loader = await child_processes.spawn(command, folder.loader_log)
+        self._loader = await child_processes.spawn(
+            command, folder.loader_log, environment=self._code.environment
+        )
         self._loader_watch = asyncio.create_task(
             self._watch_loader(self._loader, folder.loader_log)
         )
