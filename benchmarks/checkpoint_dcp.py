@@ -55,14 +55,16 @@ class LegError(Exception):
 class Daemon:
     """A checkpoint daemon as the agent starts it; ends with the block."""
 
-    def __init__(self, folder: Path) -> None:
-        self.socket, self.token = folder / "d.sock", secrets.token_hex(8)
+    def __init__(self, folder: Path, node: str = "n0", token: str = "") -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.socket = folder, folder / "d.sock"
+        self.token = token or secrets.token_hex(8)
         self._address = folder / "address"
         self._address.unlink(missing_ok=True)
         self._staging = Path(tempfile.mkdtemp(prefix="megascale-benchmark-", dir="/dev/shm"))
         (folder / "token").write_text(self.token)
         command = [sys.executable, "-m", "megascale_checkpoint", "--cluster", "benchmark"]
-        command += ["--node", "n0", "--incarnation", "i1", "--run-folder", str(folder)]
+        command += ["--node", node, "--incarnation", "i1", "--run-folder", str(folder)]
         command += ["--socket", str(self.socket), "--token-file", str(folder / "token")]
         command += ["--address-file", str(self._address)]
         command += ["--staging-folder", str(self._staging)]
@@ -87,6 +89,16 @@ class Daemon:
     def address(self) -> str:
         """host:port."""
         return self._address.read_text().strip()
+
+    @property
+    def replica_endpoint(self) -> str:
+        """host:port at which it takes the replicas of other nodes."""
+        path, deadline = self._address.with_suffix(".replicas"), time.monotonic() + START_S
+        while not (path.exists() and path.read_text()):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"the daemon has no replica server: {self._log.read_text()}")
+            time.sleep(0.05)
+        return path.read_text().strip()
 
 
 def run_leg(leg: str, options: argparse.Namespace, place: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from megascale_common.job.restore import RestorePlan
 from megascale_common.job.wire import restore as wire
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_trainer.daemon_link import RankRegistration
+from megascale_trainer.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.host_copy import Landed
 from megascale_trainer.host_copy import parts as cut
 from megascale_trainer.parallel.groups import Group
@@ -140,7 +140,9 @@ class State:
             slot[start:stop].copy_(image[start:stop])
             landed(stop)
 
-    def load_from(self, slot: torch.Tensor) -> None:
+    def load_from(
+        self, slot: torch.Tensor, ready: Callable[[int], object] = lambda stop: None
+    ) -> None:
         """See Trainer."""
         self.state_image().copy_(slot[: self.state_image().numel()])
 
@@ -193,9 +195,11 @@ class OurSaves:
             "benchmark", attempt, options.rank, options.ranks, options.folder, options.address, 2,
             sizes=sizes,
         )  # fmt: skip
-        self.snapshots = Snapshotter(
-            options.socket, registration, state, CPU, collective_timeout_s=TIMEOUT_S
+        layout = state.shard_layout()
+        link = DaemonLink.registered(
+            options.socket, registration, layout, CPU, collective_timeout_s=TIMEOUT_S
         )
+        self.snapshots = Snapshotter(link, state, CPU)
 
     def begin(self, step: int, save: Save) -> None:
         """Start a save, as a step loop does."""

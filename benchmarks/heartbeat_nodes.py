@@ -29,7 +29,9 @@ SLOTS = 2  # sealed snapshots per rank that a heartbeat names
 STEP_S = 1.0
 RETRY_S = (0.2, 2.0)
 MAX_SENT = 64  # heartbeats whose acknowledgement may still come
-CONNECT_S = 20.0  # for one attempt to connect, and for the driver's hello
+# For one attempt to connect, and for the driver's hello: who gives up early dials again, and a
+# server that is behind falls behind further.
+CONNECT_S = 60.0
 CONNECT = "/megascale.v1.ExecutorLinkService/Connect"
 REPORT_STEPS = "/megascale.v1.ExecutorLinkService/ReportSteps"
 

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -249,28 +250,33 @@ async def measure_driver(
             server.kill()
 
 
+@contextlib.asynccontextmanager
+async def _phase(what: str, server: Server) -> AsyncIterator[None]:
+    """Report how long the driver took for this, and what it cost it."""
+    since_s, cpu_s = time.monotonic(), server.cpu_s()
+    yield
+    took_s, cpu_s = time.monotonic() - since_s, server.cpu_s() - cpu_s
+    stall_ms = await server.longest_stall_ms()
+    _say(
+        f"  {what} after {took_s:.1f} s, with {cpu_s:.1f} s of CPU; longest stall {stall_ms:.0f} ms"
+    )
+
+
 async def _measure_driver(
     server: Server, nodes: Helpers, options: argparse.Namespace, token: str
 ) -> dict[str, float]:
-    since_s = time.monotonic()
-    await _until_alive(server, options.nodes, token)
-    arrival_s = time.monotonic() - since_s
-    _say(f"  all {options.nodes} nodes alive {arrival_s:.1f} s after the driver, longest stall "
-         f"{await server.longest_stall_ms():.0f} ms")  # fmt: skip
-    since_s = time.monotonic()
-    await _run_job(server, options.nodes, token)
-    took_s = time.monotonic() - since_s
-    _say(f"  the job runs on all of them {took_s:.1f} s after it was submitted, "
-         f"longest stall {await server.longest_stall_ms():.0f} ms")  # fmt: skip
+    async with _phase(f"all {options.nodes} nodes are alive", server):
+        await _until_alive(server, options.nodes, token)
+    async with _phase("the job runs on all of them", server):
+        await _run_job(server, options.nodes, token)
     found = await measure(server, nodes, options)
     if options.reconnect:
         server.kill()
         await server.start()
         since_s = time.monotonic()
-        await _until_alive(server, options.nodes, token)
+        async with _phase("a new driver sees all nodes", server):
+            await _until_alive(server, options.nodes, token)
         found["reconnect_s"] = time.monotonic() - since_s
-        _say(f"  a new driver sees all nodes {found['reconnect_s']:.1f} s after it serves, longest "
-             f"stall {await server.longest_stall_ms():.0f} ms")  # fmt: skip
         found["rss_mib"] = max(found["rss_mib"], server.rss_mib())
     return found
 
@@ -354,6 +360,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(options.nodes, options.interval, options.window, options.windows, options.helpers) <= 0:
         parser.error("give positive numbers")
     options.helpers = min(options.helpers, options.nodes)
+    # Of this process and of all that it starts: a descriptor per node.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         return asyncio.run(run(options))
     except (Failed, TimeoutError) as error:

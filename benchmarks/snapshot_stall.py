@@ -35,7 +35,7 @@ from megascale_common.node.process import child_environment
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_common.sizes.staging import snapshots_in_flight
-from megascale_trainer.daemon_link import RankRegistration
+from megascale_trainer.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.host_copy import Landed
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.snapshot import Snapshotter
@@ -91,14 +91,9 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
         sizes={"tp": 1, "cp": 1, "dp": 1, "pp": 1},
     )  # fmt: skip
     began_s = time.monotonic()
-    snapshots = Snapshotter(
-        str(folder / "socket"),
-        registration,
-        state,
-        device,
-        collective_timeout_s=120.0,
-        verified_share=options.verified_share,
-    )
+    where = str(folder / "socket"), registration, state.shard_layout(), device
+    link = DaemonLink.registered(*where, collective_timeout_s=120.0)
+    snapshots = Snapshotter(link, state, device, verified_share=options.verified_share)
     registered_s = time.monotonic() - began_s
     page = StatusPageWriter(folder / "page", rank=0, attempt=1)
     steps = SnapshotSteps(config, page, snapshots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ class PlainState:
         """All of it."""
         return self.image
 
-    def load_from(self, slot: torch.Tensor) -> None:
+    def load_from(
+        self, slot: torch.Tensor, ready: Callable[[int], object] = lambda stop: None
+    ) -> None:
         """Take it from a slot."""
         self.image.copy_(slot[: self.image.numel()])
 

@@ -103,6 +103,7 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
     - FAILED_PRECONDITION (PROTOCOL_MISMATCH): driver and agent have no link protocol version in
       common.
     - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
+    - UNAVAILABLE (TOO_MANY_LINKS): 32,768 links are open or being opened.
     """
 
     ReportSteps: _ExecutorLinkServiceReportStepsType
@@ -153,6 +154,7 @@ class ExecutorLinkServiceServicer(metaclass=abc.ABCMeta):
         - FAILED_PRECONDITION (PROTOCOL_MISMATCH): driver and agent have no link protocol version in
           common.
         - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
+        - UNAVAILABLE (TOO_MANY_LINKS): 32,768 links are open or being opened.
         """
 
     @abc.abstractmethod

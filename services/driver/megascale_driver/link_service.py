@@ -34,6 +34,8 @@ from megascale_driver.open_links import Link
 from megascale_driver.orders import PROTOCOL
 
 HELLO_TIMEOUT_S = 10.0
+# Open links, and those whose hello has not come yet: each costs some 55 KiB of memory.
+MAX_LINKS = 32_768
 MAX_HEARTBEAT_BYTES = 64 << 10
 
 _log = logs.get(__name__)
@@ -47,6 +49,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         self._leader = leader
         self._cluster = cluster
         self._long_lived = LongLived()
+        self._greeting = 0  # links whose hello has not come yet
 
     async def Connect(  # type: ignore[override]  # the generated base class knows generators only
         self,
@@ -119,12 +122,18 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
     ) -> link_pb2.ExecutorHello:
         if self._engine.term is None:
             raise self._leader.not_leading()
+        if len(self._engine.links) + self._greeting >= MAX_LINKS:
+            text = f"{MAX_LINKS} links are open or being opened; dial again later"
+            raise UnavailableError(text, reason="TOO_MANY_LINKS")
+        self._greeting += 1
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await anext(requests)
         except (TimeoutError, StopAsyncIteration) as error:
             text = f"no hello arrived within {HELLO_TIMEOUT_S:g} s"
             raise RequestError(text, reason="HELLO_MISSING") from error
+        finally:
+            self._greeting -= 1
         hello = first.hello
         if first.WhichOneof("message") != "hello":
             raise RequestError("the first message must be a hello", reason="HELLO_MISSING")

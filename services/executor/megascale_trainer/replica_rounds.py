@@ -22,10 +22,14 @@ from megascale_trainer.snapshot_schedule import REPLICA_BUSY, Votes
 
 
 class ReplicaRounds:
-    """One rank's part; without ``enabled`` nothing is ever copied."""
+    """One rank's part; without ``enabled`` nothing is ever copied.
+
+    Attributes:
+        count: how many steps were decided.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+        self._enabled, self.count = enabled, 0
         self._decided = 0  # the newest step that is copied, or was
         self._cast: dict[int, int] = {}  # by the step of a vote: what was decided when it was cast
         self._unsealed = 0  # the decided step, until its seal has gone to the daemon
@@ -46,6 +50,7 @@ class ReplicaRounds:
         if cast != self._decided or votes.must_skip or votes.replica_busy or not self._enabled:
             return False
         self._decided = self._unsealed = step
+        self.count += 1
         self._next_question()
         return True
 

@@ -35,16 +35,14 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.copy_check import CopyCheck
 from megascale_trainer.daemon_link import (
     LONGEST_HOLD_S,
-    START_TIMEOUT_S,
     DaemonLink,
-    RankRegistration,
 )
 from megascale_trainer.host_copy import CopyEnd, HostCopies, Landed, LandingNotes
 from megascale_trainer.replica_rounds import ReplicaRounds
 from megascale_trainer.snapshot_schedule import SnapshotSchedule, ToSeal, Votes
 
 ACQUIRE_RETRY_S = 0.2
-# Small slots are prepared by then; with large ones the first steps run beside it.
+# Small slots are prepared by then; large ones only behind the first step, which would be slower.
 PREPARE_WAIT_S, SMALL_SLOTS_BYTES = 2.0, 1 << 30
 
 
@@ -92,20 +90,15 @@ class StoreState:
 class Snapshotter:
     """The snapshots of one rank; ``link`` is its connection to its node's checkpoint daemon.
 
-    ``replicas`` has the rank's part in which of them are copied to peers; by default none is.
-
-    Raises:
-        OSError: the daemon is not running, or refuses the registration; the message has its reason.
+    It has registered there. ``replicas``: the ranks vote on which of them are copied to peers.
     """
 
     def __init__(
         self,
-        socket_path: str,
-        registration: RankRegistration,
+        link: DaemonLink,
         state: TrainingState,
         device: torch.device,
         *,
-        collective_timeout_s: float,
         verified_share: float = 0.0,
         replicas: bool = False,
     ) -> None:
@@ -118,14 +111,7 @@ class Snapshotter:
         self._said_hung = False
         self.store, self._time_unanswered = StoreState(), False
         self.skipped = 0
-        self.link = DaemonLink(
-            socket_path,
-            registration,
-            state.shard_layout(),
-            device,
-            collective_timeout_s=collective_timeout_s,
-        )
-        self.link.connect(START_TIMEOUT_S)
+        self.link = link
         if self.link.slots_bytes <= SMALL_SLOTS_BYTES:
             self.link.wait_prepared(PREPARE_WAIT_S)
 
@@ -192,6 +178,7 @@ class Snapshotter:
 
     def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
         """The result of ``step`` was read: complete its snapshot's small state and finite flag."""
+        self.link.prepare_all()
         if step in self._copies:
             self._copies[step].small_state |= small_state
             self._schedule.settle(step, finite=finite)

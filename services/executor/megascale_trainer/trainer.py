@@ -9,7 +9,7 @@ the device; :meth:`StepResult.read` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +128,16 @@ class StepResult:
             votes=round(votes),
             wishes=round(wishes),
         )
+
+
+def layout_of_rank(config: JobConfig, rank: int) -> ShardLayout:
+    """How the state of a rank lies in a slot, before its trainer is built.
+
+    Raises:
+        ValueError: sizes or names that this build or this node's packages refuse.
+    """
+    states = optimizer_factory(config.optimizer.name).state_names
+    return shard_layout(parameter_table(config, rank), tuple(states))
 
 
 class Trainer:
@@ -311,8 +321,10 @@ class Trainer:
         """
         self._copied = copied
 
-    def load_from(self, slot: torch.Tensor) -> None:
-        """Take the states from ``slot``, uint8 [slot_bytes].
+    def load_from(
+        self, slot: torch.Tensor, ready: Callable[[int], object] = lambda stop: None
+    ) -> None:
+        """Take the states from ``slot``, uint8 [slot_bytes]; ``ready`` waits for bytes up to one.
 
         What no piece of the layout describes (padding) becomes zero. From pinned memory the copies
         are only enqueued, on the current stream.
@@ -326,6 +338,7 @@ class Trainer:
         for piece in sorted(self._layout.pieces, key=lambda piece: piece.slot_offset_bytes):
             end = piece.slot_offset_bytes + piece.size_bytes
             for start, stop in parts(piece.slot_offset_bytes, end):
+                ready(stop)
                 image[start:stop].copy_(slot[start:stop], non_blocking=True)
 
     def finish_load(self, step: int, *, weights_only: bool = False) -> None:

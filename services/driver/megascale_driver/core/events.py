@@ -119,6 +119,28 @@ class RequestKey:
 
 
 @dataclass(frozen=True, slots=True)
+class _OfJob:
+    """What requests about a job have in common."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _OfNode:
+    """What requests about a node have in common."""
+
+    now_s: float
+    node: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class JobSubmitted:
     """A validated job."""
 
@@ -129,58 +151,29 @@ class JobSubmitted:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(_OfJob):
     """A client asked to cancel the job."""
 
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
-
 
 @dataclass(frozen=True, slots=True)
-class SuspendRequested:
+class SuspendRequested(_OfJob):
     """A client asked that the job save its state and free its nodes until it is resumed."""
 
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
-
 
 @dataclass(frozen=True, slots=True)
-class ResumeRequested:
+class ResumeRequested(_OfJob):
     """A client asked that a suspended job get nodes again."""
 
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
-
 
 @dataclass(frozen=True, slots=True)
-class DeleteRequested:
+class DeleteRequested(_OfJob):
     """A client asked to forget an ended job."""
 
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
-
 
 @dataclass(frozen=True, slots=True)
-class EvictRequested:
+class EvictRequested(_OfNode):
     """An operator asked to quarantine the node; unless ``now``, its job saves first."""
 
-    now_s: float
-    node: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
     now: bool = True
 
 
@@ -218,14 +211,8 @@ class UpdateRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainRequested:
+class DrainRequested(_OfNode):
     """An operator asked to empty the node; its job saves first."""
-
-    now_s: float
-    node: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,25 +250,13 @@ class BreakerResetRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class CordonRequested:
+class CordonRequested(_OfNode):
     """An operator asked to keep new work off the node."""
-
-    now_s: float
-    node: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class UncordonRequested:
+class UncordonRequested(_OfNode):
     """An operator asked to give a cordoned or quarantined node work again."""
-
-    now_s: float
-    node: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,14 +280,8 @@ class ProfileRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileCancelRequested:
+class ProfileCancelRequested(_OfJob):
     """A client asked to give up the job's profile in progress."""
-
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
 
 
 Mutation = (
