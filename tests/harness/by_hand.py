@@ -17,6 +17,7 @@ from tests.harness.paced import paced, python_path
 from tests.harness.waiting import log_bytes, until
 
 STEPS = 12
+_STANDALONE = ("--standalone",)
 
 
 def small_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -59,14 +60,19 @@ def held(from_step: int) -> dict[str, Any]:
 
 
 class HandRun:
-    """A run in the background; its standard output is JSON lines."""
+    """A run in the background; its standard output is JSON lines.
 
-    def __init__(self, folder: Path, job: Path, ranks: int, *options: str) -> None:
+    ``rendezvous``: torchrun's options where it is one of several.
+    """
+
+    def __init__(
+        self, folder: Path, job: Path, ranks: int, *options: str, rendezvous: tuple[str, ...] = ()
+    ) -> None:
         self.folder, self.site = folder, folder / "site"
         self._mark = uuid.uuid4().hex
         self.output, self.errors = folder / f"{self._mark}.jsonl", folder / f"{self._mark}.err"
         alone = [sys.executable, "-m", "megascale_trainer"]
-        several = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        several = [sys.executable, "-m", "torch.distributed.run", *(rendezvous or _STANDALONE)]
         several += ["--nproc-per-node", str(ranks), "-m", "megascale_trainer"]
         command = [*(several if ranks > 1 else alone), str(job), "--json", "--device", "cpu"]
         command += ["--run-folder", str(folder / "runs"), *options]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
     assert not resumed.processes() and not whole.processes()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
     tmp_path: Path, start: Start, ranks: int
 ) -> None:
@@ -89,6 +90,28 @@ def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
         "steps": STEPS,
         "not_saved": "",
     }
+
+
+@pytest.mark.slow
+def test_two_torchruns_as_two_hosts_train_and_commit_together(tmp_path: Path) -> None:
+    job = write_job(tmp_path, small_job(tmp_path, parallelism={"dp": 4}))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    ranked = [(*options, "--node-rank", str(node)) for node in range(2)]
+    runs = [HandRun(tmp_path, job, 2, rendezvous=rendezvous) for rendezvous in ranked]
+    try:
+        assert [run.end() for run in runs] == [0, 0], "\n".join(run.story() for run in runs)
+        (first,) = (run for run in runs if run.events("end"))
+        assert list(first.losses()) == list(range(1, STEPS + 1))
+        first.await_commit(STEPS)
+        # Each has a loader and a daemon of its own, and rank 0's is the committer.
+        logs = {path.name for path in (tmp_path / "runs/jobs/hand").glob("*.log")}
+        assert logs == {"loader.log", "loader-1.log", "checkpoint.log", "checkpoint-1.log"}
+        assert not any(run.processes() for run in runs)
+    finally:
+        for run in runs:
+            run.close()
 
 
 def test_a_warm_start_takes_the_parameters_alone_or_goes_on(tmp_path: Path, start: Start) -> None:

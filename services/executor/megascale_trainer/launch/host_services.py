@@ -143,7 +143,7 @@ class HostServices:
         return self._ask(request)
 
     def _ask(self, request: OpenAttempt) -> AttemptOpened:
-        self._await((self.sockets / "checkpoint.address").exists, "checkpoint daemon")
+        self.await_daemon()
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(OPEN_TIMEOUT_S)
             connection.connect(str(self.checkpoint_socket))
@@ -156,6 +156,10 @@ class HostServices:
             final = answer.get("error_kind") == "BAD_JOB"
             raise ServiceFailed(str(answer["error"]), final=final)
         return answer
+
+    def await_daemon(self) -> None:
+        """Wait until the daemon serves; raises ServiceFailed where it does not."""
+        self._await((self.sockets / "checkpoint.address").exists, "checkpoint daemon")
 
     def problem(self) -> str:
         """What ends the run: the loader has ended. A daemon that has ended is started again."""

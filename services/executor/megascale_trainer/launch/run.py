@@ -20,6 +20,7 @@ from megascale_common.job.rank_layout import readers_of
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
+from megascale_common.node.incarnation import boot_id
 from megascale_common.node.messages import Assignment
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
@@ -112,6 +113,12 @@ class Run:
                     f"rank {self._place.rank} has read another job file than rank 0: "
                     "give every host the same"
                 )
+            if self._config.checkpoint.uri and opened["boot"] != boot_id():
+                raise ServiceFailed(
+                    "checkpoint.uri: checkpoint daemons serve on loopback only, so those of "
+                    "several machines cannot commit together: leave it empty, or use one machine",
+                    final=True,
+                )
             return opened
         meeting.publish("token", {"token": self._token})
         try:
@@ -137,13 +144,16 @@ class Run:
         host = "127.0.0.1" if self._place.hosts == 1 else self._place.master[0]
         self._store_socket = socket.create_server((host, 0), backlog=_STORE_BACKLOG)
         store = [host, self._store_socket.getsockname()[1]]
-        return {**opened, "job": job_config.to_json(self._config), "store": store}
+        job = job_config.to_json(self._config)
+        return {**opened, "job": job, "store": store, "boot": boot_id()}
 
     def _sockets(self, meeting: Meeting) -> dict[str, str]:
         """Paths of the sockets of this host's children."""
         key = f"sockets/{self._place.host}"
         if self._services is None:
             return meeting.read(key)
+        if self._config.checkpoint.uri:
+            self._services.await_daemon()
         paths = {
             "loader": str(self._services.loader_socket),
             "checkpoint": str(self._services.checkpoint_socket),
