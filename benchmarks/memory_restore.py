@@ -112,7 +112,7 @@ def run_as_worker(task: dict[str, Any]) -> dict[str, Any]:
     layout = layout_of(task["size_bytes"])
     state, attempt = State(layout, device), task["attempt"]
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
-    who = RankRegistration("benchmark", attempt, 0, 1, "", "", 2, sizes)
+    who = RankRegistration("benchmark", attempt, 0, 1, "", "", 2, sizes=sizes)
     began_s = time.perf_counter()
     link = DaemonLink.registered(task["socket"], who, layout, device, collective_timeout_s=LIMIT_S)
     registered_s = time.perf_counter() - began_s
