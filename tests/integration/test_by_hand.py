@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
     assert not resumed.processes() and not whole.processes()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
     tmp_path: Path, start: Start, ranks: int
 ) -> None:
@@ -92,6 +92,7 @@ def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
     }
 
 
+@pytest.mark.slow
 def test_two_torchruns_as_two_hosts_train_and_commit_together(tmp_path: Path) -> None:
     job = write_job(tmp_path, small_job(tmp_path, parallelism={"dp": 4}))
     with socket.create_server(("127.0.0.1", 0)) as free:

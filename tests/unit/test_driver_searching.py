@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 from tests.harness.desk import POLICY, Desk, exited
 
+from megascale_driver.analysis.divergence import Divergence, DivergenceKind, StepSample
 from megascale_driver.analysis.group_search import Answer
 from megascale_driver.core.events import (
     CancelRequested,
     LeaderStarted,
+    LossDiverged,
     PolicyRequested,
 )
 from megascale_driver.core.group_events import CheckGroup, GroupChecked
@@ -231,3 +234,15 @@ def test_a_new_leader_begins_the_search_again() -> None:
         desk.report(name, AttemptPhase.IDLE)
     assert len(asked(desk)) == 1
     assert search(desk) == 1 and desk.job().attempt == 2
+
+
+def test_values_that_are_not_finite_end_the_job_and_the_device_behind_them_is_looked_for() -> None:
+    desk = started("n1", "n2", "n3", spares=1)
+    sample = StepSample(1, 12, math.nan, math.nan, 0)
+    found = Divergence(DivergenceKind.NON_FINITE, 3, 10, sample, 5.0)
+    desk.feed(LossDiverged(desk.now_s, "a", found))
+    desk.stop(search=False)
+    assert desk.job().phase is JobPhase.STOPPING and asked(desk)
+    search(desk, {"n2"})
+    assert desk.job().phase is JobPhase.FAILED and desk.disposition("n2") == "QUARANTINED"
+    assert line(desk, "GROUP_CHECK_ENDED").endswith("-> the job ends")

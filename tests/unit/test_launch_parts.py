@@ -138,7 +138,10 @@ def test_a_line_per_step_a_bar_on_a_terminal_and_json() -> None:
     bar.note("saves and ends: SIGTERM")
     bar.step({**RECORD, "step": 4})
     shown = terminal.getvalue()
-    assert "[###############.....] step 3/4" in shown and shown.count("\n") == 2
+    assert (
+        "[###############.....] left 0:00  step 3/4  loss 2.5000" in shown
+        and shown.count("\n") == 2
+    )
     assert shown.endswith("\n")
     Display(lines, 4, as_json=True).step(RECORD)
     assert json.loads(lines.getvalue()) == {"event": "step", **RECORD}

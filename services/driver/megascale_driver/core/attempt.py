@@ -183,6 +183,8 @@ class Attempt:
     observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
     # First step of the newest divergence that was logged; 0 without one.
     diverged_from: int = field(default=0, metadata=VOLATILE)
+    # Its values were not finite, and it ends for that: a device may have computed them wrong.
+    suspects_devices: bool = field(default=False, metadata=VOLATILE)
     # The search for the node that broke it, if no fault names one.
     searching: Searching | None = field(default=None, metadata=VOLATILE)
     _index: _SlotIndex = field(

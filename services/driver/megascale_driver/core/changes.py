@@ -121,4 +121,5 @@ class AttemptChanges(TypedDict, total=False):
     failed_copies: FailedCopies
     observed_hang_s: float
     diverged_from: int
+    suspects_devices: bool
     searching: Searching | None

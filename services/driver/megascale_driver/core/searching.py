@@ -1,6 +1,7 @@
 """The search for the node that broke an attempt, where no fault names one.
 
-All ranks lost a peer at once, or several held the others up: the culprit is unknown. When the
+All ranks lost a peer at once, several held the others up, or the values of a run were not finite
+and it ends for that: the culprit is unknown. When the
 attempt has stopped, its nodes check each other in groups that bisect
 (:mod:`megascale_driver.analysis.group_search`), within a time cap; spares help to decide. The job
 stays STOPPING meanwhile, so it holds its nodes. What is found:
@@ -64,7 +65,12 @@ def goes_on(draft: Draft, job: Job) -> bool:
 
 
 def culprit_unknown(job: Job) -> bool:
-    """Whether the faults of the attempt name no node, and the job is to try again."""
+    """Whether the faults of the attempt name no node, and the job is to try again.
+
+    Or it ends because its values were not finite: then a device may be why.
+    """
+    if job.current.suspects_devices and job.after_stop is JobPhase.FAILED:
+        return True
     if job.after_stop is not JobPhase.QUEUED or job.current.leaving is not None:
         return False
     cause = blame.culprit(job.current.faults)
@@ -113,7 +119,7 @@ def _begin(draft: Draft, job: Job) -> bool:
         f"no fault of attempt {job.attempt} names a node: {len(able)} nodes check each other in "
         "groups",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="group-check",
-        outcome=f"the next attempt waits for it, at most {draft.policy.search_cap_s:g} s",
+        outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s",
     )  # fmt: skip
     _ask(draft, draft.jobs[job.name], Searching(search, draft.now_s, draft.now_s))
     return True
@@ -166,7 +172,7 @@ def _conclude(draft: Draft, job: Job, found: Searching, given_up: str) -> None:
     draft.log(
         "GROUP_CHECK_ENDED", _result(search, suspects, given_up),
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="group-check",
-        outcome="the next attempt follows",
+        outcome="the next attempt follows" if job.after_stop is JobPhase.QUEUED else "the job ends",
     )  # fmt: skip
     if suspects and not search.bad:
         _over_evict(draft, draft.jobs[job.name], suspects)

@@ -71,7 +71,8 @@ class Display:
         share = record["step"] / self._steps
         bar = ("#" * round(share * BAR_CELLS)).ljust(BAR_CELLS, ".")
         left = duration((self._steps - record["step"]) * self._step_time_s)
-        line = f"[{bar}] {step_line(record, self._steps)}  left {left}"
+        # In the order of what a narrow terminal may cut off.
+        line = f"[{bar}] left {left}  {step_line(record, self._steps)}"
         width = shutil.get_terminal_size().columns - 1
         self._clear()
         self._line = line[:width]
