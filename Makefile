@@ -78,7 +78,7 @@ simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 S
 	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS)) $(if $(CSV),--csv $(CSV)) $(if $(REPLAYED),--seed $(REPLAYED))
 
 mutants: $(READY) ## simulate with one defect at a time: each must break an invariant within a few seeds
-	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants
+	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS))
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, two sabotages of the demo, further kernels, layouts and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)

@@ -18,6 +18,7 @@ from tests.simulation.shell.people import PEOPLE, SAVING_S, People
 from megascale.v1 import driver_pb2
 from megascale_common.etcd import rpc_pb2
 from megascale_driver.journal.store import LEADER_KEY
+from megascale_driver.presence.pace import TICK_INTERVAL_S
 
 if TYPE_CHECKING:
     from tests.simulation.shell.nodes import SimNode
@@ -42,6 +43,11 @@ STORM = (
     ("wrong_requests", 3), ("repeated_orders", 3),
     *PEOPLE,
 )  # fmt: skip
+# While they last, nothing is expected of drivers within a bound of time.
+DISTURBING = frozenset({
+    "driver_pause", "late_write", "etcd_stop", "etcd_slow", "etcd_lost_reply", "etcd_cut",
+    "etcd_compact", "leader_key_deleted", "lossy", "bounce", "astray",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -105,6 +111,8 @@ class Weather(People):
         world = self._world
         world.touched()
         world.active_faults += 1
+        disturbs = fault.kind in DISTURBING
+        world.invariants.bounds.begin(disturbs)
         undo = getattr(self, f"_{fault.kind}")(fault)
 
         def over() -> None:
@@ -112,6 +120,7 @@ class Weather(People):
                 undo()
             world.touched()
             world.active_faults -= 1
+            world.invariants.bounds.end(disturbs)
 
         world.excused_until_s = max(world.excused_until_s, world.now_s + fault.for_s + AFTERMATH_S)
         world.later(fault.for_s, over)
@@ -256,10 +265,21 @@ class Weather(People):
         driver.process.dies_after = fault.pick % 300
 
     def _driver_pause(self, fault: Fault) -> Callable[[], None]:
-        driver = self._world.leader() or self._world.drivers[0]
-        process = driver.process
-        process.pause()
-        return process.resume
+        world = self._world
+        driver = world.leader() or world.drivers[0]
+        process, engine = driver.process, driver.engine
+        pace = engine.presence.pace
+        ordinary_s = pace.max_pause_s
+        # With all its ticks: the first one after the pause shows that the loop stood still.
+        pace.max_pause_s = TICK_INTERVAL_S
+        engine._retimed.set()
+        world.later(2 * TICK_INTERVAL_S, process.pause)
+
+        def over() -> None:
+            process.resume()
+            world.later(1.0, setattr, pace, "max_pause_s", ordinary_s)
+
+        return over
 
     def _driver_clock(self, fault: Fault) -> None:
         """The host's clock is set; the next process on it starts with the new time."""

@@ -169,7 +169,12 @@ class Link:
 
     def send(self, request: link_pb2.ConnectRequest) -> None:
         """A message to the driver."""
-        self._transport(0, lambda: self._requests.push(request))
+        self._transport(0, lambda: self._to_driver(request))
+
+    def _to_driver(self, request: link_pb2.ConnectRequest) -> None:
+        if request.WhichOneof("message") == "heartbeat" and not self._task.done():
+            self.network.world.invariants.bounds.heard(self)
+        self._requests.push(request)
 
     def report_steps(self, job: str, record: types_pb2.StepRecord) -> None:
         """A call with one step record."""

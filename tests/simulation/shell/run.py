@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import structlog
-from tests.simulation.shell.faults import DAY_S, Fault, Weather, history
+from tests.simulation.shell.drills import Drills
+from tests.simulation.shell.faults import DAY_S, Fault, history
 from tests.simulation.shell.figures import MAIN_JOB
 from tests.simulation.shell.loop import DeadlockError
 from tests.simulation.shell.settled import check_settled
@@ -108,7 +109,7 @@ def run_seed(setup: Setup) -> Result:
 
 
 async def _live(world: World, setup: Setup, faults: list[Fault]) -> None:
-    weather = Weather(world, faults)
+    weather = Drills(world, faults)
     spares = setup.spares if setup.spares or setup.main else max(1, setup.nodes // 16)
     await world.run(20.0)
     main = setup.main or setup.nodes - 2 * spares - 2

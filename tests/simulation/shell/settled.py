@@ -28,8 +28,10 @@ async def check_settled(world: World) -> None:
         rules.breaks("I9", "no driver leads although all are well")
         return
     state = leader.engine.state
+    # The queue of small jobs may still be draining: then one that waits is served in its turn.
+    drains = any(job.active and job.name != "main" for job in state.jobs.values())
     for job in state.jobs.values():
-        if job.phase not in _WELL:
+        if job.phase not in _WELL and not (job.phase is JobPhase.QUEUED and drains):
             rules.breaks("I9", f"job {job.name} is {job.phase} at the end: {job.reason}")
         if job.phase is JobPhase.FAILED and job.name == "main":
             rules.breaks("I9", f"job {job.name} has failed: {job.reason}")
