@@ -105,7 +105,7 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 def run_as_worker(task: dict[str, Any]) -> dict[str, Any]:
     """One process: ``seal`` the state, restore it, or time the parts of that."""
-    device = torch.device(task["device"])
+    device = torch.device("cuda", 0) if task["device"] == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)

@@ -118,7 +118,7 @@ UNKNOWN = (
     _one("misspelt root", "checkpoints", {}, "unknown field", "did you mean 'checkpoint'"),
     _one("field of another section", f"{TRAINING}.learning_rate", 1, "unknown field", "known"),
     _one("field nobody has", "recovery.xyz", 1, "unknown field", "known here: max_restarts"),
-    _one("field beside the sections", "model", {}, "unknown field", "known here: name"),
+    _one("field beside the sections", "optimizer", {}, "unknown field", "known here: name"),
     BadJob(
         "misspelt field in a list",
         {SOURCES: [{"prefix": "corpus", "wait": 1}]},

@@ -66,6 +66,7 @@ NOT_RUN = {
     "megascale restart example --reason REASON": "it has ended; chaos/test_orders.py restarts one",
     "megascale restart example --from-step STEP --reason REASON": "chaos/test_orders.py goes back",
     "megascale update JOB.YAML --reason REASON": "it has ended; chaos/test_orders.py updates one",
+    "megascale update JOB.YAML --restart --reason REASON": "chaos/test_orders.py does so",
     "megascale drain": "chaos/test_orders.py drains a node",
     "megascale uncordon": "after each eviction of this test",
     "megascale profile example --cancel": "the job has ended; test_cli.py cancels one",
