@@ -257,7 +257,9 @@ class Invariants:
         if world.storage_of(wanted.job).opened != wanted.attempt:
             self.breaks("I3", f"{node.name} starts attempt {key}, which is not open")
         older = [gang for gang in world.gangs_of(wanted.job) if gang.attempt < wanted.attempt]
-        for other in (member for gang in older for member in gang.members.values()):
+        # Of a gang whose workers have ended after a save the members stay known.
+        members = [each for gang in older for each in gang.members.values() if each.gang is gang]
+        for other in members:
             link = other.link
             reachable = other.up and not other.paused and link is not None and link.greeted
             well = reachable and other.trouble_until_s < world.now_s and world.calm
