@@ -125,7 +125,9 @@ async def test_a_lost_peer_costs_no_snapshot_and_is_reported(
         assert (await asyncio.to_thread(rank_0.write, step))["kind"] == "sealed"
         await seen(first, has_sealed(step))
     lost = await seen(first, lambda job: job.replica_failures > 0)
-    assert "cannot be reached" in lost.replica_failure.error
+    # By whether the copy of step 1 was acknowledged before the peer was killed.
+    words = "cannot be reached", "has closed the connection"
+    assert any(each in lost.replica_failure.error for each in words)
     assert lost.replica_failure.rank == 0
 
     # Restarted, it is at the same address; once its rank is back, the next snapshot gets its copy.
