@@ -14,9 +14,10 @@ PYTEST_ARGS ?=
 # Many tests wait for a timeout of the services, so three processes keep two cores busy
 # (tests/conftest.py has the lanes of tests that start many processes).
 TEST_PROCESSES ?= 3
-# Of `make crash`: how many cases, and from which number they follow.
+# Of `make crash`: how many cases, from which number they follow, and how many processes share them.
 CASES ?= 200
 SEED ?= 0
+JOBS ?= 1
 # Of `make simulate`: the seed to replay, if one is given (SEED is also that of `make crash`).
 REPLAYED := $(if $(filter command line environment,$(origin SEED)),$(SEED))
 
@@ -49,10 +50,12 @@ endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 # promtool and prometheus, unpacked from the system's package
 TOOLS := $(CURDIR)/.tools/prometheus
+# Ceph's radosgw with a monitor and an OSD, unpacked from Debian's packages
+RGW_TOOLS := $(CURDIR)/.tools/ceph
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test crash simulate mutants test-slow test-ha bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -61,24 +64,30 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
+train: $(READY) ## train a small model by torchrun on two processes, kill it half-way, start it again, compare (about a minute)
+	@$(PY) docs/examples/train_by_hand.py
+
 test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
-crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0): nothing lost, nothing silent
-	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED)
+crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0 JOBS=1): nothing lost, nothing silent
+	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
-simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100; SEED= replays one with its shortest history)
-	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) \
-	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(REPLAYED),--seed $(REPLAYED))
+simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100 JOBS=cores CSV=file; SEED= replays one with its shortest history)
+	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) $(if $(RATE),--rate $(RATE)) $(if $(SPARES),--spares $(SPARES)) \
+	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS)) $(if $(CSV),--csv $(CSV)) $(if $(REPLAYED),--seed $(REPLAYED))
 
 mutants: $(READY) ## simulate with one defect at a time: each must break an invariant within a few seeds
-	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants
+	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS))
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, two sabotages of the demo, further kernels, layouts and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 test-ha: $(READY) ## three drivers and three etcd members under a training job: leaders killed, stopped, cut off (about 2 minutes)
 	$(PY) -m pytest -s -m "slow or not slow" tests/chaos/test_high_availability.py $(PYTEST_ARGS)
+
+test-builds: $(READY) ## this build and the one before (PREVIOUS=commit; by default the newest tag, else HEAD^) lead in turn under a training job
+	MEGASCALE_PREVIOUS_BUILD=$(PREVIOUS) $(PY) -m pytest -s -m slow -rs tests/chaos/test_two_builds.py $(PYTEST_ARGS)
 
 test-export: $(READY) $(EXPORT_READY) ## run the tests that load exported models in transformers
 	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)
@@ -92,6 +101,9 @@ test-system: $(READY) system-tools ## run the tests of deploy/ that need promtoo
 
 test-s3: $(READY) ## run the contract of storages on an S3 server (also part of `make test`)
 	$(PY) -m pytest -m s3 -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
+
+test-rgw: $(READY) rgw-tools ## run the contract of storages on Ceph's S3 server
+	$(PY) -m pytest -m rgw -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
 
 test-hdfs: $(READY) hdfs-tools ## run the contract of storages on a real HDFS (needs java)
 	$(PY) -m pytest -m hdfs -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
@@ -193,6 +205,19 @@ system-tools:
 	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
 	fi; \
 	command -v promtool >/dev/null || echo "no promtool: install your system's package; its tests are skipped" >&2
+
+# With what they need that the system lacks, as apt finds it (some 70 MB).
+RGW_APT := $(subst $(TOOLS),$(RGW_TOOLS),$(APT))
+rgw-tools:
+	@if [ -x $(RGW_TOOLS)/root/usr/bin/radosgw ]; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
+	  echo "fetching radosgw into $(RGW_TOOLS) (70 MB)"; \
+	  rm -rf $(RGW_TOOLS) && mkdir -p $(RGW_TOOLS)/apt/lists/partial $(RGW_TOOLS)/apt/archives/partial && cd $(RGW_TOOLS) \
+	  && $(RGW_APT) update && $(RGW_APT) install --no-install-recommends -y --download-only radosgw ceph-mon ceph-osd ceph-common \
+	  && for package in apt/archives/*.deb; do dpkg-deb -x "$$package" new || exit 1; done \
+	  && rm -rf apt && mv new root; \
+	fi; \
+	[ -x $(RGW_TOOLS)/root/usr/bin/radosgw ] || echo "no radosgw: its tests are skipped" >&2
 
 # Hadoop 2.7.3 from pyspark's source archive (220 MB), whose jars of HDFS are complete, and what it
 # leaves out from Debian's packages, unpacked and not installed.

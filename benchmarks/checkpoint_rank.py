@@ -26,7 +26,11 @@ import torch
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -36,7 +40,9 @@ from megascale_common.job.restore import RestorePlan
 from megascale_common.job.wire import restore as wire
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_trainer.daemon_link import RankRegistration
+from megascale_trainer.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.host_copy import Landed
+from megascale_trainer.host_copy import parts as cut
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.restore import restore
@@ -46,6 +52,12 @@ CPU = torch.device("cpu")
 STATES = ("master", "exp_avg", "exp_avg_sq")
 ROWS, COLUMNS = 1024, 1024  # of a rank's part of one parameter: 4 MiB
 POLL_S = 0.002
+# By leg; the others have async_save's own.
+STAGERS = {
+    "dcp-staged": StagingOptions(False, False, True, False),
+    "dcp-process": StagingOptions(False, True, True, False),
+    "dcp-pinned": StagingOptions(True, False, True, True),
+}
 TIMEOUT_S = 300.0
 
 
@@ -121,11 +133,16 @@ class State:
         """See Trainer."""
         return self.values.view(-1).view(torch.uint8)
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """See Trainer."""
-        slot[: self.state_image().numel()].copy_(self.state_image())
+        image = self.state_image()
+        for start, stop in cut(0, image.numel()):
+            slot[start:stop].copy_(image[start:stop])
+            landed(stop)
 
-    def load_from(self, slot: torch.Tensor) -> None:
+    def load_from(
+        self, slot: torch.Tensor, ready: Callable[[int], object] = lambda stop: None
+    ) -> None:
         """See Trainer."""
         self.state_image().copy_(slot[: self.state_image().numel()])
 
@@ -176,11 +193,13 @@ class OurSaves:
         sizes = {"tp": 1, "cp": 1, "dp": options.ranks, "pp": 1}
         registration = RankRegistration(
             "benchmark", attempt, options.rank, options.ranks, options.folder, options.address, 2,
-            sizes,
+            sizes=sizes,
         )  # fmt: skip
-        self.snapshots = Snapshotter(
-            options.socket, registration, state, CPU, collective_timeout_s=TIMEOUT_S
+        layout = state.shard_layout()
+        link = DaemonLink.registered(
+            options.socket, registration, layout, CPU, collective_timeout_s=TIMEOUT_S
         )
+        self.snapshots = Snapshotter(link, state, CPU)
 
     def begin(self, step: int, save: Save) -> None:
         """Start a save, as a step loop does."""
@@ -234,9 +253,9 @@ class OurSaves:
 
 
 class DcpSaves:
-    """torch.distributed.checkpoint.async_save; ``staged``: copies in a thread as well."""
+    """torch.distributed.checkpoint.async_save with the stager of a leg."""
 
-    def __init__(self, state: State, *, staged: bool) -> None:
+    def __init__(self, state: State, leg: str) -> None:
         options = state.options
         self._folder = Path(options.folder)
         mesh = init_device_mesh("cpu", (options.ranks,))
@@ -249,8 +268,9 @@ class DcpSaves:
         }
         self._state = {"model": parts.pop("master"), "optimizer": parts}
         # Kept from save to save, so that its memory is used again.
-        config = StagingOptions(False, False, True, False)
-        self._stager = DefaultStager(config) if staged else None
+        self._stager = DefaultStager(STAGERS[leg]) if leg in STAGERS else None
+        of_process = leg == "dcp-process"
+        self._kind = AsyncCheckpointerType.PROCESS if of_process else AsyncCheckpointerType.THREAD
         self._response: Any = None
 
     def _at(self, step: int) -> Path:
@@ -261,7 +281,10 @@ class DcpSaves:
         self._response = stalled(
             save,
             lambda: async_save(
-                self._state, checkpoint_id=self._at(step), async_stager=self._stager
+                self._state,
+                checkpoint_id=self._at(step),
+                async_stager=self._stager,
+                async_checkpointer_type=self._kind,
             ),
         )
 
@@ -294,9 +317,7 @@ def measure(options: Options) -> dict[str, Any]:
     ours, saving = options.leg == "megascale", options.phase == "save"
     state = State(options, apart=not ours)
     saves: OurSaves | DcpSaves = (
-        OurSaves(state, world, attempt=1 if saving else 2)
-        if ours
-        else DcpSaves(state, staged=options.leg == "dcp-staged")
+        OurSaves(state, world, attempt=1 if saving else 2) if ours else DcpSaves(state, options.leg)
     )
     try:
         return _save(options, state, saves) if saving else _restore(options, state, saves)

@@ -24,7 +24,7 @@ from megascale_kernels.fused.norm_operand import NormCast, Normed, norm_operand
 from megascale_kernels.fused.rotary import read_heads, write_head_gradients
 from megascale_kernels.gemm import Gemm, multiply_by_torch
 from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, norm_bound, scale_of
-from megascale_kernels.rotary import Heads, rotary_table
+from megascale_kernels.rotary import Heads, rotary_frequencies, rotary_table
 
 EPSILON = 1e-5
 Run = Callable[[], object]
@@ -247,7 +247,8 @@ def surroundings(t: Tensors, head_size: int) -> Run:
     number = width // head_size
     heads, mask = Heads(number, number, head_size), attention_mask(sequence)
     table = rotary_table(
-        torch.arange(sequence, device=device).expand(batch, -1), head_size, 10_000.0
+        torch.arange(sequence, device=device).expand(batch, -1),
+        rotary_frequencies(head_size, 10_000.0, device),
     )
     columns, gradients = (
         one.view(sequence, batch, -1) for one in (t.projected, t.d_inputs.clone())

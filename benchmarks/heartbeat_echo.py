@@ -1,7 +1,8 @@
 """The bare echo of `heartbeats.py`: a gRPC server that answers each message and does nothing else.
 
-It has the options, the token check, the event loop and the messages of a driver. Its only state is
-who it greets; each heartbeat is parsed and answered with an acknowledgement.
+It has the options, the token check, the event loop, the rules of garbage collection and the
+messages of a driver. Its only state is who it greets; each heartbeat is parsed and answered with an
+acknowledgement.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megascale.v1 import link_pb2, link_pb2_grpc
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import read_token, write_address
+from megascale_driver.loop_watch import THRESHOLDS, freeze_all
 
 
 class Echo(link_pb2_grpc.ExecutorLinkServiceServicer):
@@ -44,7 +46,8 @@ async def _main(token_file: Path, address_file: Path) -> None:
     server = RpcServer(read_token(token_file))
     link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(Echo(), server.server)
     address = await server.start("127.0.0.1:0", ["megascale.v1.ExecutorLinkService"])
-    gc.freeze()
+    freeze_all()
+    gc.set_threshold(*THRESHOLDS)
     write_address("--address-file", address_file, address)
     await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""Nodes of `heartbeats.py`: real gRPC streams, one TCP connection each, many per process.
+"""Nodes of `heartbeats.py`: gRPC streams on one TCP connection each, many per process.
 
 Each node does what an agent does on its link: it dials, says hello, sends heartbeats at its
 interval and at once on change, obeys desired states without running anything, and reports steps if
@@ -17,10 +17,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import uvloop
+from heartbeat_wire import Wire
 
-from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
+from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service.token import HEADER, bearer
 
@@ -28,11 +28,12 @@ RANKS = 8
 SLOTS = 2  # sealed snapshots per rank that a heartbeat names
 STEP_S = 1.0
 RETRY_S = (0.2, 2.0)
-_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.use_local_subchannel_pool", 1),  # a TCP connection of its own for each node
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.min_reconnect_backoff_ms", 5_000),
-]
+MAX_SENT = 64  # heartbeats whose acknowledgement may still come
+# For one attempt to connect, and for the driver's hello: who gives up early dials again, and a
+# server that is behind falls behind further.
+CONNECT_S = 60.0
+CONNECT = "/megascale.v1.ExecutorLinkService/Connect"
+REPORT_STEPS = "/megascale.v1.ExecutorLinkService/ReportSteps"
 
 
 class Fleet:
@@ -63,14 +64,17 @@ class Node:
         self._fleet = fleet
         self.name = f"n{number:05d}"
         self._phase_s = fleet.interval_s * number / nodes
-        self._sent: dict[int, tuple[float, int]] = {}
-        self._beat = link_pb2.Heartbeat(host=link_pb2.HostCounters(load_1min=1.5))
+        self._sent: dict[int, float] = {}  # when each heartbeat left
         self._request = link_pb2.ConnectRequest()
-        self._changed = asyncio.Event()
+        self._beat = self._request.heartbeat
+        self._beat.host.load_1min = 1.5
         self._ranks = ranks
         self._steps: asyncio.Task[None] | None = None
-        self._step = 0
-        self._channel: grpc.aio.Channel | None = None
+        self._step = self._filled_step = 0
+        self._wire: Wire | None = None
+        self._linked = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
 
     def hello(self) -> link_pb2.ExecutorHello:
         """Who this node is."""
@@ -88,76 +92,98 @@ class Node:
             incarnation=f"{self.name}-1",
             devices=devices,
             topology={"switch": f"s{int(self.name[1:]) // 32}"},
-            executor_endpoint="127.0.0.1:9",
-            checkpoint_endpoint="127.0.0.1:9",
+            # Without ports: a probe of one that refuses would prove the agent dead.
             hostname=self.name,
         )
 
     async def run(self) -> None:
         """Dial for ever."""
         metadata = ((HEADER, bearer(self._fleet.token)),)
+        loop = asyncio.get_running_loop()
         while True:
+            ended = asyncio.Event()
             try:
-                address = self._fleet.address()
-                async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
-                    self._channel = channel
-                    stub = link_pb2_grpc.ExecutorLinkServiceStub(channel)
-                    await self._session(stub.Connect(metadata=metadata))
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError):
-                pass
+                async with asyncio.timeout(CONNECT_S):
+                    host, _, port = self._fleet.address().rpartition(":")
+                    _, wire = await loop.create_connection(
+                        lambda ended=ended: Wire(CONNECT, metadata, self._taken, ended.set),  # type: ignore[misc]
+                        host, int(port),
+                    )  # fmt: skip
+            except (OSError, TimeoutError, ValueError):
+                await asyncio.sleep(random.uniform(*RETRY_S))
+                continue
+            self._wire = wire
+            hello = link_pb2.ConnectRequest(hello=self.hello())
+            wire.send(hello.SerializeToString())
+            patience = loop.call_later(CONNECT_S, lambda wire=wire: self._linked or wire.close())
+            await ended.wait()
+            patience.cancel()
+            self._wire = None
+            self._leave()
             await asyncio.sleep(random.uniform(*RETRY_S))
 
-    async def _session(self, call: Any) -> None:
-        await call.write(link_pb2.ConnectRequest(hello=self.hello()))
-        first = await call.read()
-        if first is grpc.aio.EOF or first.WhichOneof("message") != "hello":
-            return
-        self._fleet.greeted += 1
-        self._beat.epoch_seen.CopyFrom(first.hello.epoch)
-        self._beat.desired_version = 0
-        beats = asyncio.ensure_future(self._send(call))
-        try:
-            while (message := await call.read()) is not grpc.aio.EOF:
-                if message.HasField("heartbeat_ack"):
-                    self._acknowledged(message.heartbeat_ack)
-                elif message.HasField("desired_state"):
-                    self._obey(message.desired_state)
-        finally:
-            self._fleet.greeted -= 1
-            beats.cancel()
+    def _taken(self, data: bytes) -> None:
+        """A message of the driver has arrived."""
+        message = link_pb2.ConnectResponse.FromString(data)
+        if message.HasField("heartbeat_ack"):
+            self._acknowledged(message.heartbeat_ack)
+        elif message.HasField("desired_state"):
+            self._obey(message.desired_state)
+        elif message.HasField("hello"):
+            self._linked = True
+            self._fleet.greeted += 1
+            self._beat.epoch_seen.CopyFrom(message.hello.epoch)
+            self._beat.desired_version = 0
+            # Nodes beat at their own moments of the interval, as agents that started apart do.
+            now_s, interval_s = time.monotonic(), self._fleet.interval_s
+            self._due_s = now_s - (now_s - self._phase_s) % interval_s
+            self._beat_when_due()
 
-    async def _send(self, call: Any) -> None:
-        # Nodes beat at their own moments of the interval, as agents that started apart do.
-        interval_s, now_s = self._fleet.interval_s, time.monotonic()
-        due_s = now_s + interval_s - (now_s - self._phase_s) % interval_s
-        while True:
-            self._changed.clear()
-            self._fill()
-            self._sent[self._beat.seq] = (time.perf_counter(), time.time_ns())
-            await call.write(self._request)
-            try:
-                await asyncio.wait_for(self._changed.wait(), max(0.0, due_s - time.monotonic()))
-            except TimeoutError:
-                due_s = max(due_s + interval_s, time.monotonic())
+    def _leave(self) -> None:
+        if self._linked:
+            self._fleet.greeted -= 1
+        self._linked = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _beat_when_due(self) -> None:
+        """Send the heartbeat of this moment, and let the next one follow after the interval."""
+        now_s = time.monotonic()
+        self._due_s = max(self._due_s + self._fleet.interval_s, now_s)
+        wait_s = self._due_s - now_s
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._beat_when_due)
+        self._send()
+
+    def _send(self) -> None:
+        if self._wire is None or not self._linked:
+            return
+        self._fill()
+        self._sent[self._beat.seq] = time.perf_counter()
+        if len(self._sent) > MAX_SENT:
+            del self._sent[next(iter(self._sent))]
+        self._wire.send(self._request.SerializeToString())
 
     def _fill(self) -> None:
         beat, now_ns = self._beat, time.time_ns()
         beat.seq += 1
-        beat.sent_at.FromNanoseconds(now_ns)
+        seconds, nanos = divmod(now_ns, 1_000_000_000)
+        beat.sent_at.seconds, beat.sent_at.nanos = seconds, nanos
         beat.host.network_sent_bytes = now_ns
         for worker in beat.workers:
             worker.step = self._step
-            worker.status_age.FromNanoseconds(now_ns % 1_000_000_000)
-        for item in beat.checkpoints:
-            for sealed in item.sealed:
-                sealed.step = max(0, self._step - sealed.rank % SLOTS)
-        self._request.heartbeat.CopyFrom(beat)
+            worker.status_age.nanos = nanos
+        if self._step != self._filled_step:
+            self._filled_step = self._step
+            for item in beat.checkpoints:
+                for sealed in item.sealed:
+                    sealed.step = max(0, self._step - sealed.rank % SLOTS)
 
     def _acknowledged(self, ack: link_pb2.HeartbeatAck) -> None:
         sent = self._sent.pop(ack.seq, None)
         if sent is None:
             return
-        self._fleet.latencies_s.append(time.perf_counter() - sent[0])
+        self._fleet.latencies_s.append(time.perf_counter() - sent)
         self._beat.ack_driver_received_at.CopyFrom(ack.received_at)
         self._beat.ack_driver_sent_at.CopyFrom(ack.sent_at)
         self._beat.ack_received_at.FromNanoseconds(time.time_ns())
@@ -179,7 +205,7 @@ class Node:
         if desired.phase == link_pb2.DESIRED_PHASE_START:
             self._work(assignment.job, assignment.ranks)
             self._steps = asyncio.ensure_future(self._train(assignment.job, assignment.attempt))
-        self._changed.set()
+        self._send()
 
     def work_as_if_ordered(self) -> None:
         """Send the heartbeats of a node that trains, though no driver asks for it."""
@@ -199,20 +225,15 @@ class Node:
         self._step = max(self._step, 1)
 
     async def _train(self, job: str, attempt: int) -> None:
-        metadata = ((HEADER, bearer(self._fleet.token)),)
         while True:
             await asyncio.sleep(STEP_S)
             self._step += 1
-            if self._beat.workers[0].rank != 0 or self._channel is None:
+            if self._beat.workers[0].rank != 0 or self._wire is None:
                 continue
             record = types_pb2.StepRecord(attempt=attempt, step=self._step, loss=2.0)
             record.step_time.FromMilliseconds(int(1000 * STEP_S))
-            stub = link_pb2_grpc.ExecutorLinkServiceStub(self._channel)
             report = link_pb2.ReportStepsRequest(job=job, records=[record])
-            try:
-                await stub.ReportSteps(iter([report]), metadata=metadata, timeout=5.0)
-            except grpc.aio.AioRpcError:
-                continue
+            self._wire.call(REPORT_STEPS, report.SerializeToString())
 
 
 async def _main() -> None:

@@ -4,7 +4,9 @@ A real driver on a real etcd, one job on all nodes, and nodes with real gRPC str
 connection of its own, in helper processes (`heartbeat_nodes.py`). The echo answers the same
 messages of the same nodes (`heartbeat_echo.py`). CPU is that of the process and its children, from
 /proc; the share is CPU seconds per wall second, the median of the windows. With --reconnect the
-driver is killed and started again, and the time until it sees every node counts.
+driver is killed and started again, and the time until it sees every node counts. The longest stall
+is the longest time within a window for which the driver's event loop stood still, by its own
+measurement; of the time before, while nodes join and the job starts, it is shown beside.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,8 +98,11 @@ async def helpers(options: argparse.Namespace, **common: Any) -> AsyncIterator[H
 class Server:
     """A driver or the echo, as a process that writes its address to a file."""
 
-    def __init__(self, command: Sequence[str], address_file: Path, log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], address_file: Path, log: Path, metrics: Path | None = None
+    ) -> None:
         self._command, self.address_file, self._log = command, address_file, log
+        self._metrics = metrics
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
@@ -137,6 +144,20 @@ class Server:
         line = next(line for line in text.splitlines() if line.startswith("VmRSS:"))
         return int(line.split()[1]) / 1024
 
+    async def longest_stall_ms(self) -> float:
+        """The longest stall of the driver's event loop within the last minute; 0 of an echo."""
+        if self._metrics is None:
+            return 0.0
+        address = self._metrics.read_text().strip()
+
+        def page() -> str:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10.0) as answer:
+                return str(answer.read(), "utf-8")
+
+        name = "megascale_event_loop_longest_stall_seconds "
+        lines = (await asyncio.to_thread(page)).splitlines()
+        return 1e3 * next(float(line[len(name) :]) for line in lines if line.startswith(name))
+
 
 def _children(pid: int) -> list[int]:
     found = []
@@ -150,7 +171,7 @@ async def measure(server: Server, nodes: Helpers, options: argparse.Namespace) -
     """Medians over the windows: CPU share of the server, p50 and p99 from send to answer."""
     await asyncio.sleep(options.warmup)
     await nodes.ask(latencies=True)
-    shares, middles, tails, counts = [], [], [], []
+    shares, middles, tails, counts, stalls = [], [], [], [], []
     for _ in range(options.windows):
         cpu_s, since_s = server.cpu_s(), time.monotonic()
         await asyncio.sleep(options.window)
@@ -163,12 +184,14 @@ async def measure(server: Server, nodes: Helpers, options: argparse.Namespace) -
         middles.append(1e3 * took_s[len(took_s) // 2])
         tails.append(1e3 * took_s[min(len(took_s) - 1, int(0.99 * len(took_s)))])
         counts.append(len(took_s) / options.window)
+        stalls.append(await server.longest_stall_ms())
         _say(f"  share {share:.3f}, p50 {middles[-1]:.2f} ms, p99 {tails[-1]:.2f} ms, "
-             f"{counts[-1]:.0f} heartbeats/s")  # fmt: skip
+             f"{counts[-1]:.0f} heartbeats/s, longest stall {stalls[-1]:.1f} ms")  # fmt: skip
     return {
         "share": statistics.median(shares),
         "p50_ms": statistics.median(middles),
         "p99_ms": statistics.median(tails),
+        "stall_ms": max(stalls),
         "rss_mib": server.rss_mib(),
     }
 
@@ -208,10 +231,11 @@ async def measure_driver(
             "--etcd", etcd.endpoint, "--token-file", str(token),
             "--address-file", str(address_file),
             "--heartbeat-interval-s", str(options.interval),
+            "--metrics-bind", "127.0.0.1:0", "--metrics-address-file", str(folder / "metrics"),
         ]  # fmt: skip
         if options.profile:
             command[1:1] = ["-m", "cProfile", "-o", str(options.profile)]
-        server = Server(command, address_file, folder / "driver.log")
+        server = Server(command, address_file, folder / "driver.log", folder / "metrics")
         try:
             await server.start()
             common = {"token": token.read_text().strip(), "address_file": str(address_file)}
@@ -226,24 +250,33 @@ async def measure_driver(
             server.kill()
 
 
+@contextlib.asynccontextmanager
+async def _phase(what: str, server: Server) -> AsyncIterator[None]:
+    """Report how long the driver took for this, and what it cost it."""
+    since_s, cpu_s = time.monotonic(), server.cpu_s()
+    yield
+    took_s, cpu_s = time.monotonic() - since_s, server.cpu_s() - cpu_s
+    stall_ms = await server.longest_stall_ms()
+    _say(
+        f"  {what} after {took_s:.1f} s, with {cpu_s:.1f} s of CPU; longest stall {stall_ms:.0f} ms"
+    )
+
+
 async def _measure_driver(
     server: Server, nodes: Helpers, options: argparse.Namespace, token: str
 ) -> dict[str, float]:
-    since_s = time.monotonic()
-    await _until_alive(server, options.nodes, token)
-    arrival_s = time.monotonic() - since_s
-    _say(f"  all {options.nodes} nodes alive {arrival_s:.1f} s after the driver")
-    since_s = time.monotonic()
-    await _run_job(server, options.nodes, token)
-    _say(f"  the job runs on all of them {time.monotonic() - since_s:.1f} s after it was submitted")
+    async with _phase(f"all {options.nodes} nodes are alive", server):
+        await _until_alive(server, options.nodes, token)
+    async with _phase("the job runs on all of them", server):
+        await _run_job(server, options.nodes, token)
     found = await measure(server, nodes, options)
     if options.reconnect:
         server.kill()
         await server.start()
         since_s = time.monotonic()
-        await _until_alive(server, options.nodes, token)
+        async with _phase("a new driver sees all nodes", server):
+            await _until_alive(server, options.nodes, token)
         found["reconnect_s"] = time.monotonic() - since_s
-        _say(f"  a new driver sees all nodes {found['reconnect_s']:.1f} s after it serves")
         found["rss_mib"] = max(found["rss_mib"], server.rss_mib())
     return found
 
@@ -294,6 +327,7 @@ async def run(options: argparse.Namespace) -> int:
         "echo_share": round(echo["share"], 4),
         "p99_ms": round(driver["p99_ms"], 2),
         "rss_mib": round(driver["rss_mib"], 1),
+        "longest_stall_ms": round(driver["stall_ms"], 1),
     }
     for name, value in (("echo_p99_ms", echo["p99_ms"]), ("p50_ms", driver["p50_ms"])):
         _say(f"  {name}: {value:.2f}")
@@ -326,6 +360,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(options.nodes, options.interval, options.window, options.windows, options.helpers) <= 0:
         parser.error("give positive numbers")
     options.helpers = min(options.helpers, options.nodes)
+    # Of this process and of all that it starts: a descriptor per node.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         return asyncio.run(run(options))
     except (Failed, TimeoutError) as error:

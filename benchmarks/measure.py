@@ -87,7 +87,7 @@ def describe(session: Session, run: Run) -> dict[str, Any]:
 
 
 def figures(session: Session, run: Run, legs: list[Leg]) -> dict[str, Any]:
-    """Speed of one configuration over all its legs; memory and loss are those of the first."""
+    """Speed of one configuration over all its legs; memory, sensors and loss are the first's."""
     config = session.config(run)
     times = timing.summary([time_s for leg in legs for time_s in leg.times_s])
     tokens_per_s = config.training.global_batch_size * config.model.sequence_length / times["p50"]
@@ -98,6 +98,7 @@ def figures(session: Session, run: Run, legs: list[Leg]) -> dict[str, Any]:
         "mfu_causal": mfu.exact if mfu else None,
         "mfu_full": mfu.full if mfu else None,
         "memory_gib": legs[0].memory_bytes / 2**30,
+        "sensors": legs[0].sensors,
         "loss": legs[0].losses[-1],
         "loss_after_steps": len(legs[0].losses),
         "rounds": len(legs),

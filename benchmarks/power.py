@@ -8,15 +8,14 @@ timed.
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from benchmarks.sensors import Sensors
 
-_INTERVAL_S = 0.02
 _ROUNDS = 5  # timed parts of a measurement, for the spread
 
 
@@ -24,7 +23,7 @@ _ROUNDS = 5  # timed parts of a measurement, for the spread
 class Sustained:
     """Milliseconds of one run (median, least and most of the rounds), and the device meanwhile.
 
-    ``clock_mhz``, ``power_w`` and ``temperature_c`` are means of samples over the timed rounds;
+    ``clock_mhz`` and ``power_w`` are means over the timed rounds, ``temperature_c`` is the highest;
     None where the device has no such sensors.
     """
 
@@ -34,45 +33,6 @@ class Sustained:
     clock_mhz: float | None = None
     power_w: float | None = None
     temperature_c: float | None = None
-
-
-class _Sampler:
-    """Reads the device's sensors on a thread of its own, from ``start`` to ``stop``."""
-
-    def __init__(self, device: torch.device) -> None:
-        import pynvml
-
-        self._library = pynvml
-        pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._samples: list[tuple[float, float, float]] = []
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> tuple[float | None, float | None, float | None]:
-        self._done.set()
-        self._thread.join()
-        if not self._samples:
-            return None, None, None
-        clock, power, temperature = (
-            statistics.mean(column) for column in zip(*self._samples, strict=True)
-        )
-        return clock, power, temperature
-
-    def _sample(self) -> None:
-        nvml = self._library
-        while not self._done.wait(_INTERVAL_S):
-            self._samples.append(
-                (
-                    float(nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM)),
-                    nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
-                    float(nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)),
-                )
-            )
 
 
 def sustained(operation: Callable[[], Any], device: torch.device, duration_s: float) -> Sustained:
@@ -86,19 +46,13 @@ def sustained(operation: Callable[[], Any], device: torch.device, duration_s: fl
     once_s = _run(operation, 3) / 3
     each = max(1, round(duration_s / 2 / _ROUNDS / once_s))
     _run(operation, each * _ROUNDS)  # the device settles
-    sampler = _sampler(device)
-    times_ms = [1e3 * _run(operation, each) / each for _ in range(_ROUNDS)]
-    sensors = sampler.stop() if sampler is not None else (None, None, None)
-    return Sustained(statistics.median(times_ms), min(times_ms), max(times_ms), *sensors)
-
-
-def _sampler(device: torch.device) -> _Sampler | None:
-    try:
-        sampler = _Sampler(device)
-    except Exception:  # no package, no library, no such device in it: times are useful without
-        return None
-    sampler.start()
-    return sampler
+    with Sensors(device) as sensors:
+        times_ms = [1e3 * _run(operation, each) / each for _ in range(_ROUNDS)]
+        seen = sensors.over(sum(times_ms) * each / 1e3)
+    timed = (statistics.median(times_ms), min(times_ms), max(times_ms))
+    if seen is None:
+        return Sustained(*timed)
+    return Sustained(*timed, seen.clock_mhz, seen.power_w, seen.temperature_c)
 
 
 def _run(operation: Callable[[], Any], number: int) -> float:

@@ -9,8 +9,9 @@
 
 Starts a cluster on this machine, tokenises the Python standard library with a BPE trained on it,
 trains, and kills one worker or one whole node after a checkpoint (--revive starts the node again:
-there may be no spare); with --twin it then trains the same job undisturbed. The last line of stdout
-is one JSON object of figures. Exit status: 0, 1 if the job did not recover or its losses are not
+there may be no spare; with --replicas a node is killed once a step beyond that checkpoint has all
+its replicas); with --twin it then trains the same job undisturbed. The last line of stdout is one
+JSON object of figures. Exit status: 0, 1 if the job did not recover or its losses are not
 the twin's (on a CPU, and with --deterministic), 2 if the cluster did not start.
 """
 
@@ -96,12 +97,13 @@ async def train(
         The recording, and the time of the fault.
     """
     await client.submit(parse_job(job(arguments, name, folder)))
-    recording, broken_at, committed = Recording(name), 0.0, 0
+    recording, broken_at, committed, stored_step = Recording(name), 0.0, 0, 0
 
     def see(update: WatchJobResponse) -> None:
-        nonlocal committed
+        nonlocal committed, stored_step
         if update.WhichOneof("update") == "event":
-            committed += update.event.reason == "CHECKPOINT_COMMITTED"
+            if update.event.reason == "CHECKPOINT_COMMITTED":
+                committed, stored_step = committed + 1, recording.last_step(1)
             print(
                 f"{seconds(update.event.time):.3f} {update.event.reason} {update.event.message}",
                 file=sys.stderr,
@@ -116,6 +118,7 @@ async def train(
             and not broken_at
             and committed
             and recording.last_step(1) % arguments.interval >= 2
+            and await has_replicas(client, arguments, name, stored_step)
         ):
             broken_at = await break_something(
                 client, machine, name, folder, fault, revive=arguments.revive
@@ -126,6 +129,18 @@ async def train(
         raise TimeoutError(f"{name} did not end within {JOB_TIMEOUT_S} s: {why}")
     await following
     return recording, broken_at
+
+
+async def has_replicas(
+    client: AsyncClient, arguments: argparse.Namespace, name: str, stored_step: int
+) -> bool:
+    """Whether a step that is not on storage yet has all its replicas, where a node is to be lost.
+
+    ``stored_step``: no checkpoint is of a later one.
+    """
+    if not arguments.replicas or arguments.fault != "node":
+        return True
+    return bool((await client.get(name)).replicated_step > stored_step)
 
 
 async def break_something(

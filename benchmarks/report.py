@@ -74,6 +74,17 @@ def _speed(row: _Line) -> str:
         f"(p90 {times['p90']:.4f}, max {times['max']:.4f}, "
         f"spread {times['spread']:.2%} of {times['steps']}), "
         f"MFU {_mfu(row)}, {row['memory_gib']:.2f} GiB, loss {row['loss']:.5g}"
+        f"{_sensors(row.get('sensors'))}"
+    )
+
+
+def _sensors(found: _Line | None) -> str:
+    if found is None:
+        return ""
+    reasons = "+".join(found["throttled_by"]) or "nothing"
+    return (
+        f", {found['clock_mhz']} MHz, {found['power_w']} W, {found['temperature_c']} degrees C, "
+        f"{found['joules_per_token']:.4f} J a token, throttled by {reasons}"
     )
 
 

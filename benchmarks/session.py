@@ -11,10 +11,12 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from benchmarks.batches import Batches
 from benchmarks.presets import Run, job
+from benchmarks.sensors import Sensors, shared, summary
 from benchmarks.silence import SilentProcessGroup, create_silent_group, silence
 from benchmarks.timing import StepClock
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -50,12 +52,14 @@ class Leg:
         memory_bytes: the most that this trainer had allocated on any rank.
         copied_bytes: what each step copied on the device in place of communication that was left
             out.
+        sensors: of the timed steps (:func:`benchmarks.sensors.summary`), None without any.
     """
 
     times_s: list[float]
     losses: list[float]
     memory_bytes: int
     copied_bytes: float
+    sensors: dict[str, Any] | None
 
 
 @dataclass(slots=True)
@@ -117,8 +121,9 @@ class Session:
         gc.collect()
         gc.disable()
         self.meet()
-        with silence(groups, self._silent, tuple(without)):
+        with silence(groups, self._silent, tuple(without)), Sensors(self.device) as sensors:
             times, losses = self._steps(trainer, resident.batches, steps)
+            seen = sensors.over(sum(times[warmup:]))
         gc.enable()
         peak = (
             torch.cuda.max_memory_allocated(self.device) - resident.allocated_before
@@ -126,8 +131,14 @@ class Session:
             else 0
         )
         copied = (self._silent.copied_bytes if self._silent else 0) - copied_before
-        slowest = self.maximum(*times[warmup:], float(peak))
-        return Leg(slowest[:-1], losses, int(slowest[-1]), copied / steps)
+        timed = steps - warmup
+        found = self.maximum(
+            *times[warmup:], float(peak), *shared(seen, self.rank, self.world_size)
+        )
+        training, length = trainer.config.training, trainer.config.model.sequence_length
+        tokens = timed * training.global_batch_size * length
+        sensed = summary(found[timed + 1 :], self.world_size, tokens)
+        return Leg(found[:timed], losses, int(found[timed]), copied / steps, sensed)
 
     def steps(self, run: Run, count: int) -> None:
         """``count`` more steps of ``run``; waits for the device."""
@@ -225,16 +236,22 @@ class Session:
         return self._trainers[run]
 
     def _meet(self, config: JobConfig) -> Groups:
-        ring = config.parallelism.virtual_stages > 1
-        if self._groups is None or self._layout != (config.layout, ring):
+        ring, tied = config.parallelism.virtual_stages > 1, config.model.tie_embeddings
+        if self._groups is None or self._layout != (config.layout, ring, tied):
             self.close()
             self._layouts += 1
             store = PrefixStore(f"layout-{self._layouts}", self._store)
             self._groups = create_groups(
-                config.layout, self.rank, store, self.device, timeout_s=_GROUP_TIMEOUT_S, ring=ring
+                config.layout,
+                self.rank,
+                store,
+                self.device,
+                timeout_s=_GROUP_TIMEOUT_S,
+                ring=ring,
+                tied=tied,
             )
             self._silent = create_silent_group(self.world_size) if self.world_size > 1 else None
-            self._layout = (config.layout, ring)
+            self._layout = (config.layout, ring, tied)
         return self._groups
 
     def _make_room(self, config: JobConfig) -> None:

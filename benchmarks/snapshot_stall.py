@@ -35,7 +35,8 @@ from megascale_common.node.process import child_environment
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_common.sizes.staging import snapshots_in_flight
-from megascale_trainer.daemon_link import RankRegistration
+from megascale_trainer.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.host_copy import Landed
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.snapshot import Snapshotter
 
@@ -65,10 +66,11 @@ class State:
         """All bytes."""
         return self.values.view(torch.uint8)
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """Enqueue the copy."""
         image = self.values.view(torch.uint8)
         slot[: image.numel()].copy_(image, non_blocking=True)
+        landed(image.numel())
 
 
 def main() -> None:
@@ -85,17 +87,13 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
     uri = str(folder / "checkpoints") if options.store else ""
     registration = RankRegistration(
         "stall", 1, 0, 1, uri, (folder / "address").read_text().strip() if uri else "",
-        options.slots, {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, snapshots_in_flight(options.interval),
+        options.slots, snapshots_in_flight(options.interval),
+        sizes={"tp": 1, "cp": 1, "dp": 1, "pp": 1},
     )  # fmt: skip
     began_s = time.monotonic()
-    snapshots = Snapshotter(
-        str(folder / "socket"),
-        registration,
-        state,
-        device,
-        collective_timeout_s=120.0,
-        verified_share=options.verified_share,
-    )
+    where = str(folder / "socket"), registration, state.shard_layout(), device
+    link = DaemonLink.registered(*where, collective_timeout_s=120.0)
+    snapshots = Snapshotter(link, state, device, verified_share=options.verified_share)
     registered_s = time.monotonic() - began_s
     page = StatusPageWriter(folder / "page", rank=0, attempt=1)
     steps = SnapshotSteps(config, page, snapshots)

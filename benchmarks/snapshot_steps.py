@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,14 @@ from torch._C._distributed_c10d import FileStore
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from megascale_common.job.config import JobConfig
+from megascale_common.node.messages import ReplicaOrders
 from megascale_common.node.process import arm_parent_death, child_environment
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.staging import snapshots_in_flight
-from megascale_trainer.daemon_link import RankRegistration
+from megascale_trainer.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.host_copy import Landed
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import STEP_POLL_S
@@ -80,6 +83,7 @@ class Options:
     socket: str
     address: str
     token: str
+    peer: str
 
 
 class TimedState:
@@ -98,16 +102,16 @@ class TimedState:
         """See Trainer."""
         return self._trainer.state_image()
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """See Trainer."""
         if not self._cuda:
             began_s = time.perf_counter()
-            self._trainer.state_copy_to(slot)
+            self._trainer.state_copy_to(slot, landed)
             self._times_s.append(time.perf_counter() - began_s)
             return
         pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         pair[0].record()
-        self._trainer.state_copy_to(slot)
+        self._trainer.state_copy_to(slot, landed)
         pair[1].record()
         self._events.append((pair[0], pair[1]))
 
@@ -180,6 +184,7 @@ class Rank:
         return {
             "blocks": blocks,
             "rates": rates,
+            "replicas": self.snapshots.replicas.count,
             "prepared_s": self.prepared_s,
             "state_bytes": self.state.state_image().numel(),
         }
@@ -206,6 +211,8 @@ class Rank:
                 if previous is not None:
                     steps.settle(previous[0], votes, 0, finite=True)
                 steps.after(self.step, 0)
+                # As the step loop: the answer says whether the copy to the peer has ended.
+                self.snapshots.report_time(self.step, 0.0)
             held_ms.append(1e3 * (held_s + time.perf_counter() - began_s))
             previous = self.step, result
         times_s = clock.times_s()
@@ -261,12 +268,14 @@ class Rank:
             slots=options.slots,
             sizes={"tp": sizes.tp, "cp": sizes.cp, "dp": sizes.dp, "pp": sizes.pp, "vpp": 1},
             in_flight=snapshots_in_flight(1),
+            local_ranks=1 if options.peer else options.ranks,
             max_write_mib_per_s=options.store_mib_per_s,
+            replicas=ReplicaOrders(target=options.peer, source="", bytes_per_s=0),
         )
-        return Snapshotter(
-            options.socket, registration, self.state, self.device,
-            collective_timeout_s=GROUP_TIMEOUT_S, verified_share=options.verified_share,
-        )  # fmt: skip
+        where = options.socket, registration, self.state.shard_layout(), self.device
+        link = DaemonLink.registered(*where, collective_timeout_s=GROUP_TIMEOUT_S)
+        how = {"verified_share": options.verified_share, "replicas": bool(options.peer)}
+        return Snapshotter(link, self.state, self.device, **how)
 
     @property
     def _uri(self) -> str:
@@ -357,6 +366,7 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
             kind: sum(block["skipped"] for block in blocks if block["kind"] == kind)
             for kind in set(kinds) - {"A"}
         },
+        "steps_with_replicas": found[0]["replicas"],
         "persisted_gb_per_s": [
             round(block["committed"] * state_bytes / block["seconds"] / 1e9, 3) for block in stored
         ],
@@ -371,8 +381,12 @@ def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="snapshot-steps-") as name:
         folder = Path(name)
-        with Daemon(folder) as daemon:
-            found = _run(options, folder, daemon)
+        with ExitStack() as stack:
+            daemons = [stack.enter_context(Daemon(folder / "n0"))]
+            for rank in range(1, options.ranks if options.replicas else 1):
+                node = Daemon(folder / f"n{rank}", f"n{rank}", daemons[0].token)
+                daemons.append(stack.enter_context(node))
+            found = _run(options, folder, daemons)
     result = summary(options, found)
     print(json.dumps(result))
     slower = result["slower_with_snapshots"]
@@ -380,15 +394,19 @@ def main() -> int:
     return int(slow or result["skipped"].get("B", 0) > 0)
 
 
-def _run(options: argparse.Namespace, folder: Path, daemon: Daemon) -> list[dict[str, Any]]:
+def _run(
+    options: argparse.Namespace, folder: Path, daemons: Sequence[Daemon]
+) -> list[dict[str, Any]]:
     processes = []
     for rank in range(options.ranks):
+        own, peer = (daemons[(rank + ahead) % len(daemons)] for ahead in (0, 1))
         given = Options(
             rank=rank,
             folder=str(folder),
-            socket=str(daemon.socket),
-            address=daemon.address,
-            token=daemon.token,
+            socket=str(own.socket),
+            address=daemons[0].address,
+            token=own.token,
+            peer=peer.replica_endpoint if peer is not own else "",
             **{
                 name: getattr(options, name)
                 for name in Options.__dataclass_fields__
@@ -411,7 +429,8 @@ def _run(options: argparse.Namespace, folder: Path, daemon: Daemon) -> list[dict
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
-        print((folder / "daemon.log").read_text()[-4000:], file=sys.stderr)
+        for daemon in daemons:
+            print((daemon.folder / "daemon.log").read_text()[-4000:], file=sys.stderr)
         raise SystemExit("a rank failed: see stderr above")
     for rank, output in enumerate(outputs):
         for line in output.splitlines()[:-1]:
@@ -436,6 +455,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--store-mib-per-s", type=float, default=1907.3, help="2 GB/s")
     parser.add_argument("--verified-share", type=float, default=0.01, help="see verify_d2h")
     parser.add_argument("--slots", type=int, default=0, help="0: as many as the daemon chooses")
+    parser.add_argument(
+        "--replicas", action="store_true", help="a daemon for each rank, and copies to the next one"
+    )
     parser.add_argument("--folder", type=Path, help="of the store; default: $TMPDIR")
     parser.add_argument("--most-slower", type=float, default=0.01)
     parser.add_argument("--limit-s", type=float, default=500.0)

@@ -30,6 +30,7 @@ _SAMPLES = {
     "NAME": "demo",
     "NODE": "n1",
     "RANK": "0",
+    "DEVICE": "0",
     "STEP": "5",
     "REASON": "its fan is loud",
     "CORPUS_PREFIX": "/data/corpus",
@@ -37,6 +38,8 @@ _SAMPLES = {
     "SCRATCH_FOLDER": "/data/scratch",
     "SPEC": '{"name": "demo", "priority": 1}',
     "RULE": "hang",
+    "TENANT": "research",
+    "DEVICES": "64",
     "MODE": "OBSERVE",
 }
 _ADDRESS = "127.0.0.1:1"

@@ -23,12 +23,15 @@ LANES = {
         "chaos/test_demo.py",
         "chaos/test_last_checkpoint.py",
         "integration/test_bad_inputs.py",
+        "integration/test_by_hand.py",
+        "integration/test_library.py",
         "integration/test_cli.py",
         "integration/test_cli_nodes.py",
     ),
     "recoveries": (
         "chaos/test_hang.py",
         "chaos/test_high_availability.py",
+        "chaos/test_two_builds.py",
         "chaos/test_nothing_left.py",
         "chaos/test_recovery.py",
         "chaos/test_replicas.py",
@@ -39,6 +42,7 @@ LANES = {
     "more clusters": (
         "chaos/test_orders.py",
         "chaos/test_suspend.py",
+        "chaos/test_unknown_culprit.py",
         "chaos/test_waits.py",
         "integration/test_export_and_import.py",
         "integration/test_first_hour.py",

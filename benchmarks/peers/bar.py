@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from benchmarks import timing
 from benchmarks.presets import PRESETS, ConfigurationRefused, Run, job, sizes
+from benchmarks.sensors import Sensors, Window, shared, summary
 
 from megascale_common.job.config import JobConfig
 from megascale_common.sizes import flops
@@ -100,41 +101,63 @@ def own_device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
-def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step after those that warm up, on this rank.
+def take_times(
+    step: Callable[[], Any], steps: int, device: torch.device
+) -> tuple[list[float], Window | None]:
+    """Seconds of each step after those that warm up, on this rank, and its device meanwhile.
 
     The host launches ahead if ``step`` does not wait.
     """
     gc.collect()
     gc.disable()
-    clock = timing.StepClock(device)
-    for _ in range(steps):
-        step()
-        clock.lap()
+    with Sensors(device) as sensors:
+        clock = timing.StepClock(device)
+        for _ in range(steps):
+            step()
+            clock.lap()
+        times_s = clock.times_s()[WARMUP_STEPS:]
+        seen = sensors.over(sum(times_s))
     gc.enable()
-    return clock.times_s()[WARMUP_STEPS:]
+    return times_s, seen
 
 
 def result(
-    config: JobConfig, times_s: list[float], device: torch.device, loss: float | None
+    config: JobConfig,
+    timed: tuple[list[float], Window | None],
+    device: torch.device,
+    loss: float | None,
 ) -> dict[str, Any]:
-    """Figures over all ranks, from this rank's times and its loss, if it has one; collective."""
+    """Figures over all ranks, from this rank's times and its loss, if it has one; collective.
+
+    Args:
+        timed: what :func:`take_times` returned.
+    """
+    times_s, seen = timed
+    ranks = config.layout.world_size
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     values = [*times_s, float(peak), -1.0 if loss is None else loss]
+    values += shared(seen, dist.get_rank(), ranks)
     slowest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    *times, memory, largest_loss = slowest.tolist()
+    steps = len(times_s)
+    times, (memory, largest_loss), sensed = (
+        slowest[:steps].tolist(),
+        slowest[steps : steps + 2].tolist(),
+        slowest[steps + 2 :].tolist(),
+    )
     found = timing.summary(times)
-    tokens_per_s = config.training.global_batch_size * config.model.sequence_length / found["p50"]
+    tokens = config.training.global_batch_size * config.model.sequence_length
+    tokens_per_s = tokens / found["p50"]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    mfu = flops.mfu(config.model, tokens_per_s, config.layout.world_size, name)
+    mfu = flops.mfu(config.model, tokens_per_s, ranks, name)
     return {
         "device": name,
-        "tokens_per_s_per_device": tokens_per_s / config.layout.world_size,
+        "tokens_per_s_per_device": tokens_per_s / ranks,
         "step_time_s": found,
         "mfu_causal": asdict(mfu)["exact"] if mfu else None,
         "mfu_full": asdict(mfu)["full"] if mfu else None,
         "memory_gib": memory / 2**30,
+        "sensors": summary(sensed, ranks, tokens * steps),
         "loss": largest_loss,
     }
 

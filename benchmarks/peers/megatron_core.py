@@ -21,12 +21,12 @@ parallel backward is on, as in Megatron's own training loop; the last of them re
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,20 @@ BACKENDS = {
 }
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What Megatron builds its model of, and the settings that this needs.
+
+    Args:
+        layer: specification of a layer; norm: of the norm behind the last.
+        settings: of ``TransformerConfig``, in place of those of this bar.
+    """
+
+    layer: Any
+    norm: Any
+    settings: Mapping[str, Any]
+
+
 def main() -> None:
     """Measure one configuration; rank 0 prints the line."""
     options = bar.parser(__doc__).parse_args()
@@ -61,19 +75,19 @@ def main() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when the device is first used
     warnings.filterwarnings("ignore")
     device = bar.own_device()
-    _stand_in_for_apex()
+    stand_in_for_apex()
     bar.connect(device)
-    step = _prepare(config, options, device)
-    times_s = bar.take_times(step, options.steps, device)
+    step = prepare(config, Parts(*_layer(options.attention, device), {}), device)
+    timed = bar.take_times(step, options.steps, device)
     loss = step()
-    line |= bar.result(config, times_s, device, None if loss is None else float(loss))
+    line |= bar.result(config, timed, device, None if loss is None else float(loss))
     if dist.get_rank() == 0:
         bar.report(line, options.results)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _stand_in_for_apex() -> None:
+def stand_in_for_apex() -> None:
     """Apex's fused_weight_gradient_mlp_cuda: main_grad += grad_output^T input, in float32."""
 
     def accumulate(
@@ -92,9 +106,7 @@ def _stand_in_for_apex() -> None:
     torch.optim.AdamW = FusedAdamW  # type: ignore[misc]
 
 
-def _prepare(
-    config: JobConfig, options: argparse.Namespace, device: torch.device
-) -> Callable[[], Any]:
+def prepare(config: JobConfig, parts: Parts, device: torch.device) -> Callable[[], Any]:
     """A training step of ``config`` that returns its loss, on ranks of the last stage."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -111,8 +123,8 @@ def _prepare(
     model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234 + dist.get_rank())
     torch.set_float32_matmul_precision("high")
-    transformer = _transformer_config(config)
-    model = _model(config, transformer, options.attention, device)
+    transformer = replace(_transformer_config(config), **parts.settings)
+    model = _model(config, transformer, parts, device)
     return _step(config, transformer, model, _optimizer(model), device)
 
 
@@ -152,7 +164,7 @@ def _transformer_config(config: JobConfig) -> Any:
     )
 
 
-def _model(config: JobConfig, transformer: Any, attention: str, device: torch.device) -> list[Any]:
+def _model(config: JobConfig, transformer: Any, parts: Parts, device: torch.device) -> list[Any]:
     """This rank's chunks, each wrapped for data parallelism."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -162,7 +174,6 @@ def _model(config: JobConfig, transformer: Any, attention: str, device: torch.de
         get_num_layers_to_build,
     )
 
-    layer, norm = _layer(attention, device)
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
@@ -177,10 +188,12 @@ def _model(config: JobConfig, transformer: Any, attention: str, device: torch.de
         stage = {"vp_stage": number} if interleaved else {}
         if interleaved:
             parallel_state.set_virtual_pipeline_model_parallel_rank(number)
-        layers = [layer] * get_num_layers_to_build(transformer, **stage)
+        layers = [parts.layer] * get_num_layers_to_build(transformer, **stage)
         chunk = GPTModel(
             config=transformer,
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=layers, layer_norm=parts.norm
+            ),
             vocab_size=config.model.vocab_size,
             max_sequence_length=config.model.sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),

@@ -76,8 +76,8 @@ def main() -> None:
             trainer.gc_handler.run(trainer.step)
             trainer.train_step(batches)
 
-        times_s = bar.take_times(step, options.steps, device)
-        line |= bar.result(config, times_s, device, _last_loss(trainer))
+        timed = bar.take_times(step, options.steps, device)
+        line |= bar.result(config, timed, device, _last_loss(trainer))
         line["memory_gib"] = None  # its logging resets torch's peak
         trainer.close()
     if dist.get_rank() == 0:

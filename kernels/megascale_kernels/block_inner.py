@@ -11,7 +11,7 @@ import torch
 from megascale_kernels.activation import Activation, activate
 from megascale_kernels.attention import AttentionMask, attention
 from megascale_kernels.parameter import Parameter
-from megascale_kernels.rotary import Heads, RotaryTable, split_heads
+from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable, split_heads
 
 
 def block_inner(
@@ -21,6 +21,7 @@ def block_inner(
     activation: Activation | None,
     rotary: RotaryTable | None,
     mask: AttentionMask,
+    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
     """Attention of the first columns beside the activation of the others.
 
@@ -30,6 +31,7 @@ def block_inner(
         bias: of the input GEMM, not yet added; as wide as ``inputs``.
         activation: None: attention alone.
         rotary: None with learned positions.
+        norms: of the heads of q and k; None: they have none.
 
     Returns:
         [S, B, query heads * d + ffn width], the output GEMM's input.
@@ -37,16 +39,19 @@ def block_inner(
     if bias is not None:
         inputs = inputs + bias.tracked()
     if activation is None:
-        return _attend(inputs, heads, rotary, mask)
+        return _attend(inputs, heads, rotary, mask, norms)
     columns, ffn = inputs.tensor_split((heads.width,), dim=-1)
-    return torch.cat(
-        (_attend(columns, heads, rotary, mask), activate(ffn, None, activation)), dim=-1
-    )
+    attended = _attend(columns, heads, rotary, mask, norms)
+    return torch.cat((attended, activate(ffn, None, activation)), dim=-1)
 
 
 def _attend(
-    inputs: torch.Tensor, heads: Heads, rotary: RotaryTable | None, mask: AttentionMask
+    inputs: torch.Tensor,
+    heads: Heads,
+    rotary: RotaryTable | None,
+    mask: AttentionMask,
+    norms: HeadNorms | None,
 ) -> torch.Tensor:
     """[S, B, heads.width] to [S, B, query heads * d]."""
-    attended = attention(*split_heads(inputs, heads, rotary), mask)
+    attended = attention(*split_heads(inputs, heads, rotary, norms), mask)
     return attended.permute(2, 0, 1, 3).flatten(2)

@@ -20,7 +20,7 @@ from megascale_kernels.fp8_activation import Fp8Activation, OwnPart, in_fp8
 from megascale_kernels.operators import LayerOperators, Operators
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.quantize import E4M3, Operand, cast
-from megascale_kernels.rotary import Heads, RotaryTable
+from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable
 
 # The scale of a norm's result, float32 [1], from its weight and bias.
 NormScale = Callable[[Parameter, Parameter | None], torch.Tensor]
@@ -72,14 +72,19 @@ class _Fp8Operators:
         activation: Activation | None,
         rotary: RotaryTable | None,
         mask: AttentionMask,
+        norms: HeadNorms | None = None,
     ) -> Fp8Activation:
         """:func:`megascale_kernels.block_inner.block_inner` in FP8."""
         if self._operators.name == "triton":
             from megascale_kernels.fused.block_inner import block_inner
 
-            inner = block_inner(inputs, bias, heads, activation, rotary, mask, find_amax=True)
+            inner = block_inner(
+                inputs, bias, heads, activation, rotary, mask, norms, find_amax=True
+            )
         else:
-            inner = self._operators.block_inner(inputs, bias, heads, activation, rotary, mask)
+            inner = self._operators.block_inner(
+                inputs, bias, heads, activation, rotary, mask, norms
+            )
         return in_fp8(inner, self._with_transposed)
 
     def activate(

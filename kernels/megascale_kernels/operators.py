@@ -23,7 +23,7 @@ from megascale_kernels.activation import Activation
 from megascale_kernels.attention import AttentionMask
 from megascale_kernels.cross_entropy import CrossEntropy
 from megascale_kernels.parameter import Parameter
-from megascale_kernels.rotary import Heads, RotaryTable
+from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable
 
 _AMPERE = (8, 0)  # bf16 in Triton
 
@@ -67,6 +67,7 @@ class BlockInnerOperator(Protocol[Input_co]):
         activation: Activation | None,
         rotary: RotaryTable | None,
         mask: AttentionMask,
+        norms: HeadNorms | None = None,
     ) -> Input_co: ...
 
 

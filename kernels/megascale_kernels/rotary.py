@@ -1,13 +1,17 @@
 """From the input GEMM's columns to the heads of attention, with rotary position embedding.
 
 Rotary embedding (Su et al., arXiv 2104.09864) in its half-split form: pair i is (x[i], x[i + d/2]).
+Before it, heads of q and k may be normalised (Henry et al., arXiv 2010.04245; as in Qwen 3).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+
+from megascale_kernels.parameter import Parameter
 
 
 @dataclass(frozen=True)
@@ -32,43 +36,86 @@ class RotaryTable:
     sin: torch.Tensor
 
 
-def rotary_table(position: torch.Tensor, head_size: int, theta: float) -> RotaryTable:
-    """Angles position * theta^(-2i/d) for i below d/2.
+@dataclass(frozen=True)
+class HeadNorms:
+    """Weights [d] of the RMSNorm of every head of q and of every head of k."""
 
-    Args:
-        position: integer [B, S].
-        head_size: d, even.
+    query: Parameter
+    key: Parameter
+    epsilon: float
+
+
+def rotary_frequencies(head_size: int, theta: float, device: torch.device) -> torch.Tensor:
+    """theta^(-2i/d) for i below d/2, float64 [d/2], in radians per position.
 
     Raises:
-        ValueError: ``head_size`` is odd.
+        ValueError: ``head_size`` d is odd.
     """
     if head_size % 2:
         raise ValueError(
             f"rotary embedding needs an even head size, got {head_size}:"
-            " change hidden_size or heads"
+            " change hidden_size, heads or head_dim"
         )
-    # float64: at position 100,000 a float32 angle is off by 0.004 rad.
-    pair = torch.arange(head_size // 2, device=position.device, dtype=torch.float64)
-    angle = position.t().contiguous()[:, :, None, None].double() * theta ** (
-        -2.0 * pair / head_size
-    )
+    pair = torch.arange(head_size // 2, device=device, dtype=torch.float64)
+    return theta ** (-2.0 * pair / head_size)
+
+
+def llama3_frequencies(
+    frequencies: torch.Tensor,
+    factor: float,
+    low_factor: float,
+    high_factor: float,
+    original_length: int,
+) -> torch.Tensor:
+    """Frequencies for longer sequences, as Llama 3.1 has them.
+
+    Wavelengths above ``original_length / low_factor`` tokens grow by ``factor``, those below
+    ``original_length / high_factor`` stay; between them the share of each falls off linearly in the
+    number of turns that a sequence of ``original_length`` makes.
+    """
+    turns = original_length * frequencies / (2.0 * math.pi)
+    kept = ((turns - low_factor) / (high_factor - low_factor)).clamp(0.0, 1.0)
+    return (1.0 - kept) * frequencies / factor + kept * frequencies
+
+
+def rotary_table(position: torch.Tensor, frequencies: torch.Tensor) -> RotaryTable:
+    """Angles position * frequency.
+
+    Args:
+        position: integer [B, S].
+        frequencies: float64 [d/2]: at position 100,000 a float32 angle is off by 0.004 rad.
+    """
+    angle = position.t().contiguous()[:, :, None, None].double() * frequencies
     return RotaryTable(angle.cos().float(), angle.sin().float())
 
 
 def split_heads(
-    inputs: torch.Tensor, heads: Heads, table: RotaryTable | None
+    inputs: torch.Tensor,
+    heads: Heads,
+    table: RotaryTable | None,
+    norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of attention, [B, heads, S, d] each.
 
     Args:
         inputs: [S, B, heads.width]: the columns of q, then k, then v.
         table: q and k are rotated by it; None: no rotation.
+        norms: q and k are normalised by it before that; None: they are not.
     """
     apart = inputs.reshape(*inputs.shape[:2], -1, heads.size)
     q, k, v = apart.tensor_split((heads.query, heads.query + heads.key_value), dim=2)
+    if norms is not None:
+        q, k = norm_heads(q, norms.query, norms.epsilon), norm_heads(k, norms.key, norms.epsilon)
     if table is not None:
         q, k = apply_rotary(q, table), apply_rotary(k, table)
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
+def norm_heads(x: torch.Tensor, weight: Parameter, epsilon: float) -> torch.Tensor:
+    """RMSNorm of ``x`` [..., d] over d by ``weight`` [d]; computed in float32, in x's dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (normed * weight.tracked().to(wide.dtype)).to(x.dtype)
 
 
 def apply_rotary(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:

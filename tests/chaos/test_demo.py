@@ -81,7 +81,7 @@ def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(tmp_path: Path) -> No
     assert (tmp_path / "demo" / "loss.png").exists()
     assert "SIGKILL" in output
     printed = iter(map(shape, output.splitlines()))
-    for line in block("README.md", ">>> SIGKILL").code.splitlines():
+    for line in block("README.md", ">>> SIGKILL   ").code.splitlines():
         assert shape(line) in printed, (
             f"the demo no longer prints this line of the README: {line}\n{output}"
         )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,10 +17,12 @@ import pytest_asyncio
 from tests.harness.chaos_cluster import measured
 from tests.harness.ha_cluster import HaCluster, ha_cluster
 from tests.harness.job_follower import JobFollower
+from tests.harness.snippets import BACKUP, RAISE_GENERATION, RESTORE_MEMBER, block
 from tests.harness.waiting import eventually
 
 from megascale.v1 import types_pb2
 from megascale_client import AsyncClient
+from megascale_common.node.process import child_environment
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the proxies live in its loop
 ENDLESS_STEPS = 100_000
@@ -141,3 +147,71 @@ async def test_a_job_trains_on_while_leaders_are_lost(
             measured("high availability", **took, steps=run.step)
             await client.cancel(name, reason="the test is over")
             await run.until_ended()
+
+
+@pytest.mark.slow
+async def test_a_backup_is_restored_below_a_job_that_trains_on(cluster: HaCluster) -> None:
+    """All members of etcd lose their data; the commands of docs/operations.md bring it back."""
+    async with cluster.client() as client:
+        run = JobFollower(client, cluster.job("restored", ENDLESS_STEPS), cluster.folder)
+        async with run:
+            await run.until_step(STEPS_BETWEEN)
+            workers = cluster.worker_pids(run.job)
+            await client.cordon("n1", reason="before the backup")
+            save = block(*BACKUP).code.partition("\n")[2]  # behind the line that finds the endpoint
+            await page_runs(cluster, save, ENDPOINT=cluster.etcd.endpoints[0])
+            await client.cordon("n2", reason="after the backup")
+            before = (await client.cluster_info()).epoch.cluster_generation
+            began_s = time.monotonic()
+            await lose_the_control_plane(cluster)
+            lost_at = run.step
+            await restore(cluster)
+            for number, driver in enumerate(cluster.drivers):
+                await driver.start(leads=number == 0)
+            await cluster.leading()
+            took_s = time.monotonic() - began_s
+            assert (await client.cluster_info()).epoch.cluster_generation > before
+            await run.until_step(lost_at + STEPS_BETWEEN)
+            nodes = {node.name: str(node.disposition) async for node in client.nodes()}
+            assert "CORDONED" in nodes["n1"] and "SCHEDULABLE" in nodes["n2"], nodes
+            await client.uncordon("n1", reason="the test is over")
+            await check_training(cluster, client, run, workers)
+            measured("backup of three members", restored_s=took_s, steps=run.step)
+            await client.cancel("restored", reason="the test is over")
+            await run.until_ended()
+
+
+async def lose_the_control_plane(cluster: HaCluster) -> None:
+    """The drivers are stopped, the members of etcd killed, and their data is gone."""
+    for driver in cluster.drivers:
+        assert await driver.stop() == 0
+    cluster.etcd.kill()
+    for member in cluster.etcd.members.values():
+        shutil.rmtree(member.data_dir)
+
+
+async def restore(cluster: HaCluster) -> None:
+    """As on the page: each member from the one file, then a higher generation."""
+    peers = cluster.etcd.peers
+    everyone = ",".join(f"{name}={url}" for name, url in peers.items())
+    for name, member in cluster.etcd.members.items():
+        own = {"NAME": name, "PEER": peers[name], "DATA": str(member.data_dir)}
+        await page_runs(
+            cluster, block(*RESTORE_MEMBER).code, MEMBERS=everyone, TOKEN="restored-1", **own
+        )
+    await cluster.etcd.start()
+    endpoints = ",".join(cluster.etcd.endpoints)
+    await page_runs(
+        cluster, block(*RAISE_GENERATION).code, ENDPOINTS=endpoints, PREFIX=cluster.prefix
+    )
+
+
+async def page_runs(cluster: HaCluster, code: str, **variables: str) -> None:
+    """Paste code into a shell that knows etcdctl; every line must succeed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = await asyncio.to_thread(
+        subprocess.run, ["bash", "-euo", "pipefail", "-c", code], cwd=cluster.folder,
+        env=child_environment({"PATH": path, **variables}), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"

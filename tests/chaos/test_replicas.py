@@ -14,7 +14,9 @@ from tests.harness.waiting import eventually
 
 from megascale.v1 import job_pb2, types_pb2
 
-STEPS, KILLED_AFTER, PERSISTED_EVERY, SNAPSHOT_EVERY = 200, 130, 100, 10
+STEPS, KILLED_AFTER, PERSISTED_EVERY = 240, 130, 100
+# A state of about 0.5 MB then takes the time of many snapshots to the peer.
+HIDDEN_SIZE, LINK_MIB_PER_S = 48, 1.0
 
 
 @pytest.fixture
@@ -25,8 +27,10 @@ def cluster(tmp_path: Path) -> Iterator[ChaosCluster]:
 
 def replicated(cluster: ChaosCluster, name: str, spares: int) -> job_pb2.JobSpec:
     spec = cluster.job(name, steps=STEPS, interval_steps=PERSISTED_EVERY, spares=spares)
-    spec.checkpoint.snapshot_interval_steps = SNAPSHOT_EVERY
+    spec.checkpoint.snapshot_interval_steps = 1
     spec.checkpoint.replicas = 1
+    spec.checkpoint.max_replicate_mib_per_s = LINK_MIB_PER_S
+    spec.trainer.model.hidden_size = HIDDEN_SIZE
     return spec
 
 
@@ -49,7 +53,9 @@ async def test_a_lost_node_costs_no_read_from_storage_and_no_bit(cluster: ChaosC
             await run.until_step(KILLED_AFTER)
 
             async def has_replicas() -> bool:
-                return bool((await client.get(run.name)).replicated_step > PERSISTED_EVERY)
+                job = await client.get(run.name)
+                assert job.phase == types_pb2.JOB_PHASE_RUNNING, "no step was whole at all peers"
+                return bool(job.replicated_step > PERSISTED_EVERY)
 
             await eventually(has_replicas, "a step beyond the last persisted one has its replicas")
             lost, spare = run.job.nodes[1], run.job.spare_nodes[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.harness.chaos_cluster import ChaosCluster, shared_cluster
-from tests.harness.job_follower import JobFollower
+from tests.harness.job_follower import JobFollower, seconds
 
 from megascale.v1 import types_pb2
 from megascale_client import AsyncClient, JobPhase, NotFound, NotPossible
@@ -102,10 +102,13 @@ async def test_a_job_that_cannot_save_trains_on(clusters: Callable[[], ChaosClus
         await followed.until(
             lambda: "so training continues" in cluster.rank_log(job, 0), "it could not save"
         )
-        step = max(followed.losses[1])
-        await followed.until(lambda: max(followed.losses[1]) > step + 5, "it trains on")
+        withdrawn = await followed.until_event("LEAVE_WITHDRAWN")
+        asked = await followed.until_event("SUSPEND_REQUESTED")
+        assert "it stays on its nodes: it could not save: " in withdrawn.message
+        assert "attempt-000001" in withdrawn.message, "the storage's own error"
+        # The driver's own deadline is that of the save and 120 s more.
+        assert seconds(withdrawn) - seconds(asked) < 100
         assert followed.job.phase == types_pb2.JOB_PHASE_RUNNING and followed.job.attempt == 1
-        await client.resume("stuck", reason="another time")
         step = max(followed.losses[1])
         await followed.until(lambda: max(followed.losses[1]) > step + 5, "and still")
         await client.cancel("stuck", reason="enough")

@@ -38,6 +38,7 @@ from megascale_checkpoint.checksums import dump_record, load_record, piece_check
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.opening import Opening
 from megascale_checkpoint.persist import Progress, persist
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep
 from megascale_checkpoint.retention.policy import Retention
@@ -189,15 +190,11 @@ class Case:
         self.process.message(f"OpenAttempt {self.attempt}")
         _, decision = await self._call(
             lambda: committer.open_attempt(
-                "job",
-                URI,
+                Opening("job", URI, self.world, retention=self.retention),
                 self.attempt,
-                self.world,
                 SealedStep(0, 0),
                 refused,
                 (1, self.attempt),
-                "",
-                self.retention,
             )
         )
         self.process.message(f"OpenAttempt {self.attempt} answered")

@@ -32,7 +32,8 @@ from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.errors import DamagedError, ServiceError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
-TOKEN, JOB, VALUES = "token-of-the-tests", "job", 24_576
+TOKEN, JOB, VALUES, SLOTS = "token-of-the-tests", "job", 24_576, 4
+RETRY_AFTER_S = (0.001, 0.001)
 FLIP_REPLICA, LOSE_PEER, OLD_SENDER = "flip a replica", "lose the peer", "an old sender goes on"
 REPLICA_KINDS = (CUT, FLIP_ON_THE_WAY, FLIP_REPLICA, LOSE_PEER, OLD_SENDER)
 OPERATIONS = ("seal", "seal", "seal", "settle", "fetch", "attempt", "fault", "fault")
@@ -70,8 +71,8 @@ class Rank:
 
     def __init__(self, registration: RegisteredRank) -> None:
         self.registration = registration
-        self.table = SlotTable(3)
-        self.memories = [Memory(memoryview(bytearray(LAYOUT.slot_bytes))) for _ in range(3)]
+        self.table = SlotTable(SLOTS)
+        self.memories = [Memory(memoryview(bytearray(LAYOUT.slot_bytes))) for _ in range(SLOTS)]
 
 
 class SendingJob:
@@ -112,6 +113,8 @@ class ReplicaCase:
         self.machine, self.oracle = History(), Oracle()
         self.images: dict[tuple[int, int], bytes] = {}
         self.damaged: set[tuple[int, int]] = set()  # replicas whose memory was flipped
+        self.decided: set[tuple[int, int]] = set()  # what the attempt goes on from, or copies
+        self.whole = (0, 0)  # the newest of them that was whole at both
         self.attempts, self.step, self.peers = {JOB: 1}, 0, 0
 
     async def run(self) -> None:
@@ -122,9 +125,11 @@ class ReplicaCase:
         self.wire = Wire(self.peer.endpoint)
         self.rank = Rank(self._registration())
         self.job, self.sender = SendingJob(self.rank), ReplicaSender(TOKEN, self.changed)
+        self.sender.retry_after_s = RETRY_AFTER_S
         try:
             for _ in range(self.rng.randint(6, 14)):
                 await self._operate(self.rng.choice(OPERATIONS))
+                self._check_held()
                 if self.oracle.failed:
                     break
             self.wire.fault = None
@@ -149,10 +154,36 @@ class ReplicaCase:
             self.attempts[JOB] += 1
             self.job.attempt = self.attempts[JOB]
             self.rank.registration = self._registration()
-            self.step = max(0, self.step - self.rng.randint(0, 2))
+            self.rank.table.supersede(self.job.attempt)
+            self._go_on()
             self.machine.note(f"attempt {self.job.attempt} begins after step {self.step}")
         else:
             await self._fault(self.rng.choice(self.kinds))
+
+    def _go_on(self) -> None:
+        """The attempt restores a sealed step, which its peer gets once more, or starts anew."""
+        sealed = self.rank.table.sealed()
+        if not sealed or self.rng.random() < 0.2:
+            self.rank.table.release_held()
+            self.step = max(0, self.step - self.rng.randint(0, 2))
+            self.whole, self.decided = (0, 0), set()
+            return
+        seal = self.rng.choice(sealed)
+        slot = self.rank.table.find(seal.attempt, seal.step, seal.layout_digest)
+        assert slot is not None
+        self.rank.table.replicate(slot.index)
+        self.step, self.whole, self.decided = seal.step, (0, 0), {(seal.attempt, seal.step)}
+
+    def _check_held(self) -> None:
+        """What is whole here and at the peer stays so on this side until a later one is.
+
+        A restart without another node needs the same step of every rank that is left.
+        """
+        held = {(seal.attempt, seal.step) for seal in self.rank.table.sealed()}
+        newest = max((held & self._whole() & self.decided) - self.damaged, default=(0, 0))
+        if self.whole > newest and self.whole not in held:
+            self.oracle.lost = self.oracle.lost or f"{self.whole} is whole at the peer alone"
+        self.whole = max(self.whole, newest)
 
     def _registration(self) -> RegisteredRank:
         given = registration_of("", 0, 1, LAYOUT, attempt=self.attempts[JOB])
@@ -171,11 +202,15 @@ class ReplicaCase:
         self.rank.memories[index].view[:] = image
         key, digest = (self.attempts[JOB], self.step), self.rank.registration.digest
         checksums = piece_checksums(LAYOUT, memoryview(image))
-        self.rank.table.begin_seal(index, self.step, persist=False)
+        # As the ranks vote: the next one is copied when the one before has ended.
+        replicate = self.rank.table.replica_ended
+        self.rank.table.begin_seal(index, self.step, persist=False, replicate=replicate)
         self.rank.table.finish_seal(index, SlotSeal(*key, digest, checksums, {"step": self.step}))
         self.images[key] = bytes(image)
         self.sender.consider([self.job])
-        self.machine.note(f"step {key[1]} of attempt {key[0]} is sealed")
+        self.decided |= {key} if replicate else set()
+        copied = ", and copied" if replicate else ""
+        self.machine.note(f"step {key[1]} of attempt {key[0]} is sealed{copied}")
 
     async def _settle(self) -> None:
         """Wait until nothing is sent any more."""
@@ -226,7 +261,7 @@ class ReplicaCase:
         checksums = piece_checksums(LAYOUT, memoryview(image))
         seal = SlotSeal(*key, rank.registration.digest, checksums, {"step": key[1]})
         rank.table.acquire(key[1])
-        rank.table.begin_seal(0, key[1], persist=False)
+        rank.table.begin_seal(0, key[1], persist=False, replicate=True)
         rank.table.finish_seal(0, seal)
         job, sender = SendingJob(rank), ReplicaSender(TOKEN, changed := Signal())
         sender.consider([job])

@@ -20,6 +20,7 @@ from megascale_checkpoint import (
     commit_record,
     commit_writer,
     restore_decision,
+    slots,
 )
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.commit_log import CommitLog
@@ -300,6 +301,11 @@ def replica_age_ignored(patch: Patch) -> None:
     patch.setattr(replica_store, "_age", lambda slot: (0, 0))
 
 
+def replicated_slot_reused(patch: Patch) -> None:
+    """What is whole at the peer is not held here until a later step is."""
+    patch.setattr(slots, "HELD_FOR_REPLICAS", 0)
+
+
 def part_of_a_replica_kept(patch: Patch) -> None:
     """A copy that was cut off counts as whole."""
 
@@ -367,6 +373,7 @@ SABOTAGES: dict[Callable[[Patch], None], tuple[str, ...]] = {
     commit_before_files: (),
     replica_unchecked: (FLIP_ON_THE_WAY,),
     replica_age_ignored: REPLICA_KINDS,
+    replicated_slot_reused: REPLICA_KINDS,
     part_of_a_replica_kept: (CUT,),
     damaged_replica_offered_again: (FLIP_REPLICA,),
     newest_collected: (),

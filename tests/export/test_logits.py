@@ -102,7 +102,7 @@ def test_an_import_has_the_foreign_models_logits(name: str, tmp_path: Path) -> N
 def test_a_tied_and_scaled_head_is_imported_as_a_head_of_its_own(tmp_path: Path) -> None:
     foreign_model("cohere", tmp_path / "foreign", tie_word_embeddings=True, logit_scale=0.0625)
     done = import_hugging_face(tmp_path / "foreign", str(tmp_path / "imported"), quiet)
-    assert (done.foreign.tied, done.foreign.head_scale) == (True, 0.0625)
+    assert (done.foreign.copied, done.foreign.head_scale) == (True, 0.0625)
     config = job_of(asdict(done.foreign.model))
     tokens = tokens_of(config)
     ours = trainer_logits(config, done.manifest_uri, 0, tokens, tmp_path / "ranks")

@@ -23,7 +23,7 @@ from megascale_kernels.activation import Activation
 from megascale_kernels.attention import BACKENDS, attention, attention_mask
 from megascale_kernels.norm import Kind
 from megascale_kernels.operators import Operators, choose, torch_operators
-from megascale_kernels.rotary import Heads, rotary_table
+from megascale_kernels.rotary import HeadNorms, Heads, rotary_frequencies, rotary_table
 from megascale_trainer.weights import Weight
 
 pytestmark = [
@@ -144,7 +144,9 @@ def test_activate(activation: Activation, width: int, bias: bool) -> None:
 def test_block_inner(heads: Heads, activation: Activation | None, turned: bool, bias: bool) -> None:
     sequence, batch, ffn = 2048, 2, 4096 if activation else 0
     position = torch.arange(sequence, device=CUDA).expand(batch, -1)
-    table = rotary_table(position, heads.size, 10_000.0) if turned else None
+    table = (
+        rotary_table(position, rotary_frequencies(heads.size, 10_000.0, CUDA)) if turned else None
+    )
     mask = attention_mask(sequence, device=CUDA)
 
     def run(
@@ -160,11 +162,31 @@ def test_block_inner(heads: Heads, activation: Activation | None, turned: bool, 
     _is_as_good_as_torch(run, [_random(sequence, batch, width)], weights, [gradient])
 
 
+@pytest.mark.usefixtures("_repeatable")
+@pytest.mark.parametrize("heads", [Heads(8, 8, 128), Heads(8, 2, 128)], ids=["all", "grouped"])
+def test_block_inner_with_norms_of_heads(heads: Heads) -> None:
+    sequence, batch = 2048, 2
+    position = torch.arange(sequence, device=CUDA).expand(batch, -1)
+    table = rotary_table(position, rotary_frequencies(heads.size, 1e6, CUDA))
+    mask = attention_mask(sequence, device=CUDA)
+
+    def run(
+        operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]
+    ) -> torch.Tensor:
+        norms = HeadNorms(bound[0], bound[1], 1e-6)
+        return operators.block_inner(x[0], None, heads, None, table, mask, norms)
+
+    weights = [1 + _random(heads.size, scale=0.2) for _ in range(2)]
+    gradient = _random(sequence, batch, heads.query * heads.size)
+    _is_as_good_as_torch(run, [_random(sequence, batch, heads.width)], weights, [gradient])
+
+
 def test_block_inner_on_cudnn_is_right() -> None:
     """Without the deterministic flag: the fastest attention, on what the fused split writes."""
     heads, sequence, batch, ffn = Heads(8, 8, 128), 2048, 2, 4096
     table = rotary_table(
-        torch.arange(sequence, device=CUDA).expand(batch, -1), heads.size, 10_000.0
+        torch.arange(sequence, device=CUDA).expand(batch, -1),
+        rotary_frequencies(heads.size, 10_000.0, CUDA),
     )
     inputs = _random(sequence, batch, heads.width + ffn)
     gradient = _random(sequence, batch, heads.query * heads.size + ffn)
@@ -244,6 +266,19 @@ def _job(kernels: str, model: dict[str, Any], tp: int, recompute: str) -> dict[s
                 "norm": "rmsnorm",
                 "positions": "learned",
                 "bias": False,
+            },
+            "selective",
+        ),
+        (
+            {
+                "block": "serial",
+                "mlp": "swiglu",
+                "norm": "rmsnorm",
+                "kv_heads": 4,
+                "bias": False,
+                "attention_bias": True,
+                "qk_norm": True,
+                "tie_embeddings": True,
             },
             "selective",
         ),

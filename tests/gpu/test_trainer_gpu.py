@@ -66,11 +66,17 @@ def _need(devices: int) -> None:
 
 
 def _job(
-    precision: str, parallelism: dict[str, Any], block: str = "parallel", **training: Any
+    precision: str,
+    parallelism: dict[str, Any],
+    block: str = "parallel",
+    *,
+    tied: bool = False,
+    **training: Any,
 ) -> dict[str, Any]:
     """A job whose local widths stay multiples of 8 at tp 8."""
+    sizes = {"hidden_size": 128, "heads": 8, "sequence_length": 64}
     return tiny_job(
-        model={"block": block, "hidden_size": 128, "heads": 8, "sequence_length": 64},
+        model={"block": block, "tie_embeddings": tied, **sizes},
         parallelism=parallelism,
         training={"precision": precision, **training},
     )
@@ -115,6 +121,31 @@ def test_layout_trains_as_one_device(
         initial = assemble(tmp_path / str(number), "initial", world_size)
         for name, values in assemble(folder / str(number), "initial", 1).items():
             np.testing.assert_array_equal(initial[name], values, err_msg=f"{kind}: {name}")
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {"tp": 2},
+        {"pp": 2},
+        {"pp": 2, "virtual_stages": 2, "dp": 2, **hiding("pp", "dp")},
+        {"pp": 4, **hiding("pp")},
+    ],
+    ids=_name,
+)
+def test_tied_embeddings_train_as_on_one_device(
+    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    world_size = _world_size(parallelism)
+    _need(world_size)
+    found = []
+    for layout, ranks in (({}, 1), (parallelism, world_size)):
+        job = _job("fp32", layout, tied=True)
+        folder = tmp_path / str(ranks)
+        records = pool.run(TRAIN_EACH, ranks, folder, jobs=[job], steps=STEPS)
+        found.append([record["loss"] for record in records[0][0]])
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=TOLERANCES["fp32"])
+    assert found[0][-1] < found[0][0] - 0.3, "the model did not learn"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,16 @@ def registration_of(
     """The registration of a worker."""
     info = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
     return RegisteredRank(
-        job, attempt, rank, world_size, uri, committer, 2, layout, layout.digest(), info
+        job,
+        attempt,
+        rank,
+        world_size,
+        uri,
+        committer,
+        2,
+        layout=layout,
+        digest=layout.digest(),
+        layout_info=info,
     )
 
 

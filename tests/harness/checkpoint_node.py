@@ -217,7 +217,7 @@ class WorkerClient:
             os.close(descriptor)
         return answer
 
-    def write(self, step: int, *, finite: bool = True) -> dict[str, Any]:
+    def write(self, step: int, *, finite: bool = True, replicate: bool = True) -> dict[str, Any]:
         """Acquire a slot, copy the state of ``step`` into it, and seal it; returns the answer."""
         answer = self.ask("acquire", step=step)
         if answer["kind"] != "acquired":
@@ -226,8 +226,17 @@ class WorkerClient:
         self.slots[answer["slot"]][: len(values)] = values
         small_state = {"position": step, "random": self.rank}
         return self.ask(
-            "seal", slot=answer["slot"], step=step, small_state=small_state, finite=finite
+            "seal",
+            slot=answer["slot"],
+            step=step,
+            small_state=small_state,
+            finite=finite,
+            replicate=replicate,
         )
+
+    def replica_ended(self, step: int) -> bool:
+        """Whether the daemon copies nothing of this rank to a peer, asked after ``step``."""
+        return bool(self.ask("step_time", step=step, time_s=0.01)["replica_ended"])
 
     def drain(self, step: int, timeout_s: float = CALL_TIMEOUT_S / 2) -> dict[str, Any]:
         """Wait for the commit of ``step``."""

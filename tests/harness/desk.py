@@ -9,6 +9,7 @@ from tests.harness.presence import Presence
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.config import CheckpointConfig
+from megascale_driver.analysis.group_search import Answer
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,
@@ -22,6 +23,7 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
+from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -118,11 +120,17 @@ class Desk:
     def fail(self, node: str, *workers: WorkerReport) -> None:
         self.report(node, AttemptPhase.FAILED, workers=workers)
 
-    def stop(self) -> None:
-        """Every node of the attempt that is alive reports idle."""
+    def stop(self, *, search: bool = True) -> None:
+        """Every node of the attempt that is alive reports idle; ``search``: and passes checks."""
         for slot in self.job().slots:
             if self.state.nodes[slot.node].liveness is Liveness.ALIVE:
                 self.report(slot.node, AttemptPhase.IDLE)
+        groups = [effect for effect in self.effects if isinstance(effect, CheckGroup)]
+        if search and groups and groups[-1].attempt == self.job().attempt:
+            group = groups[-1]
+            answers = {member.node: Answer.PASS for member in group.members}
+            key = (group.job, group.attempt, group.round, group.group)
+            self.feed(GroupChecked(self.now_s, *key, answers))
         if self.job().phase is JobPhase.QUEUED and 0 < self.job().not_before_s - self.now_s <= 4.0:
             self.wait(self.job().not_before_s - self.now_s)  # a short back-off
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import grpc
@@ -34,6 +34,7 @@ class DriverProcess:
         prefix: str | None = None,
         name: str = "driver",
         *options: str,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.prefix = prefix or f"/test/{uuid.uuid4().hex}/v1"
@@ -43,6 +44,7 @@ class DriverProcess:
         self.metrics_file = folder / f"{name}.metrics"
         self._log = folder / f"{name}.log"
         self._options = options
+        self._environment = dict(environment or {})
         self._etcd = etcd_endpoint
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -74,7 +76,7 @@ class DriverProcess:
         with self._log.open("ab") as log:
             # From the main thread, though it blocks: the parent-death signal is sent when the
             # thread that spawned the process ends.
-            environment = child_environment()
+            environment = child_environment(self._environment)
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: ASYNC220
         await eventually(self._serves, "the driver's address", self._starts, story=self.log)
         await self._close_channel()

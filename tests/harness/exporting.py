@@ -48,6 +48,28 @@ PARALLEL = {**SIZES, "block": "parallel", "norm": "layernorm"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**LLAMA, "rope_theta": 5e5, "norm_epsilon": 1e-6}),
     "llama-biases": ("LlamaForCausalLM", {**LLAMA, "bias": True, "kv_heads": 4}),
+    "llama3": (
+        "LlamaForCausalLM",
+        {
+            **LLAMA,
+            "rope_theta": 5e5,
+            "head_dim": 20,
+            "rope_scaling": {
+                "kind": "llama3",
+                "factor": 8.0,
+                "low_frequency_factor": 1.0,
+                "high_frequency_factor": 4.0,
+                "original_sequence_length": 16,
+            },
+        },
+    ),
+    "llama-linear": (
+        "LlamaForCausalLM",
+        {**LLAMA, "rope_scaling": {"kind": "linear", "factor": 4.0}},
+    ),
+    "llama-tied": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", {**LLAMA, "attention_bias": True, "norm_epsilon": 1e-6}),
+    "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "head_dim": 24, "rope_theta": 1e6}),
     "mistral": ("MistralForCausalLM", {**LLAMA, "window": 5}),
     "ministral": ("MinistralForCausalLM", {**LLAMA, "layer_windows": [5, 0, 5]}),
     "cohere": ("CohereForCausalLM", {**PARALLEL, "mlp": "swiglu", "norm_bias": False}),

@@ -1,4 +1,7 @@
-"""Three drivers, three etcd members and two nodes on one machine, each to be killed or cut off."""
+"""Three drivers, three etcd members and two nodes on one machine, each to be killed or cut off.
+
+Drivers and nodes may be of another build (:mod:`tests.harness.builds`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,7 @@ class Trio:
 
     def __init__(self, folder: Path) -> None:
         ports = {name: (free_port("127.0.0.1"), free_port("127.0.0.1")) for name in MEMBERS}
+        self.peers = {name: f"http://127.0.0.1:{peer}" for name, (_, peer) in ports.items()}
         self.members = {
             name: EtcdServer(
                 folder / name, unsafe_no_fsync=True, membership=Membership(name, ports)
@@ -76,27 +80,37 @@ class Trio:
 
 
 class HaCluster:
-    """Everything above, with a job to train; `async with ha_cluster(folder)` makes one."""
+    """Everything above, with a job to train; `async with ha_cluster(folder)` makes one.
 
-    def __init__(self, folder: Path) -> None:
+    ``drivers`` and ``nodes`` are where the code of each lies, in the form of ``PYTHONPATH``; None:
+    this process's own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        drivers: Sequence[str | None] = (None,) * len(MEMBERS),
+        nodes: Sequence[str | None] = (None,) * len(NODES),
+    ) -> None:
         self.folder, self.cluster = folder, "test"
+        self._code, self._node_code = drivers, nodes
         self.etcd = Trio(folder)
         self.drivers: list[DriverProcess] = []
         self.proxies: list[list[CuttableProxy]] = []
         self.paused: set[int] = set()
         self._agents: list[subprocess.Popen[bytes]] = []
-        self._prefix = f"/megascale/{uuid.uuid4().hex}/v1"
+        self.prefix = f"/megascale/{uuid.uuid4().hex}/v1"
         self._corpus = write_corpus(
             folder / "corpus", random_documents(seed=7, count=60, longest=200)
         )
         self._turn = itertools.count()
-        self._ports = [free_port("127.0.0.1") for _ in MEMBERS]
+        self._ports = [free_port("127.0.0.1") for _ in drivers]
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Start etcd, the drivers, then the nodes."""
         stack.callback(self.etcd.kill)
         await self.etcd.start()
-        for number, port in enumerate(self._ports):
+        for number, (port, code) in enumerate(zip(self._ports, self._code, strict=True)):
             cut = [
                 await stack.enter_async_context(CuttableProxy(endpoint))
                 for endpoint in self.etcd.endpoints
@@ -104,18 +118,19 @@ class HaCluster:
             self.proxies.append(cut)
             endpoints = ",".join(proxy.endpoint for proxy in cut)
             driver = DriverProcess(
-                self.folder, endpoints, self._prefix, f"driver-{number}",
+                self.folder, endpoints, self.prefix, f"driver-{number}",
                 "--bind", f"127.0.0.1:{port}",
+                environment={} if code is None else {"PYTHONPATH": code},
             )  # fmt: skip
             self.drivers.append(driver)
             stack.push_async_callback(driver.close)
             await driver.start(leads=number == 0)
-        for name in NODES:
-            self._start_agent(name)
+        for name, code in zip(NODES, self._node_code, strict=True):
+            self._start_agent(name, code)
             stack.callback(self._end_agent, self._agents[-1])
         await self.drivers[0].until_nodes(len(NODES))
 
-    def _start_agent(self, name: str) -> None:
+    def _start_agent(self, name: str, code: str | None) -> None:
         folder = self.folder / "nodes" / name
         folder.mkdir(parents=True)
         addresses = ",".join(f"127.0.0.1:{port}" for port in self._ports)
@@ -125,7 +140,7 @@ class HaCluster:
             *("--token-file", str(self.folder / "token"), "--run-folder", str(self.folder)),
             *("--topology", "switch=s0", "--address-file", str(folder / "executor.address")),
         ]
-        environment = child_environment({"PYTHONPATH": python_path(self.folder / "site")})
+        environment = child_environment({"PYTHONPATH": python_path(self.folder / "site", code)})
         with (folder / "agent.log").open("ab") as log:
             self._agents.append(
                 subprocess.Popen(
@@ -204,14 +219,18 @@ class HaCluster:
 
 
 @contextlib.asynccontextmanager
-async def ha_cluster(folder: Path) -> AsyncIterator[HaCluster]:
+async def ha_cluster(
+    folder: Path,
+    drivers: Sequence[str | None] = (None,) * len(MEMBERS),
+    nodes: Sequence[str | None] = (None,) * len(NODES),
+) -> AsyncIterator[HaCluster]:
     """A cluster that is ready; at the end no process of it is left."""
     runtime = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: socket paths are bounded
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, runtime, ignore_errors=True)
         environment = stack.enter_context(pytest.MonkeyPatch.context())
         environment.setenv("XDG_RUNTIME_DIR", str(runtime))
-        cluster = HaCluster(folder)
+        cluster = HaCluster(folder, drivers, nodes)
         stack.callback(shutil.rmtree, default_base() / cluster.cluster, ignore_errors=True)
         await cluster.start(stack)
         yield cluster

@@ -154,18 +154,23 @@ class UpProcess:
 
     def processes(self) -> list[int]:
         """Running processes of this cluster, including `up`."""
-        needle = f"{MARK_VARIABLE}={self._mark}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                belongs = entry.name.isdecimal() and needle in (
-                    entry / "environ"
-                ).read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if belongs and not ended(int(entry.name)):
-                found.append(int(entry.name))
-        return found
+        return processes_marked(self._mark)
+
+
+def processes_marked(mark: str) -> list[int]:
+    """Running processes whose environment has MARK_VARIABLE with this value."""
+    needle = f"{MARK_VARIABLE}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            belongs = entry.name.isdecimal() and needle in (entry / "environ").read_bytes().split(
+                b"\0"
+            )
+        except OSError:
+            continue
+        if belongs and not ended(int(entry.name)):
+            found.append(int(entry.name))
+    return found
 
 
 def settle(folder: Path) -> set[str]:

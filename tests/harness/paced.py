@@ -58,13 +58,17 @@ def paced(pace_s: float = PACE_S, *, held_from_step: int | None = None) -> dict[
     return {"name": OPTIMIZER, "options": {"pace_s": pace_s, **held}}
 
 
-def python_path(site: Path) -> str:
-    """``PYTHONPATH`` of this process with ``site`` before it; installs the optimizer there once."""
+def python_path(site: Path, code: str | None = None) -> str:
+    """``site`` before ``code``, by default this process's ``PYTHONPATH``.
+
+    Installs the optimizer in ``site`` once.
+    """
     if not site.exists():
         site.mkdir()
         factory = {OPTIMIZER: "PacedAdamW"}
         install(site, OPTIMIZER, _CODE, factory, group="megascale.optimizers")
-    return os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    code = os.environ.get("PYTHONPATH") if code is None else code
+    return os.pathsep.join(filter(None, (str(site), code)))
 
 
 def release(site: Path) -> None:

@@ -45,7 +45,7 @@ def train_under_profiler(
     """
     trainer = start(from_accepted(job), rank, world_size, folder)
     agent, ours = socket.socketpair()
-    profiler = StepProfiler(ours, device_of(rank), LeaveOrder(rank).take)
+    profiler = StepProfiler(ours, device_of(rank), LeaveOrder(rank, lambda message: None).take)
     if file_limit_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, resource.RLIM_INFINITY))
     losses = []

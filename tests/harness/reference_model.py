@@ -59,7 +59,8 @@ class ReferenceModel:
             else:
                 x = x + self._attention(self._norm(x, name + "attention_norm"), name, batch)
                 x = x + self._ffn(self._norm(x, name + "ffn_norm"), name)
-        return self._norm(x, "final_norm") @ p["head.weight"].T
+        head = p["embedding.weight" if model.tie_embeddings else "head.weight"]
+        return self._norm(x, "final_norm") @ head.T
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         model, p = self._config.model, self.parameters
@@ -101,23 +102,49 @@ class ReferenceModel:
         for head in range(model.heads):
             group = head // (model.heads // model.key_value_heads)
             own, shared = slice(head * d, (head + 1) * d), slice(group * d, (group + 1) * d)
-            scores = self._turn(q[:, own], batch) @ self._turn(k[:, shared], batch).T / math.sqrt(d)
+            query_head, key_head = q[:, own], k[:, shared]
+            if model.qk_norm:
+                query_head = self._head_norm(query_head, name + "q_norm")
+                key_head = self._head_norm(key_head, name + "k_norm")
+            scores = self._turn(query_head, batch) @ self._turn(key_head, batch).T / math.sqrt(d)
             weights = scores.masked_fill(~torch.tensor(seen), -math.inf).softmax(-1)
             heads.append(weights @ v[:, shared])
         return self._out(torch.cat(heads, -1), name + "attention_out")
+
+    def _head_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        size = (x.square().mean(-1, keepdim=True) + self._config.model.norm_epsilon).sqrt()
+        return x / size * self.parameters[name + ".weight"]
 
     def _turn(self, x: torch.Tensor, batch: Arrays) -> torch.Tensor:
         model = self._config.model
         if model.positions != "rope":
             return x
         half = model.head_size // 2
-        angle = torch.tensor(batch["position"])[:, None] * model.rope_theta ** (
-            -torch.arange(half).double() / half
+        frequency = torch.tensor(
+            [self._frequency(model.rope_theta ** (-pair / half)) for pair in range(half)],
+            dtype=torch.float64,
         )
+        angle = torch.tensor(batch["position"])[:, None] * frequency
         turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(
             torch.ones_like(angle), angle
         )
         return torch.cat((turned.real, turned.imag), -1)
+
+    def _frequency(self, plain: float) -> float:
+        """One rotary frequency, as Meta's code for Llama 3.1 computes it."""
+        scaling = self._config.model.rope_scaling
+        if scaling.kind == "none":
+            return plain
+        if scaling.kind == "linear":
+            return plain / scaling.factor
+        length, wavelength = scaling.original_sequence_length, 2 * math.pi / plain
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        if wavelength < length / high:
+            return plain
+        if wavelength > length / low:
+            return plain / scaling.factor
+        smooth = (length / wavelength - low) / (high - low)
+        return (1 - smooth) * plain / scaling.factor + smooth * plain
 
 
 def _is_matrix(name: str) -> bool:

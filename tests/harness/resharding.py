@@ -59,7 +59,7 @@ def load_and_train(
     # Of the groups that the trainer made, only its world is needed here.
     world = trainer._groups.world
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
-    who = RankRegistration(folder.name, 1, rank, world_size, "", "", 2, sizes)
+    who = RankRegistration(folder.name, 1, rank, world_size, "", "", 2, sizes=sizes)
     link = DaemonLink(
         daemon_socket, who, trainer.shard_layout(), CPU, collective_timeout_s=GROUP_TIMEOUT_S
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ class PlainState:
         """All of it."""
         return self.image
 
-    def load_from(self, slot: torch.Tensor) -> None:
+    def load_from(
+        self, slot: torch.Tensor, ready: Callable[[int], object] = lambda stop: None
+    ) -> None:
         """Take it from a slot."""
         self.image.copy_(slot[: self.image.numel()])
 
@@ -68,7 +71,7 @@ def restore_rank(
     world = Group("world", tuple(range(world_size)), rank, dist.group.WORLD, None)
     layout = trainer_layouts(model, parallelism)[rank]
     sizes = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
-    who = RankRegistration("job", attempt, rank, world_size, uri, committer, 2, sizes)
+    who = RankRegistration("job", attempt, rank, world_size, uri, committer, 2, sizes=sizes)
     state = PlainState(layout)
     link = DaemonLink(sockets[rank], who, layout, CPU, collective_timeout_s=CALL_TIMEOUT_S)
     link.connect(CALL_TIMEOUT_S)

@@ -22,7 +22,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 moto = DomainDispatcherApplication(create_backend_app)
 def app(environ, start):
-    if sys.argv[1:] == ["unconditional"]:
+    if environ["REQUEST_METHOD"] in sys.argv[1:]:
         environ.pop("HTTP_IF_NONE_MATCH", None)
     return moto(environ, start)
 server = make_server("127.0.0.1", 0, app, threaded=False)
@@ -37,19 +37,18 @@ class S3Server:
 
     Args:
         checks_rights: after the first request, refuse what no policy allows.
-        unconditional: ignore conditions, as older servers do.
+        unconditional: ignore conditions of these methods: PUT and POST as older servers do, POST
+            (the end of a multipart upload) as Ceph does.
     """
 
     def __init__(
-        self, folder: Path, *, checks_rights: bool = False, unconditional: bool = False
+        self, folder: Path, *, checks_rights: bool = False, unconditional: tuple[str, ...] = ()
     ) -> None:
         self._log = folder / "s3.log"
         rights = {"INITIAL_NO_AUTH_ACTION_COUNT": "1"} if checks_rights else {}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                armed_command(
-                    [sys.executable, "-c", _SERVE, *(["unconditional"] if unconditional else [])]
-                ),
+                armed_command([sys.executable, "-c", _SERVE, *unconditional]),
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=child_environment(rights),

@@ -16,6 +16,7 @@ from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.clock import VirtualClock
+from megascale_driver.analysis.group_search import Answer
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import machine
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
@@ -35,6 +36,7 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
+from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -86,6 +88,8 @@ class SimulatedNode:
     written_at_s: float = 0.0
     # Up to this attempt, of any job, its workers are alive but do not advance.
     stalled_until_attempt: int = 0
+    # Checks of groups that it is in fail.
+    fails_with_others: bool = False
 
     def workers_run(self) -> bool:
         """Whether worker processes exist."""
@@ -333,6 +337,9 @@ class SimulatedCluster:
             node.next_beat_s = self.now_s
 
     def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, CheckGroup):
+            self._check_group(effect)
+            return
         node = self.nodes[effect.node]
         silent = self.now_s < max(node.paused_until_s, node.partitioned_until_s)
         if isinstance(effect, Probe):
@@ -347,6 +354,23 @@ class SimulatedCluster:
             self._pending.append((self.now_s + 1.0, failed))
         else:
             self._open(effect)
+
+    def _check_group(self, wanted: CheckGroup) -> None:
+        """Nodes that are gone or cut off are silent; a group with such a node fails."""
+        nodes = [self.nodes[member.node] for member in wanted.members]
+        silent = {
+            node.name
+            for node, member in zip(nodes, wanted.members, strict=True)
+            if not node.up
+            or node.incarnation != member.incarnation
+            or self.now_s < max(node.paused_until_s, node.partitioned_until_s)
+        }
+        broken = bool(silent) or any(node.fails_with_others for node in nodes)
+        answers = {node.name: Answer.FAIL if broken else Answer.PASS for node in nodes}
+        answers |= dict.fromkeys(silent, Answer.SILENT)
+        at_s = self.now_s + (20.0 if broken else 2.0)
+        key = (wanted.job, wanted.attempt, wanted.round, wanted.group)
+        self._pending.append((at_s, GroupChecked(at_s, *key, answers)))
 
     def _open(self, wanted: OpenAttempt) -> None:
         committed = self.committed.get(wanted.job, 0)

@@ -80,3 +80,8 @@ COMPLETION = ("docs/cli.md", "--show-completion")
 BACKUP = ("docs/operations.md", "snapshot save")
 RESTORE = ("docs/operations.md", "etcd.lost")
 RUN_IN_A_CLUSTER = (TERMINAL, TRAIN, MEANWHILE, AFTERWARDS, COMPLETION, BACKUP, RESTORE)
+# Of what tests/chaos/test_high_availability.py runs, which sets the variables of the first.
+MEMBERS_OF_ETCD = ("docs/operations.md", "export MEMBERS=")
+RESTORE_MEMBER = ("docs/operations.md", '--name "$NAME"')
+RAISE_GENERATION = ("docs/operations.md", "RAISED=")
+RUN_ON_THREE_MEMBERS = (MEMBERS_OF_ETCD, RESTORE_MEMBER, RAISE_GENERATION)

@@ -396,7 +396,14 @@ def _groups(
     store = FileStore(str(folder / "store"), config.layout.world_size)
     store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
     return create_groups(
-        config.layout, rank, store, device_of(rank), timeout_s=timeout_s, ring=ring, status=status
+        config.layout,
+        rank,
+        store,
+        device_of(rank),
+        timeout_s=timeout_s,
+        ring=ring,
+        tied=config.model.tie_embeddings,
+        status=status,
     )
 
 

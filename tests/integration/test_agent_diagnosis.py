@@ -178,3 +178,39 @@ async def test_agent_and_daemon_show_metrics(agent: AgentProcess) -> None:
         "megascale_checkpoint_staging_used_bytes 0.0" in of_daemon
         and 'service="checkpoint"' in of_daemon
     )
+
+
+async def check_group(agent: AgentProcess, **request: Any) -> list[executor_pb2.CheckGroupResponse]:
+    address = (agent.node_folder / "executor.address").read_text().strip()
+    async with open_channel(address, TOKEN) as channel:
+        stub = executor_pb2_grpc.ExecutorServiceStub(channel)
+        call = stub.CheckGroup(executor_pb2.CheckGroupRequest(**request), timeout=CALL_TIMEOUT_S)
+        return [part async for part in call]
+
+
+async def test_a_node_has_a_part_in_the_check_of_a_group(
+    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
+) -> None:
+    where, last = await check_group(agent, world_size=2)
+    assert where.store_endpoint.startswith("127.0.0.1:") and not where.checks
+    assert [(check.name, check.target, check.verdict) for check in last.checks] == [
+        ("group_all_reduce", "cpu:0", types_pb2.CHECK_VERDICT_PASS),
+        ("group_all_reduce", "cpu:1", types_pb2.CHECK_VERDICT_PASS),
+    ]
+    (last,) = await check_group(
+        agent, first_rank=2, world_size=3, devices=[1], store_endpoint=where.store_endpoint
+    )
+    assert [check.target for check in last.checks] == ["cpu:1"]
+    for problem, code, request in (
+        ("[7] are not devices", grpc.StatusCode.INVALID_ARGUMENT, {"devices": [7]}),
+        ("ranks 0 to 1 do not fit into 1", grpc.StatusCode.INVALID_ARGUMENT, {"world_size": 1}),
+        ("'' is not an address", grpc.StatusCode.INVALID_ARGUMENT, {"first_rank": 1}),
+        ("was restarted", grpc.StatusCode.FAILED_PRECONDITION, {"incarnation": "older"}),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check_group(agent, **{"world_size": 3, **request})
+        assert caught.value.code() == code and problem in str(caught.value.details())
+    driver.want(PREPARE, assignment(tmp_path))
+    await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
+    with pytest.raises(grpc.aio.AioRpcError, match="attempt 3 of job demo"):
+        await check_group(agent, world_size=2)

@@ -273,7 +273,7 @@ def test_a_row_is_measured_beside_its_bar(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("legs", ["megascale", "megascale,dcp-async,dcp-staged"])
+@pytest.mark.parametrize("legs", ["megascale", "megascale,dcp-async,dcp-staged,dcp-process"])
 def test_saves_beside_torchs_own_have_all_figures_and_restore_what_was_saved(legs: str) -> None:
     script = REPOSITORY / "benchmarks" / "checkpoint_dcp.py"
     options = ["--mib", "12", "--saves", "2", "--pairs", "1", "--work-s", "0.05", "--legs", legs]

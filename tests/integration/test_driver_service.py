@@ -419,7 +419,6 @@ def bad_specs() -> list[tuple[str, job_pb2.JobSpec]]:
         ("trainer.parallelism.tp", tp_spec),
         ("trainer.parallelism.cp", small_job("x", trainer__parallelism__cp=2)),
         ("trainer.parallelism.stage_layers", uneven),
-        ("trainer.model.tie_embeddings", small_job("x", trainer__model__tie_embeddings=True)),
         (
             "trainer.training.global_batch_size",
             small_job("x", trainer__training__global_batch_size=7),

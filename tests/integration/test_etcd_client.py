@@ -8,6 +8,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tests.harness.etcd import CuttableProxy, etcd, etcd_prefix, etcd_server, ma
 from tests.harness.processes import ended, until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
+from megascale_common.etcd import connection
 from megascale_common.etcd import server as server_module
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import TlsConfig
@@ -55,6 +57,21 @@ async def test_put_get_delete(etcd: EtcdClient, etcd_server: EtcdServer, etcd_pr
     assert await etcd.delete("a") == 1
     assert await etcd.delete("a") == 0
     assert await etcd.get("a") is None
+
+
+async def test_an_idle_connection_is_not_closed_for_its_pings(
+    etcd_server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = {**dict(connection.CHANNEL_OPTIONS), "grpc.keepalive_time_ms": 1000}
+    monkeypatch.setattr(connection, "CHANNEL_OPTIONS", tuple(fast.items()))
+    async with EtcdClient([etcd_server.endpoint]) as client:
+        await client.status()
+        channel = (await client.members.member(CALL_TIMEOUT_S)).channel
+        # etcd warns twice: with pings while it is idle the connection ends after 3 s.
+        left = asyncio.ensure_future(channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+        await asyncio.wait({left}, timeout=4.0)
+        assert not left.done(), "the connection was closed"
+        left.cancel()
 
 
 async def test_prefixes_are_listed_and_deleted_alone(etcd: EtcdClient) -> None:

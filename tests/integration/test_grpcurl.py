@@ -264,6 +264,8 @@ def test_nodes_check_themselves_when_idle(cluster: Cluster) -> None:
         assert verdicts["all_reduce"] == "CHECK_VERDICT_SKIPPED", (
             "one rank has nobody to reduce with"
         )
+    where, group = cluster.all("executor/check_group.sh", "n2", "0")
+    assert "store_endpoint" in where and group["checks"][0]["name"] == "group_all_reduce"
     one = cluster.one("driver/run_diagnostics.sh", "n2", "disk_room")
     assert [check["name"] for check in one["checks"]] == ["disk_room"]
     busy = cluster.run("driver/run_diagnostics.sh", "n1")
@@ -384,6 +386,9 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
     assert (rule["name"], rule["mode"]) == ("hang", "POLICY_MODE_OBSERVE")
     shown = cluster.one("driver/get_cluster_info.sh")["rules"]
     assert rule in shown
+    tenant = cluster.one("driver/set_quota.sh", "research", "64", "the new cluster")["tenant"]
+    assert (tenant["name"], tenant["quota"], tenant["set"]) == ("research", 64, True)
+    assert tenant in cluster.one("driver/get_cluster_info.sh")["tenants"]
     reset = cluster.one("driver/reset_breaker.sh", "the switch is back", VALIDATE_ONLY="true")
     assert reset["consequence"]
     spec = {**cluster.job()["spec"], "priority": 7}

@@ -10,7 +10,15 @@ import pytest
 from tests.harness.driver import here
 
 SHORT = ["--window", "2", "--windows", "1", "--warmup", "0.5"]
-FIGURES = {"nodes", "interval_s", "core_share", "echo_share", "p99_ms", "rss_mib"}
+FIGURES = {
+    "nodes",
+    "interval_s",
+    "core_share",
+    "echo_share",
+    "p99_ms",
+    "rss_mib",
+    "longest_stall_ms",
+}
 
 
 def measured(*options: str) -> tuple[int, dict[str, float], str]:
@@ -31,6 +39,7 @@ def test_the_verb_prints_its_figures_of_a_driver_with_a_job_on_all_nodes() -> No
     assert figures.keys() == FIGURES | {"reconnect_s"}, story
     assert figures["nodes"] == 24 and 0 < figures["core_share"] < 2
     assert 0 < figures["echo_share"] < 2 and figures["p99_ms"] > 0
+    assert figures["longest_stall_ms"] > 0, "the driver's own measurement"
     assert "the job runs on all of them" in story and "a new driver sees all nodes" in story
 
 

@@ -15,9 +15,18 @@ from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.etcd.server import EtcdServer
 from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster, Disposition, Job, JobPhase, Node
+from megascale_driver.core.state import (
+    Cluster,
+    Disposition,
+    Identity,
+    Job,
+    JobPhase,
+    Node,
+    Tenant,
+)
 from megascale_driver.core.storing import differs
 from megascale_driver.journal import codec, ranges, reading, records
+from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import Store
 
 etcd_server, etcd_prefix = etcd_harness.etcd_server, etcd_harness.etcd_prefix
@@ -47,6 +56,21 @@ def assert_same(found: Cluster, wanted: Cluster) -> None:
     assert found.log_seq == wanted.log_seq
 
 
+async def test_quotas_of_tenants_have_rows_of_their_own(etcd: WatchedEtcd) -> None:
+    store, state, _ = await leader(etcd)
+    both = {"red": Tenant("red", 8), "blue": Tenant("blue", 0)}
+    await store.commit(state, replace(state, tenants=both), (), deadline_s=journal.DEADLINE_S)
+    row = await etcd.get("tenants/red")
+    assert row is not None and json.loads(row.value) == {"name": "red", "quota": 8}
+    store, found, _ = await leader(etcd)
+    assert found.tenants == both
+    one = replace(found, tenants={"red": Tenant("red", 4)})
+    await store.commit(found, one, (), deadline_s=journal.DEADLINE_S)
+    assert await etcd.get("tenants/blue") is None
+    _, found, _ = await leader(etcd)
+    assert found.tenants == one.tenants
+
+
 @pytest.mark.parametrize("count", [1536, pytest.param(12_500, marks=pytest.mark.slow)])
 async def test_all_nodes_of_a_job_fail_at_once(etcd: WatchedEtcd, count: int) -> None:
     """The largest request is under half of what etcd takes, and the head a few KB."""
@@ -56,7 +80,9 @@ async def test_all_nodes_of_a_job_fail_at_once(etcd: WatchedEtcd, count: int) ->
     running = replace(running, jobs={"a": replace(running.jobs["a"], log_seq=1)})
     job, lines, breaker, broken = all_failed(running.jobs["a"])
     failed = Cluster(broken, {"a": job}, {}, breaker, log_seq=count)
+    etcd.txns = 0
     await store.commit(running, failed, lines, deadline_s=journal.DEADLINE_S)
+    assert etcd.txns < count / MAX_CHANGES + 16, "the rows of the nodes, and little else"
 
     head = await etcd.get("jobs/a/head")
     assert head is not None
@@ -84,11 +110,52 @@ async def test_all_nodes_of_a_job_fail_at_once(etcd: WatchedEtcd, count: int) ->
     assert etcd.largest_request_bytes < 4 * HEAD_BYTES and etcd.txns <= 2
 
 
+async def test_a_mass_event_is_one_record_that_names_its_nodes(etcd: WatchedEtcd) -> None:
+    """The rows of the nodes follow in batches, which the next leader repeats from the first."""
+    count = 400
+    store, state, _ = await leader(etcd)
+    running = Cluster(nodes=journal.nodes(count), jobs={"a": placed("a", count)})
+    await store.commit(state, running, (), deadline_s=journal.DEADLINE_S)
+    job, lines, breaker, broken = all_failed(running.jobs["a"])
+    failed = Cluster(broken, {"a": job}, {}, breaker, log_seq=count)
+    batches = -(-count // MAX_CHANGES)
+    etcd.txns = 0
+    await store.commit(running, failed, lines, deadline_s=journal.DEADLINE_S)
+    all_txns = etcd.txns
+
+    await etcd.delete_prefix("")
+    store, state, _ = await leader(etcd)
+    await store.commit(state, running, (), deadline_s=journal.DEADLINE_S)
+    # Before the last batch, the end of the piece, and the end of the intent.
+    etcd.txns, etcd.crash_at = 0, all_txns - 2
+    with pytest.raises(Crash):
+        await store.commit(running, failed, lines, deadline_s=journal.DEADLINE_S)
+    etcd.crash_at = 0
+    left = [item for item in (await etcd.get_prefix("intents/")).items if item.key.count("/") > 1]
+    assert len(left) == 1 and len(left[0].value) < 32 * count
+    named = json.loads(left[0].value)["patches"]["shapes"][0]["columns"][0]
+    assert named.split(",") == journal.names(count)
+    etcd.txns = 0
+    _, found, _ = await leader(etcd)
+    assert_same(found, failed)
+    assert etcd.txns == batches + 2 + 1, "all batches, the piece, the intent; and the leader key"
+    parts = (await etcd.get_prefix("jobs/a/parts/")).items
+    (faults,) = [item.value.decode() for item in parts if b"NODE_DEAD" in item.value]
+    assert ",".join(journal.names(count)) in faults
+
+
 def states(size: int) -> tuple[Cluster, Cluster, tuple[Audit, ...]]:
     """A state, the next, and the lines of the decision between them, of three sizes."""
-    old = Cluster(jobs={"a": Job("a", demo_job("a"))})
+    # Half of the nodes are there before: a few fields of their rows change.
+    before = {f"n{i}": Node(f"n{i}", Identity(f"n{i}-1")) for i in range(0, size, 2)}
+    old = Cluster(before, {"a": Job("a", demo_job("a"))})
     job = replace(old.jobs["a"], phase=JobPhase.STOPPING, log_seq=size)
-    nodes = {f"n{i}": Node(f"n{i}", disposition=Disposition.CORDONED) for i in range(size)}
+    nodes = {
+        f"n{i}": Node(
+            f"n{i}", Identity(f"n{i}-1"), Disposition.CORDONED, f"n{i} is looked at", "manual"
+        )
+        for i in range(size)
+    }
     lines = tuple(line("a", seq) for seq in range(1, size + 1))
     return old, Cluster(nodes, {"a": job}), lines
 

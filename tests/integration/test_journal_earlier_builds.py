@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ import pytest_asyncio
 from tests.harness import etcd as etcd_harness
 from tests.harness import journal
 from tests.harness.journal import WatchedEtcd, leader
+from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.etcd.server import EtcdServer
+from megascale_common.job import config as job_config
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster
 from megascale_driver.journal import codec
@@ -64,6 +66,29 @@ async def test_an_earlier_build_can_read_what_this_one_writes(etcd: WatchedEtcd)
         assert set(before) - {"txn"} <= set(written), "an earlier build misses a field"
         for name in set(before) - {"txn", "reason", "disposition_reason"}:
             assert type(written[name]) is type(before[name]), name
+
+
+def test_an_earlier_build_can_read_a_job_that_uses_nothing_newer() -> None:
+    """It refuses a specification with a field that it does not know, and led no more."""
+    stored = json.loads(ROWS.read_text())["rows"]["jobs/a/specs/1"]
+    known = set(paths({name: value for name, value in stored.items() if name != "txn"}))
+    job = demo_job("a")
+    assert set(paths(json.loads(job_config.to_json(job)))) == known, (
+        "a new field of a job is ADDED (job/stored.py)"
+    )
+    auto = replace(job, checkpoint=replace(job.checkpoint, interval="auto"))
+    written = json.loads(job_config.to_json(auto))
+    assert set(paths(written)) - known == {"checkpoint.interval"}
+    assert job_config.from_accepted(written) == auto
+
+
+def paths(values: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """The names of all fields, with those of sections behind a dot."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and name not in ("labels", "options"):
+            yield from paths(value, f"{before}{name}.")
+        else:
+            yield before + name
 
 
 def shown(state: Cluster, audit: tuple[Audit, ...]) -> dict[str, Any]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 from tests.harness import etcd as etcd_harness
 from tests.harness import journal
 from tests.harness.driver import DriverProcess, small_job
+from tests.harness.fake_executor import FakeExecutor
 from tests.harness.journal import WatchedEtcd, leader, placed
 from tests.harness.simulated_cluster import demo_job
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.server import EtcdServer
+from megascale_common.service import status
 from megascale_common.service.errors import NotLeaderError
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Disposition, Job
@@ -151,7 +155,7 @@ async def test_a_later_schema_is_refused_and_small_states_keep_the_first(
     await stored(etcd, Job("a", demo_job("a")))
     assert json.loads((await row(etcd, META)).value)["schema_version"] == codec.BASIC_VERSION
     await stored(etcd, Job("a", demo_job("a")), placed("b", 200))
-    assert json.loads((await row(etcd, META)).value)["schema_version"] == codec.SCHEMA_VERSION
+    assert json.loads((await row(etcd, META)).value)["schema_version"] == codec.PARTS_VERSION
     await change(etcd, META, schema_version=codec.SCHEMA_VERSION + 1)
     with pytest.raises(Exception, match="start the newer build"):
         await leader(etcd)
@@ -207,8 +211,74 @@ async def test_a_driver_lives_on_with_an_unreadable_job(
         events = [e for e in await driver.events("") if e.reason == "ROW_UNREADABLE"]
         assert [event.subject for event in events] == ["jobs/a", "jobs/good"]
         assert "Job.phase" in events[0].message and "name is held" in events[0].outcome
-        with pytest.raises(Exception, match="unreadable"):
+        with pytest.raises(Exception, match="cannot be read"):
             await driver.submit(small_job("a"))
         assert (await driver.submit(small_job("c"))).phase == types_pb2.JOB_PHASE_QUEUED
+    finally:
+        await driver.close()
+
+
+async def test_workers_of_a_job_that_cannot_be_read_go_on(
+    etcd_server: EtcdServer, tmp_path: Path
+) -> None:
+    """Their nodes get no order and no other work, until the job is deleted."""
+    driver = DriverProcess(tmp_path, etcd_server.endpoint)
+    try:
+        await driver.start()
+        async with contextlib.AsyncExitStack() as stack:
+            nodes = [
+                await stack.enter_async_context(FakeExecutor(name, driver.token, driver.address))
+                for name in ("n1", "n2")
+            ]
+            await driver.until_nodes(2)
+            await driver.submit(small_job("a"))
+            await driver.until_job("a", lambda job: job.phase == types_pb2.JOB_PHASE_RUNNING)
+            await driver.kill()
+            async with EtcdClient([etcd_server.endpoint], prefix=f"{driver.prefix}/") as etcd:
+                await change(etcd, "jobs/a/head", phase="FLYING")
+                before = (await etcd.get_prefix("jobs/a/")).items
+            acked = [len(node.acks) for node in nodes]
+            ordered = [len(node.history) for node in nodes]
+            await driver.start()
+            await driver.submit(small_job("b"))
+            await eventually(
+                lambda: all(len(n.acks) > k + 2 for n, k in zip(nodes, acked, strict=True)),
+                "heartbeats of both nodes", lambda: [len(node.acks) for node in nodes],
+                story=driver.log,
+            )  # fmt: skip
+            assert [node.job for node in nodes] == ["a", "a"]
+            assert [len(node.history) for node in nodes] == ordered, "no order at all"
+            assert (await driver.job("b")).phase == types_pb2.JOB_PHASE_QUEUED
+            listed = (await driver.stub.ListNodes(driver_pb2.ListNodesRequest())).nodes
+            assert [node.job for node in listed] == ["a", "a"]
+            for call in (
+                driver.stub.GetJob(driver_pb2.GetJobRequest(name="a")),
+                driver.stub.CancelJob(driver_pb2.CancelJobRequest(name="a", reason="r")),
+                driver.stub.RestartJob(driver_pb2.RestartJobRequest(name="a", reason="r")),
+                driver.stub.SuspendJob(driver_pb2.SuspendJobRequest(name="a", reason="r")),
+                driver.stub.ExplainJob(driver_pb2.ExplainJobRequest(name="a")),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError, match="megascale delete a") as refused:
+                    await call
+                assert status.read(refused.value).reason == "JOB_UNREADABLE"
+            async with EtcdClient([etcd_server.endpoint], prefix=f"{driver.prefix}/") as etcd:
+                assert (await etcd.get_prefix("jobs/a/")).items == before, (
+                    "its rows stay as they are"
+                )
+                # An operator decides: about one of its nodes, then about the job.
+                evict = driver_pb2.EvictNodeRequest(name="n2", reason="r")
+                assert "of job a" in (await driver.stub.EvictNode(evict)).consequence
+                await eventually(lambda: not nodes[1].job, "n2 stops")
+                assert (nodes[0].job, len(nodes[0].history)) == ("a", ordered[0])
+                await driver.stub.UncordonNode(
+                    driver_pb2.UncordonNodeRequest(name="n2", reason="r")
+                )
+                request = driver_pb2.DeleteJobRequest(name="a", reason="it is lost")
+                reply = await driver.stub.DeleteJob(request)
+                assert "workers on n1 stop" in reply.consequence
+                assert not (await etcd.get_prefix("jobs/a/")).items
+                assert await etcd.get("index/a") is None
+            await driver.until_job("b", lambda job: job.phase == types_pb2.JOB_PHASE_RUNNING)
+            assert [node.job for node in nodes] == ["b", "b"]
     finally:
         await driver.close()

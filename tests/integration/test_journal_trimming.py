@@ -7,21 +7,26 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
 from tests.harness import etcd as etcd_harness
 from tests.harness import journal
+from tests.harness.driver import DriverProcess
 from tests.harness.journal import Crash, WatchedEtcd, elected, leader
 from tests.harness.simulated_cluster import demo_job
+from tests.harness.waiting import CALL_TIMEOUT_S
 
+from megascale.v1 import driver_pb2
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.service.clock import VirtualClock
-from megascale_common.service.errors import NotLeaderError
+from megascale_common.service.errors import ExpiredError, NotLeaderError
 from megascale_driver.core.attempt import Attempt
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import AttemptRecord, Cluster, Job, JobPhase
 from megascale_driver.journal import trimming
-from megascale_driver.journal.store import Store
+from megascale_driver.journal.older import OlderLines
+from megascale_driver.journal.store import LEADER_KEY, Store
 from megascale_driver.journal.trimming import Retention, Trimmer
 
 etcd_server, etcd_prefix = etcd_harness.etcd_server, etcd_harness.etcd_prefix
@@ -162,3 +167,79 @@ async def test_a_former_leader_trims_nothing(etcd: WatchedEtcd) -> None:
     with pytest.raises(NotLeaderError):
         await trim.trim(state)
     assert (await etcd.get_prefix("")).items == before
+
+
+async def pages(older: OlderLines, log: str, count: int) -> list[int]:
+    """The numbers of all lines of a log, read in pages."""
+    found: list[int] = []
+    while page := await older.behind(log, found[-1] if found else 0, count):
+        assert all(item.log == log for item in page) and len(page) <= count
+        found += [item.seq for item in page]
+    return found
+
+
+async def test_older_pages_come_from_etcd_and_the_export(etcd: WatchedEtcd, tmp_path: Path) -> None:
+    clock = VirtualClock()
+    state = await stored(etcd, clock)
+    everything = list(range(1, JOB_LINES + 1))
+    assert await pages(OlderLines(etcd, None), "a", 17) == everything, "all of it is in etcd"
+    assert await pages(OlderLines(etcd, None), "", 3) == list(range(1, ATTEMPTS + 1))
+    retention = Retention(lines=200, export_to=tmp_path)
+    trim = await trimmer(etcd, retention, clock)
+    # The leader ends once between export and removal, so lines are exported twice.
+    etcd.txns, etcd.crash_at = 0, 1
+    with pytest.raises(Crash):
+        await trim.trim(state)
+    etcd.crash_at = 0
+    clock.advance(86_400.0)
+    await (await trimmer(etcd, retention, clock)).trim(state)
+    state = replace(state, jobs={"a": replace(state.jobs["a"], log_seq=JOB_LINES)})
+    await (await trimmer(etcd, Retention(lines=40, export_to=tmp_path), clock)).trim(state)
+    assert len(list(tmp_path.glob("*.jsonl"))) == 2
+    gone = [seq for log, seq in exported(tmp_path) if log == "a"]
+    assert len(gone) > len(set(gone)) > 100
+    for count in (7, 64, 1000):
+        assert await pages(OlderLines(etcd, tmp_path), "a", count) == everything
+    # Without the export: from the oldest that is left on; a gap is never passed over in silence.
+    left = await pages(OlderLines(etcd, None), "a", 50)
+    assert left == list(range(max(gone) + 1, JOB_LINES + 1))
+    with pytest.raises(ExpiredError, match=rf"lines 6 to {max(gone)} of job a's log.*exports none"):
+        await OlderLines(etcd, None).behind("a", 5, 10)
+    with pytest.raises(ExpiredError, match=r"not among the files.*elsewhere.*shared folder"):
+        await OlderLines(etcd, tmp_path / "elsewhere").behind("a", 5, 10)
+
+
+async def test_a_driver_serves_older_pages(etcd_server: EtcdServer, tmp_path: Path) -> None:
+    folder = tmp_path / "audit"
+    driver = DriverProcess(
+        tmp_path, etcd_server.endpoint, None, "driver", "--audit-export", str(folder)
+    )
+    try:
+        async with WatchedEtcd([etcd_server.endpoint], prefix=f"{driver.prefix}/") as client:
+            state = await stored(client, VirtualClock())
+            trim = await trimmer(client, Retention(lines=40, export_to=folder), VirtualClock())
+            await trim.trim(state)
+            await client.delete(LEADER_KEY)
+        await driver.start()
+
+        async def listed(subject: str, token: str) -> list[int]:
+            found: list[int] = []
+            while True:
+                request = driver_pb2.ListEventsRequest(
+                    subject=subject, page_size=60, page_token=token
+                )
+                page = await driver.stub.ListEvents(request, timeout=CALL_TIMEOUT_S)
+                found += [event.seq for event in page.events]
+                if not (token := page.next_page_token):
+                    return found
+
+        held = await listed("jobs/a", "")
+        whole = await listed("jobs/a", "0.a")
+        assert whole[-len(held) :] == held and whole == list(range(1, held[-1] + 1))
+        assert (await listed("cluster", "0."))[:ATTEMPTS] == list(range(1, ATTEMPTS + 1))
+        for subject in ("", "nodes/n1", "jobs/b"):
+            with pytest.raises(grpc.aio.AioRpcError, match="subject jobs/NAME") as refused:
+                await listed(subject, "5.a")
+            assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+    finally:
+        await driver.close()

@@ -61,6 +61,7 @@ REQUESTS: dict[str, Any] = {
     "SetPolicy": driver_pb2.SetPolicyRequest(
         rule="hang", mode=types_pb2.POLICY_MODE_OBSERVE, reason="r"
     ),
+    "SetQuota": driver_pb2.SetQuotaRequest(tenant="t", devices=1, reason="r"),
     "ResetBreaker": driver_pb2.ResetBreakerRequest(reason="r"),
     "GetClusterInfo": driver_pb2.GetClusterInfoRequest(),
 }

@@ -57,7 +57,7 @@ def check_all_pairs(folder: Path, block: str, names: list[str]) -> int:
     """Write with each of the layouts, resume with each other; returns the number of pairs."""
     jobs = {
         name: tiny_job(
-            model={**MODEL, "block": block},
+            model={**MODEL, "block": block, "tie_embeddings": block == "parallel"},
             parallelism=LAYOUTS[name],
             training={"micro_batch_size": 2},
         )

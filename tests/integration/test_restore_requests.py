@@ -107,6 +107,7 @@ class Plan:
         ("restore_index", {"file": 1, "first": 0}, "there are 1 files"),
         ("restore_open", {"plan": "same"}, "is open already"),
         ("restore_memory", {"plan": {"source": "none"}}, "restore plan"),
+        ("restore_verify", {}, "nothing is being verified"),
     ],
 )
 async def test_a_bad_request_is_refused(
@@ -119,3 +120,27 @@ async def test_a_bad_request_is_refused(
         fields = {"plan": reader.plan}
     answer = reader.worker.ask(kind, **fields)
     assert answer["kind"] == "error" and words in answer["error"], answer
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_state_is_lent_before_its_checksums_are_compared(tmp_path: Path, damaged: bool) -> None:
+    """A worker may copy it meanwhile; a damaged slot is free again and not the worker's."""
+    plan = {"source": "memory", "step": 1, "written_by_attempt": 1, "manifest_uri": ""}
+    with DaemonProcess(tmp_path, "n0") as daemon, WorkerClient(daemon) as worker:
+        worker.register(slots=2)
+        assert worker.write(1)["kind"] == "sealed"
+        if damaged:
+            assert worker.ask("restore_memory", plan=plan)["slot"] == 0
+            worker.ask("release", slot=0)
+            worker.slots[0][3] += 1
+        found = worker.ask("restore_memory", plan=plan, verified_later=True)
+        assert (found["slot"], found["problem"]) == (0, "")
+        verdict = worker.ask("restore_verify")
+        assert ("changed after it was sealed" in verdict["problem"]) is damaged, verdict
+        assert bool(verdict["file"]) is damaged
+        if damaged:
+            assert worker.ask("restore_memory", plan=plan)["slot"] == -1
+            taken = [worker.ask("acquire", step=step)["kind"] for step in (2, 3)]
+            assert taken == ["acquired", "acquired"], "nothing holds the damaged slot"
+        else:
+            assert worker.ask("release", slot=0) == {"kind": "released"}

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from megascale_common.node import framing
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_trainer.daemon_link import LONGEST_HOLD_S, RankRegistration
+from megascale_trainer.daemon_link import LONGEST_HOLD_S, DaemonLink, RankRegistration
+from megascale_trainer.host_copy import Landed
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.restore import restore
@@ -48,10 +49,13 @@ class State:
     def state_image(self) -> torch.Tensor:
         return self.values.view(torch.uint8)
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         slot[: self.layout.slot_bytes].copy_(self.values.view(torch.uint8))
+        landed(self.layout.slot_bytes)
 
-    def load_from(self, slot: torch.Tensor) -> None:
+    def load_from(
+        self, slot: torch.Tensor, ready: Callable[[int], object] = lambda stop: None
+    ) -> None:
         self.values.view(torch.uint8).copy_(slot[: self.layout.slot_bytes])
 
 
@@ -75,16 +79,15 @@ def snapshotter(
 ) -> Snapshotter:
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
     address = (committer or daemon).address if uri else ""
-    registration = RankRegistration("job", attempt, rank, world_size, uri, address, slots, sizes)
-    longest_s = 4 * CALL_TIMEOUT_S
-    return Snapshotter(
-        str(daemon.socket),
-        registration,
-        state,
-        torch.device("cpu"),
-        collective_timeout_s=longest_s,
-        verified_share=verified_share,
+    registration = RankRegistration(
+        "job", attempt, rank, world_size, uri, address, slots, sizes=sizes
     )
+    longest_s = 4 * CALL_TIMEOUT_S
+    device, layout = torch.device("cpu"), state.shard_layout()
+    link = DaemonLink.registered(
+        str(daemon.socket), registration, layout, device, collective_timeout_s=longest_s
+    )
+    return Snapshotter(link, state, device, verified_share=verified_share)
 
 
 def take(snapshots: Snapshotter, state: State, step: int, *, finite: bool = True) -> None:
@@ -223,8 +226,8 @@ def test_a_hung_daemon_holds_a_step_for_a_moment_and_snapshots_go_on_when_it_ans
 class WrongCopies(State):
     """A state whose copy to the host loses what lies behind the first half, from step 20 on."""
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
-        super().state_copy_to(slot)
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
+        super().state_copy_to(slot, landed)
         if self.values[0] >= 20:
             slot[512:1024] = 0
 

@@ -72,6 +72,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_windows": [9, 0, 5, 9, 0, 31, 1, 9],
         "positions": "learned",
         "bias": False,
+        "attention_bias": True,
+        "qk_norm": True,
+        "tie_embeddings": True,
     },
 }
 

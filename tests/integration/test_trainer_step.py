@@ -39,6 +39,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm": "rmsnorm",
         "kv_heads": 1,
     },
+    "qwen: norms of heads, biases of q, k and v, wide heads, llama3's frequencies": {
+        "block": "serial",
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "bias": False,
+        "attention_bias": True,
+        "qk_norm": True,
+        "head_dim": 10,
+        "kv_heads": 2,
+        "rope_scaling": {"kind": "llama3", "factor": 4, "original_sequence_length": 16},
+    },
+    "tied embeddings": {"tie_embeddings": True},
+    "parallel, norms of heads, all frequencies divided": {
+        "qk_norm": True,
+        "rope_scaling": {"kind": "linear", "factor": 2},
+    },
 }
 
 

@@ -7,6 +7,7 @@ shortest history is on stderr), 2 for wrong arguments.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import os
@@ -17,6 +18,7 @@ _EXAMPLES = """
 examples:
   make simulate NODES=64 DAYS=2 SEEDS=100       100 histories of two days each
   make simulate SEED=17 NODES=64 DAYS=2         replay one; cut it if it is broken
+  make simulate SEEDS=2000 JOBS=32 CSV=/tmp/seeds.csv    on a machine of 32 cores
   python -m tests.simulation --storms 0 --rate 6.5   only hardware that fails, as published
 
 A seed draws its faults: hardware at the published rates (3.79 to 6.5 per 1,000 node-days, a share
@@ -24,6 +26,11 @@ of them switches that take all their nodes along), and storms: minutes in which 
 links, etcd and operators fail, far more often than in production, because defects live there.
 Figures of a simulation are simulated: they are not measurements of a cluster.
 """
+
+_COLUMNS = (
+    "seed", "digest", "ettr", "recoveries", "detections", "detect_p50_s", "detect_p99_s",
+    "false_evictions", "node_days", "faults", "cpu_s", "broken",
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     setup = Setup(
         0, options.nodes, options.days, options.rate, options.storms, options.spares,
-        not options.no_skip,
+        skip=not options.no_skip,
     )  # fmt: skip
     if options.seed is not None:
         return _replay(setup, options.seed)
@@ -55,7 +62,7 @@ def _many(setup: object, options: argparse.Namespace) -> int:
     seeds = range(options.first, options.first + options.seeds)
     results: list[Result] = []
     shown_s = time.monotonic()
-    for result in run_all([replace(setup, seed=seed) for seed in seeds], options.processes):
+    for result in run_all([replace(setup, seed=seed) for seed in seeds], options.jobs):
         results.append(result)
         if result.broken:
             print(f"seed {result.seed}: {result.broken}", file=sys.stderr, flush=True)
@@ -63,7 +70,10 @@ def _many(setup: object, options: argparse.Namespace) -> int:
             shown_s = time.monotonic()
             broken = sum(bool(item.broken) for item in results)
             print(f"{len(results)} of {len(seeds)} seeds, {broken} broken", file=sys.stderr)
-    failed = sorted((item for item in results if item.broken), key=lambda item: item.seed)
+    results.sort(key=lambda item: item.seed)
+    if options.csv:
+        write_csv(options.csv, results)
+    failed = [item for item in results if item.broken]
     if failed and not options.no_shortest:
         worst = failed[0]
         rule = worst.broken.partition(" ")[0]
@@ -93,6 +103,26 @@ def summary(results: list[object]) -> dict[str, object]:
         "detect_p99_s": round(percentile(detected, 0.99), 2),
         "cpu_s": round(sum(item.cpu_s for item in found), 1),
     }
+
+
+def write_csv(path: str, results: list[object]) -> None:
+    """One line per seed; times in seconds, every figure simulated."""
+    from tests.simulation.shell.run import Result
+
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(_COLUMNS)
+        for item in results:
+            assert isinstance(item, Result)
+            detected = sorted(item.detected_s)
+            lines.writerow(
+                [
+                    item.seed, item.digest, round(item.ettr, 5), item.recoveries, len(detected),
+                    round(percentile(detected, 0.50), 2), round(percentile(detected, 0.99), 2),
+                    item.false_evictions, round(item.node_days, 2), len(item.faults),
+                    round(item.cpu_s, 2), item.broken,
+                ]
+            )  # fmt: skip
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -149,8 +179,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--spares", type=int, default=0, help="of the main job; default nodes/16")
     parser.add_argument(
-        "--processes", type=int, default=min(2, os.cpu_count() or 1), help="seeds at a time"
-    )
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)),
+        help="seeds at a time, each in a process of its own; default: the number of cores",
+    )  # fmt: skip
+    parser.add_argument("--csv", default="", help="also write each seed's figures here")
     parser.add_argument("--no-skip", action="store_true", help="skip no stretch without changes")
     parser.add_argument("--no-shortest", action="store_true", help="do not cut a broken history")
     return parser

@@ -66,6 +66,11 @@ MUTANTS = (
         "            while True:\n                await self._term()\n",
         "            await self._term()\n            await asyncio.sleep(1e9)\n",
     ),
+    _driver(
+        "lead on without the key", "leadership.py",
+        "        await leadership.deposed(OBSERVE_INTERVAL_S)\n",
+        "        await asyncio.sleep(1e9)\n",
+    ),
     # engine and links
     _driver(
         "publish before the commit", "engine.py",
@@ -85,9 +90,9 @@ MUTANTS = (
         "        self.post(NodeHello(now_s, link.node, link.identity))", "        pass",
     ),
     _driver(
-        "send no orders", "engine.py",
-        "if orders is not None and (link := self.links.get(name)) is not None:",
-        "if orders is not None and (link := None) is not None:",
+        "send no orders", "orders.py",
+        "link = self._links.get(name)",
+        "link = None",
     ),
     _driver(
         "forget the open links at a new term", "engine.py",
@@ -104,7 +109,15 @@ MUTANTS = (
         "refuse a restarted agent", "open_links.py",
         "            or link.received_at_s < received_since_s\n", "",
     ),
+    _driver(
+        "an attempt's end brings silence", "engine.py",
+        "self._tick_of(event.now_s, False, silence=False)", "self._tick_of(event.now_s, False)",
+    ),
     # presence
+    _driver(
+        "remember incarnations between terms", "presence/lane.py",
+        'found.assumed, found.incarnation = False, ""', "found.assumed = False",
+    ),
     _driver(
         "lose changed evidence", "presence/lane.py",
         "decides = found.silent or found.evidence != evidence",
@@ -140,6 +153,10 @@ MUTANTS = (
         "        if age_s < policy.suspect_after_s / 8:\n            continue\n",
     ),
     _driver(
+        "count silence while the loop stood still", "core/machine.py",
+        "    if event.loop_blocked:\n", "    if False:\n",
+    ),
+    _driver(
         "never declare a silent node dead", "core/liveness.py",
         "        if age_s >= limit_s and", "        if age_s >= 1e9 and",
     ),
@@ -153,13 +170,21 @@ MUTANTS = (
         "    if event.outcome",
         "    if node is None:\n        return\n    if event.outcome",
     ),
-    # nodes and requests
     _driver(
-        "believe a report of an old incarnation", "core/nodes.py",
-        "    if node is None or node.identity.incarnation != event.incarnation or "
-        "not node.connected:\n",
-        "    if node is None:\n",
+        "steps prove nothing", "core/liveness.py",
+        "        return max(node.last_seen_s, job.current.last_step_at_s - lag_s)\n",
+        "        return node.last_seen_s\n",
     ),
+    _driver(
+        "several silent switches are believed", "core/breaker.py",
+        "    if len(silent) > max(1, int(policy.breaker_share * len(switches))):\n",
+        "    if len(silent) > len(switches):\n",
+    ),
+    _driver(
+        "decide on no hang", "core/hang.py",
+        "    if found is None or not found.hangs:\n", "    if True or found is None:\n",
+    ),
+    # nodes and requests
     _driver(
         "order nothing on connect", "core/nodes.py",
         "    draft.command(event.node)\n    if fresh:", "    if fresh:",
@@ -171,7 +196,8 @@ MUTANTS = (
     # jobs and scheduling
     _driver(
         "reuse an attempt", "core/scheduling.py",
-        "    number = job.attempt + 1\n", "    number = max(1, job.attempt)\n",
+        "    number = max(job.attempt, job.opened_elsewhere) + 1\n",
+        "    number = max(1, job.attempt)\n",
     ),
     _driver(
         "name a dead spare", "core/candidates.py",
@@ -205,15 +231,13 @@ MUTANTS = (
     ),
     _driver(
         "start before all are prepared", "core/jobs.py",
-        "    if any(\n        _report_phase(draft.nodes.get(slot.node), job) is not "
-        "AttemptPhase.PREPARED\n        for slot in job.slots\n    ):\n        return\n    first",
-        "    if all(\n        _report_phase(draft.nodes.get(slot.node), job) is not "
-        "AttemptPhase.PREPARED\n        for slot in job.slots\n    ):\n        return\n    first",
+        "if not _all_in(draft, job, _PREPARED):",
+        "if not any(_report_phase(draft.nodes.get(s.node), job) in _PREPARED for s in job.slots):",
     ),
     _driver(
-        "a new leader does not call again", "core/jobs.py",
-        "current=replace(job.current, open_asked=False, open_since_s=0.0)",
-        "current=replace(job.current, open_since_s=0.0)",
+        "a failed call is not made again", "core/jobs.py",
+        "open_failures=failures, open_asked=False, open_not_before_s=later_s",
+        "open_failures=failures, open_not_before_s=later_s",
     ),
     _driver(
         "a lost node is no fault", "core/recovery.py",

@@ -23,6 +23,9 @@ from megascale_driver.core.events import (
     PolicyRequested,
     RequestKey,
     RestartRequested,
+    ResumeRequested,
+    SuspendRequested,
+    UncordonRequested,
     UpdateRequested,
 )
 from megascale_driver.core.restore import sealed_everywhere
@@ -205,6 +208,54 @@ def test_a_node_without_a_job_that_can_save_is_emptied_at_once() -> None:
     desk.run()
     desk.feed(DrainRequested(desk.now_s, "n2", "no checkpoints", "ada"))
     assert desk.disposition("n2") == "QUARANTINED" and desk.job().phase is JobPhase.STOPPING
+
+
+def test_an_uncordon_withdraws_the_order_to_leave_a_draining_node() -> None:
+    desk = saving_desk()
+    desk.feed(DrainRequested(desk.now_s, "n2", "bad fan", "ada"))
+    assert desk.state.nodes["n1"].desired.leave
+    desk.feed(UncordonRequested(desk.now_s, "n2", "the wrong node", "ada"))
+    job = desk.job()
+    assert (job.phase, job.current.leaving) == (JobPhase.RUNNING, None), job.reason
+    assert not desk.state.nodes["n1"].desired.leave and desk.disposition("n2") == "SCHEDULABLE"
+    assert desk.reasons()[-2:] == ["NODE_UNCORDONED", "LEAVE_WITHDRAWN"]
+
+
+def test_an_order_to_leave_stands_while_another_node_is_emptied_or_it_was_given_before() -> None:
+    desk = saving_desk("n1", "n2", "n3", "n4")
+    for name in ("n1", "n2"):
+        desk.feed(DrainRequested(desk.now_s, name, "rack move", "ada"))
+    desk.feed(UncordonRequested(desk.now_s, "n2", "not this one", "ada"))
+    order = desk.job().current.leaving
+    assert order is not None and order.nodes == ("n1",)
+    saved(desk, 52)
+    assert (desk.disposition("n1"), desk.disposition("n2")) == ("QUARANTINED", "SCHEDULABLE")
+    desk = saving_desk()
+    restart(desk)
+    desk.feed(DrainRequested(desk.now_s, "n2", "bad fan", "ada"))
+    desk.feed(UncordonRequested(desk.now_s, "n2", "the wrong node", "ada"))
+    order = desk.job().current.leaving
+    assert order is not None and (order.kind, order.nodes) == (LeaveKind.RESTART, ())
+
+
+def test_a_restart_asked_for_while_a_node_is_emptied_outlives_the_uncordon() -> None:
+    desk = saving_desk()
+    desk.feed(DrainRequested(desk.now_s, "n2", "bad fan", "ada"))
+    restart(desk)
+    desk.feed(UncordonRequested(desk.now_s, "n2", "the wrong node", "ada"))
+    order = desk.job().current.leaving
+    assert order is not None and (order.kind, order.nodes) == (LeaveKind.RESTART, ())
+
+
+def test_a_resumed_job_still_leaves_a_node_that_is_to_be_emptied() -> None:
+    desk = saving_desk()
+    desk.feed(DrainRequested(desk.now_s, "n2", "bad fan", "ada"))
+    desk.feed(SuspendRequested(desk.now_s, "a", "no power", "ada"))
+    desk.feed(ResumeRequested(desk.now_s, "a", "power is back", "ada"))
+    order = desk.job().current.leaving
+    assert order is not None and (order.kind, order.nodes) == (LeaveKind.DRAIN, ("n2",))
+    saved(desk, 52)
+    assert desk.disposition("n2") == "QUARANTINED" and desk.job().attempt == 2
 
 
 def test_a_draining_node_whose_attempt_breaks_is_empty_then() -> None:

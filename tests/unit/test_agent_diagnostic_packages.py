@@ -68,7 +68,12 @@ async def diagnose(tmp_path: Path) -> AsyncIterator[Diagnose]:
     async def call(*names: str) -> list[types_pb2.CheckResult]:
         diagnosis = Diagnosis(load_registry(), DEVICES, tmp_path, cast(Any, None), daemon)
         service = ExecutorService(
-            tmp_path, cast(Any, None), lambda key: False, lambda: None, diagnosis.run
+            tmp_path,
+            cast(Any, None),
+            lambda key: False,
+            lambda: None,
+            diagnosis.run,
+            cast(Any, None),
         )
         servers.append(server := RpcServer(TOKEN))
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.server)

@@ -146,7 +146,7 @@ def test_compute_check_sees_one_wrong_element(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(self_check, "_known_product", tampered)
     with pytest.raises(self_check.CheckFailed, match="elements of a known product are wrong"):
         self_check.check_compute(cpu)
-    answer = self_check.all_reduce_check(0, 1, 0, "cpu", 0, 1.0)
+    answer = self_check.all_reduce_check(0, 1, "127.0.0.1", 0, "cpu", 0, 1.0)
     assert [result["verdict"] for result in answer["results"]] == ["FAIL"]
 
 

@@ -15,11 +15,19 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
-from megascale_common.job.rank_layout import RankLayout
+from megascale_common.job.config import CodeConfig
+from megascale_common.job.rank_layout import RankLayout, readers_of
+from megascale_common.node.socket_folder import create_socket_folder
 from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
 from megascale_common.service.wire_text import encodable
-from megascale_executor.agent import asyncio_tasks, child_processes, folders, template_process
-from megascale_executor.agent.assignment import check_assignment, readers_of
+from megascale_executor.agent import (
+    asyncio_tasks,
+    child_processes,
+    folders,
+    job_code,
+    template_process,
+)
+from megascale_executor.agent.assignment import check_assignment
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.child_processes import RestartBudget
 from megascale_executor.agent.config import parse_devices, parse_topology
@@ -104,11 +112,11 @@ def test_socket_folder_of_a_dead_owner_goes_and_of_a_living_one_stays(
         dir="/tmp"
     ) as runtime:  # pytest's own folders are too long for sockets
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-        mine = folders.create_socket_folder("c", "n", "one")
-        dead = folders.create_socket_folder("c", "n", "two")
+        mine = create_socket_folder("c", "n", "one")
+        dead = create_socket_folder("c", "n", "two")
         (dead / "owner").write_text("1 12345\n")  # process 1 lives, but it started at another time
-        other = folders.create_socket_folder("c", "m", "three")
-        folders.create_socket_folder("c", "n", "four")
+        other = create_socket_folder("c", "m", "three")
+        create_socket_folder("c", "n", "four")
         assert mine.exists() and other.exists() and not dead.exists()
         assert mine.is_relative_to(runtime) and len(str(mine / "checkpoint.sock").encode()) < 108
 
@@ -272,6 +280,53 @@ async def test_a_template_that_hangs_is_replaced(
         ours.close()
     finally:
         await keeper.stop()
+
+
+async def test_an_attempt_of_other_code_gets_a_template_of_its_own(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "harness" / "scripted_template.py"
+    keeper = TemplateKeeper([sys.executable, str(script)], tmp_path / "template.log")
+    keeper.begin()
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "own.py").write_text("VERSION = 1")
+
+    def environment() -> str:
+        return Path(f"/proc/{keeper.pid}/environ").read_text()
+
+    try:
+        installed = await keeper.ready_for(job_code.INSTALLED)
+        assert await keeper.ready() is installed and str(folder) not in environment()
+        code = await job_code.find(CodeConfig(path=str(folder)))
+        own = await keeper.ready_for(code)
+        assert own is not installed and f"PYTHONPATH={folder}" in environment()
+        assert await keeper.ready_for(await job_code.find(CodeConfig(path=str(folder)))) is own
+        (folder / "own.py").write_text("VERSION = 2")
+        changed = await job_code.find(CodeConfig(path=str(folder)))
+        assert changed != code and await keeper.ready_for(changed) is not own
+        await keeper.ready_for(job_code.INSTALLED)
+        assert str(folder) not in environment()
+    finally:
+        await keeper.stop()
+
+
+async def test_code_is_compared_by_digest_and_must_be_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "code"
+    (folder / "package" / "__pycache__").mkdir(parents=True)
+    (folder / "package" / "a.py").write_text("1")
+    found = job_code.digest(folder)
+    (folder / "package" / "__pycache__" / "a.pyc").write_text("compiled")
+    assert job_code.digest(folder) == found
+    (folder / "package" / "a.py").rename(folder / "package" / "b.py")
+    assert job_code.digest(folder) != found, "names count"
+    with pytest.raises(AssignmentError, match=f"code.sha256 is {found}: copy"):
+        await job_code.find(CodeConfig(path=str(folder), sha256=found))
+    with pytest.raises(AssignmentError, match="cannot be read on this node"):
+        await job_code.find(CodeConfig(path=str(tmp_path / "absent")))
+    monkeypatch.setattr(job_code, "MAX_FILES", 0)
+    with pytest.raises(AssignmentError, match="give a folder with code alone"):
+        job_code.digest(folder)
 
 
 def test_counters_from_proc(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ INNER = (
     "/reshard",
     "/megascale_checkpoint/export/",
 )
-ANSWERS = ("/agent/service.py", "/agent/diagnosis.py")
+ANSWERS = ("/agent/service.py", "/agent/diagnosis.py", "/agent/group_checks.py")
 MODULES = {
     path: ast.parse(path.read_text())
     for package in CALLERS

@@ -105,7 +105,7 @@ async def test_a_cancelled_restore_from_memory_gives_its_slot_back(
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await cancel(reader)
-    assert snapshots.table.at(index).busy == 1
+    assert snapshots.table.at(index).busy == 2, "lent to the worker, and to the threads"
     blocked.event.set()
     await until_idle(snapshots)
     assert (

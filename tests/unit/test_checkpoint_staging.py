@@ -22,7 +22,7 @@ def folder(base: Path, incarnation: str = "i1", limit_bytes: int | None = None) 
 
 def test_slots_are_allocated_private_files(tmp_path: Path) -> None:
     staging = folder(tmp_path)
-    slots = staging.allocate("job", 3, 3 * PAGE, 0)
+    slots = staging.allocate("job", 3, 3 * PAGE, 3)
     assert [len(slot.view) for slot in slots] == [3 * PAGE] * 3
     assert staging.used_bytes == 9 * PAGE
     for slot in slots:
@@ -37,11 +37,35 @@ def test_slots_are_allocated_private_files(tmp_path: Path) -> None:
     assert staging.used_bytes == 0 and not slots[0].path.exists()
 
 
-def test_three_slots_where_a_full_host_has_room_else_two_else_refused(tmp_path: Path) -> None:
-    full_host = 8 * 3 * PAGE
-    assert len(folder(tmp_path, "a", full_host).allocate("job", 0, PAGE, 0)) == 3
-    small = folder(tmp_path, "b", full_host - 1)
-    assert len(small.allocate("job", 0, PAGE, 0)) == 2
+def test_slots_as_many_as_the_ranks_of_the_node_have_room_for(tmp_path: Path) -> None:
+    """Not as if each host had eight ranks: two ranks get all the slots that two have room for."""
+    staging = folder(tmp_path, "a", 2 * 7 * PAGE)
+    assert staging.affordable_slots(PAGE, 7, 2) == 7
+    assert staging.affordable_slots(PAGE, 7, 2, beside=2) == 5
+    assert staging.affordable_slots(PAGE, 7, 8) == 2, "never less than two"
+    assert staging.affordable_slots(PAGE, 6, 1) == 6, "never more than wanted"
+    staging.allocate("job", 0, PAGE, 7)
+    assert staging.affordable_slots(PAGE, 7, 2) == 7, "the second rank has the same share"
+
+
+def test_slots_are_shared_with_the_other_daemons_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, file_bytes = 256 * PAGE, 257 * PAGE  # the last page has what has landed
+    staged = 0
+    monkeypatch.setattr(StagingFolder, "_system_bytes", lambda _: 2 * 6 * file_bytes - staged)
+    first = folder(tmp_path, "a")
+    assert first.affordable_slots(size, 20, 1) == 12, "it is alone"
+    second = folder(tmp_path, "b")
+    assert first.affordable_slots(size, 20, 1) == 6
+    first.allocate("job", 0, size, 6)
+    staged = 6 * file_bytes
+    assert second.affordable_slots(size, 20, 1) == 6
+
+
+def test_what_exceeds_the_room_is_refused(tmp_path: Path) -> None:
+    small = folder(tmp_path, "b", 8 * 3 * PAGE - 1)
+    assert len(small.allocate("job", 0, PAGE, 2)) == 2
     assert len(small.allocate("job", 1, PAGE, 4)) == 4
     with pytest.raises(
         LimitError,

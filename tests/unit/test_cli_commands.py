@@ -54,6 +54,7 @@ COMMANDS = [
     "drain",
     "evict",
     "policy",
+    "quota",
     "reset-breaker",
     "cluster",
     "demo",

@@ -73,7 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("logs a --lines 0", USAGE, "--lines"),
         ("evict n1", USAGE, "--reason"),
         ("cordon n1", USAGE, "--reason"),
-        ("init --preset 9b", USAGE, "tiny"),
+        ("init --model 9b", USAGE, "tiny"),
         ("up --nodes 0", USAGE, "--nodes"),
         ("checkpoint fetch a", USAGE, "--to"),
         ("demo --steps 1", USAGE, "--steps"),

@@ -14,6 +14,7 @@ from megascale_driver.core.desired import desired_of
 from megascale_driver.core.events import (
     CancelRequested,
     DeleteRequested,
+    DrainRequested,
     LeaderStarted,
     ResumeRequested,
     SuspendRequested,
@@ -189,7 +190,7 @@ def test_what_cannot_save_trains_on_and_is_left_alone_for_a_while() -> None:
         waited_s += 5
         assert waited_s <= limit_s + 5
     assert fleet.job("low").phase is JobPhase.RUNNING
-    assert "has not saved" in fleet.said("low", "LEAVE_WITHDRAWN")[0]
+    assert "could not save within 420 s" in fleet.said("low", "LEAVE_WITHDRAWN")[0]
     assert "job low is not displaced: it could not save" in fleet.job("high").reason
     for _ in range(int(POLICY.save_again_s / 5) + 1):
         fleet.beat()
@@ -316,3 +317,41 @@ def test_the_defaults_displace_and_keep_a_thousand_jobs_for_a_month() -> None:
     policy = Policy()
     assert policy.preempt and not policy.quotas
     assert (policy.keep_ended_jobs, policy.keep_ended_s) == (1000, 30 * 86_400)
+
+
+def not_saved(fleet: Yard, name: str, problem: str, order: str = "") -> None:
+    """The workers of the job's first node report that the order failed; they train on."""
+    (first, *_) = fleet.nodes_of(name)
+    failed = (order or fleet.ordered(name), problem)
+    fleet.report(first, AttemptPhase.RUNNING, leave_failed=failed)
+
+
+def test_a_save_that_fails_withdraws_a_suspension_at_once_with_the_cause() -> None:
+    fleet = Yard("n0", "n1")
+    fleet.add("a", 2)
+    fleet.start("a")
+    fleet.suspend("a")
+    not_saved(fleet, "a", "it is too late", order="suspend-1.000")
+    assert fleet.ordered("a"), "that was another order"
+    not_saved(fleet, "a", "n0: No space left on device")
+    assert not fleet.ordered("a") and fleet.job("a").phase is JobPhase.RUNNING
+    assert fleet.said("a", "LEAVE_WITHDRAWN") == [
+        "it stays on its nodes: it could not save: n0: No space left on device"
+    ]
+    fleet.wait(0.25)
+    fleet.suspend("a")
+    assert fleet.ordered("a"), "it may be asked again: this is another order"
+
+
+def test_a_drain_goes_on_at_once_when_the_save_fails() -> None:
+    fleet = Yard("n0", "n1", "n2")
+    fleet.add("a", 2)
+    fleet.start("a")
+    fleet.feed(DrainRequested(fleet.now_s, "n1", "new firmware", "ada"))
+    not_saved(fleet, "a", "No space left on device")
+    job = fleet.job("a")
+    assert job.phase is JobPhase.STOPPING
+    assert job.stop_reason == "new firmware; it could not save: No space left on device"
+    fleet.idle("a")
+    assert set(fleet.nodes_of("a")) == {"n0", "n2"}
+    assert fleet.state.nodes["n1"].disposition.value == "QUARANTINED"

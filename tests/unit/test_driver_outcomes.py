@@ -105,6 +105,23 @@ def test_a_committer_that_does_not_answer_is_called_again() -> None:
     assert [type(effect) for effect in desk.effects].count(OpenAttempt) == 2
 
 
+def test_a_job_goes_on_behind_the_attempts_that_were_opened_elsewhere() -> None:
+    desk = opening()
+    desk.feed(OpenFailed(desk.now_s, "a", 1, "superseded", newest=3))
+    desk.stop()
+    desk.wait(1.0)
+    job = desk.job()
+    assert (job.phase, job.attempt, job.restarts) == (JobPhase.PREPARING, 4, 0)
+    assert not job.evicted
+    assert "attempt 3 was opened elsewhere" in job.stop_reason
+    # A number that no log reaches is none to go on behind.
+    for slot in job.slots:
+        desk.report(slot.node, AttemptPhase.PREPARED)
+    desk.feed(OpenFailed(desk.now_s, "a", 4, "superseded", newest=10**9))
+    desk.feed(OpenFailed(desk.now_s, "a", 4, "superseded", newest=2))
+    assert (desk.job().phase, desk.job().opened_elsewhere) == (JobPhase.PREPARING, 3)
+
+
 def test_one_out_of_memory_kill_is_named_and_retried(desk: Desk) -> None:
     fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
     job = desk.job()

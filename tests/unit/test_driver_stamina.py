@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.fake_etcd import Connection, FakeEtcd, FakeEtcdClient
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
+from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.errors import ResourceExhausted
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.errors import ClusterError
@@ -20,6 +23,7 @@ from megascale_common.service.token import read_or_create_token
 from megascale_driver import leadership
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
+from megascale_driver.journal.store import LEADER_KEY
 from megascale_driver.leadership import Leader
 from megascale_driver.platform import local
 from megascale_driver.platform.local import LocalCluster, LocalOptions
@@ -57,6 +61,27 @@ async def test_a_driver_waits_while_etcd_refuses_its_campaign(
     running.cancel()
     await asyncio.wait({running})
     assert running.cancelled()
+
+
+async def test_a_leader_whose_key_is_deleted_by_hand_ends_its_term_without_a_write() -> None:
+    """Its lease lives on: else it would hold its nodes for ever, and the next leader miss them."""
+    etcd = FakeEtcd()
+    engines = [Engine(Policy(), SystemClock(), "t", f"127.0.0.1:{port}") for port in (1, 2)]
+    async with contextlib.AsyncExitStack() as stack:
+        tasks = []
+        for engine in engines:
+            client = FakeEtcdClient([Connection(etcd)], prefix="/megascale/test/v1/")
+            await stack.enter_async_context(client)
+            tasks.append(asyncio.create_task(Leader(client, engine).run()))
+        await eventually(lambda: any(engine.term for engine in engines), "the first term")
+        first = next(engine for engine in engines if engine.term)
+        (second,) = (engine for engine in engines if engine is not first)
+        key = f"/megascale/test/v1/{LEADER_KEY}".encode()
+        etcd.store.delete(rpc_pb2.DeleteRangeRequest(key=key))
+        await eventually(lambda: second.term and not first.term, "the next term, and one alone")
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def test_a_cancellation_is_obeyed_at_every_moment_of_a_wait() -> None:

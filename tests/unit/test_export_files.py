@@ -60,7 +60,7 @@ def test_a_model_is_exported_as_its_architecture_and_read_back(name: str) -> Non
     found = read_config(values, head_stored=True)
     if name == "phi-without-biases":  # Phi has them always: as zeros
         model = replace(model, bias=True, norm_bias=True)
-    assert (found.model, found.head_scale, found.tied) == (model, 1.0, False)
+    assert (found.model, found.head_scale, found.copied) == (model, 1.0, False)
     # Every parameter is exactly one tensor, and each tensor of the same size.
     listed = [each for each in transfers(chosen, model) if each.logical]
     assert {each.logical for each in listed} == set(parameter_shapes(model))
@@ -248,11 +248,12 @@ def test_a_fetched_folder_and_a_chosen_step_are_exported(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--format", "megatron"], "--format: megatron is not built: .*--format hf"),
+        (["--format", "hf", "--tp", "2"], "--tp: hf is read into any layout"),
+        (["--format", "dcp", "--pp", "2"], "--pp: dcp is read into any layout"),
         (["--format", "dcp", "--dtype", "bf16"], "--dtype: dcp holds the float32 parameters"),
     ],
 )
-def test_what_is_not_built_is_refused_with_what_to_use(
+def test_options_of_another_format_are_refused_with_what_to_use(
     options: list[str], words: str, tmp_path: Path
 ) -> None:
     shown = invoke("export", str(tmp_path), "--to", str(tmp_path / "out"), *options)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.harness.command_line import command
 from tests.harness.exporting import MODELS, job_of, random_values, write_model
 
 from megascale_checkpoint import restore
@@ -24,7 +25,9 @@ from megascale_checkpoint.export.stored import model_of, open_checkpoint
 from megascale_checkpoint.restore_decision import SealedStep, decide
 from megascale_checkpoint.storage import FileStorage, open_storage
 from megascale_checkpoint.verify import verify_commit
+from megascale_client import load_job
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.job.wire.spec import from_proto
 from megascale_common.service.errors import ExistsError, ServiceError
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 
@@ -43,7 +46,9 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-@pytest.mark.parametrize("name", ["llama", "ministral", "cohere", "phi", "starcoder2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3", "qwen2", "qwen3", "ministral", "cohere", "phi", "starcoder2"]
+)
 def test_an_import_of_an_export_is_what_was_exported(name: str, tmp_path: Path) -> None:
     config = job_of(MODELS[name][1], {"tp": 2, "pp": 3})
     write_model(tmp_path / "written", config)
@@ -126,8 +131,11 @@ def test_a_jobs_folder_is_refused(llama: Path, tmp_path: Path) -> None:
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"model_type": "bert"}, "config.json: model_type: 'bert' cannot be imported; .*llama"),
     "activation": ({"hidden_act": "relu"}, "hidden_act: 'relu' where a job needs silu or swish"),
-    "head": ({"head_dim": 32}, "config.json: head_dim: 32 where a job needs hidden_size / heads"),
-    "rope": ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": None}, "rope_ty"),
+    "head": (
+        {"head_dim": 32},
+        r"q_proj.weight is of shape \[64, 64\], and config.json makes it \[128",
+    ),
+    "rope": ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_parameters": None}, "rope_ty"),
     "bias": ({"mlp_bias": True}, "attention_bias, mlp_bias: .* a job has all biases or none"),
     "window": ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window: 'x' where"),
     "kinds": ({"model_type": "ministral", "layer_types": ["a"]}, "layer_types: .* 3 entries"),
@@ -139,7 +147,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"num_hidden_layers": "3"}, "num_hidden_layers: '3' is not a whole number above 0"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: .*unquantized"),
     "shape": ({"intermediate_size": 91}, r"gate_proj.weight is of shape \[90, 64\]"),
-    "heads": ({"num_attention_heads": 3}, "head_dim"),
+    "heads": ({"num_attention_heads": 3}, "heads must be a multiple of trainer.model.kv_heads"),
     "more layers": ({"num_hidden_layers": 4}, "model.layers.3.* is missing"),
     "fewer layers": ({"num_hidden_layers": 2}, "model.layers.2.* no parameter of a job"),
 }
@@ -234,3 +242,25 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(
 def test_the_model_of_a_job_is_in_its_values() -> None:
     model = job_of(MODELS["ministral"][1]).model
     assert json.loads(json.dumps(asdict(model)))["layer_windows"] == [5, 0, 5]
+
+
+def test_init_writes_the_job_of_a_model_and_imports_its_weights(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = command("init", "--from-hf", llama, "--output", "mine.yaml")
+    assert written.status == 0, written.text
+    spec = load_job(tmp_path / "mine.yaml")
+    stored = open_checkpoint(spec.checkpoint.load_uri)
+    assert (stored.manifest.step, stored.model) == (0, job_of(MODELS["llama"][1]).model)
+    assert from_proto(spec).model == stored.model
+    assert spec.trainer.data.tokenizer.path == str(llama / "tokenizer.json")
+    again = command("init", "--from-hf", llama, "--output", "mine.yaml")
+    assert again.status == 2 and "mine.yaml exists already; add --overwrite" in again.text
+    again = command("init", "--from-hf", llama, "--output", "mine.yaml", "--overwrite")
+    assert again.status == 2 and "holds a checkpoint" in again.text
+    for folder, words in ((tmp_path / "none", "is not a folder"), (tmp_path, "no safetensors")):
+        refused = command("init", "--from-hf", folder, "--output", "other.yaml")
+        assert refused.status == 2 and words in refused.text
+        assert not (tmp_path / "other.yaml").exists()
+    assert "give --output FILE" in command("init", "--from-hf", llama, "--output", "-").text

@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.harness.training import tiny_job
 
+from megascale_common.job.config import from_accepted
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
 from megascale_trainer.parallel import groups
 from megascale_trainer.parallel.groups import Edges, Group, Groups
@@ -82,7 +84,8 @@ def test_a_rank_that_fails_leaves_on_the_page_what_its_device_was_doing(
 
     class Failing(worker._Worker):
         def __init__(self) -> None:
-            self._start = Timeline()
+            self._start, self._look = Timeline(), None
+            self._config = from_accepted(tiny_job())
 
         def _say_hello(self) -> None:
             pass

@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 
 from megascale_common.node import framing
+from megascale_common.node.messages import NotLeft
 from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.snapshot_schedule import LEAVE, MUST_SKIP, STORE_BUSY, Cadence, Votes
 
@@ -17,17 +18,21 @@ def message(kind: str, **values: str) -> framing.Message:
 
 
 def test_only_rank_0_votes_and_each_order_once_it_failed_no_more() -> None:
-    first, other = LeaveOrder(0), LeaveOrder(1)
+    failed: list[NotLeft] = []
+    first, other = LeaveOrder(0, failed.append), LeaveOrder(1, failed.append)
     for order in (first, other):
         assert order.vote == 0
         order.take(message("leave", id="suspend-1"))
     assert (first.vote, other.vote) == (LEAVE, 0)
-    first.fail()
+    first.fail("the disk is full")
+    assert failed == [{"kind": "not_left", "id": "suspend-1", "problem": "the disk is full"}]
     assert first.vote == 0
     first.take(message("leave", id="suspend-2"))
     assert first.vote == LEAVE
     first.take(message("stay"))
     assert first.vote == 0
+    first.fail("nobody asked")
+    assert len(failed) == 1
     with pytest.raises(framing.FramingError, match="'leave' and 'stay', not 'dance'"):
         first.take(message("dance"))
 
@@ -38,7 +43,7 @@ def test_only_rank_0_votes_and_each_order_once_it_failed_no_more() -> None:
 def test_the_three_counts_stay_apart_in_a_sum_of_floats(skips: int, busy: int, leave: bool) -> None:
     votes = itertools.chain([MUST_SKIP] * skips, [STORE_BUSY] * busy, [LEAVE] * leave)
     total = sum((float(vote) for vote in votes), 0.0)
-    assert Votes.of(round(total)) == Votes(skips, busy, leave)
+    assert Votes.of(round(total)) == Votes(skips, busy, leave=leave)
 
 
 @pytest.mark.parametrize("interval", [0, 1, 3, 10])

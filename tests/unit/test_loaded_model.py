@@ -41,6 +41,7 @@ def test_other_heads_are_refused_and_another_angle_is_shown() -> None:
         [
             "trainer.model.heads: 4 here and 8 in the checkpoint",
             "trainer.model.kv_heads: 2 here and 4 in the checkpoint",
+            "trainer.model.head_dim: 16 here and 8 in the checkpoint",
         ],
         ["trainer.model.rope_theta: 500000.0 here and 10000.0 in the checkpoint"],
     )

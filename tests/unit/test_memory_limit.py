@@ -60,4 +60,6 @@ def test_slots_follow_the_interval() -> None:
     assert (slots(100), slots(1), slots(0)) == (3, 5, 3)
     assert slots(100, in_memory=2) == 4
     assert slots(100, given=2) == 2
+    replicated = CheckpointConfig(uri="/c", snapshot_interval_steps=1, replicas=1)
+    assert wanted_slots(replicated) == 7, "the two states at the peer are held here, too"
     assert wanted_slots(CheckpointConfig()) == 0

@@ -50,6 +50,10 @@ models = st.fixed_dictionaries(
         "positions": st.sampled_from(["rope", "learned"]),
         "bias": st.booleans(),
         "norm_bias": st.booleans(),
+        "head_dim": st.sampled_from([0, 6]),
+        "qk_norm": st.booleans(),
+        "attention_bias": st.booleans(),
+        "tie_embeddings": st.booleans(),
     }
 )
 
@@ -64,14 +68,19 @@ def _config(model: dict[str, Any], parallelism: dict[str, Any], bucket_mib: int 
 def _expected_elements(config: JobConfig) -> int:
     """Parameters of the model, counted from its definition."""
     m = config.model
-    h, f, query, kv = m.hidden_size, m.ffn_width, m.hidden_size, m.key_value_heads * m.head_size
+    h, f = m.hidden_size, m.ffn_width
+    query, kv = m.heads * m.head_size, m.key_value_heads * m.head_size
     inputs = query + 2 * kv + f * (2 if m.mlp == "swiglu" else 1)
     norm = h * (2 if m.norm == "layernorm" and m.norm_bias else 1)
     layer = h * (inputs + query + f) + norm * (1 if m.block == "parallel" else 2)
-    layer += inputs + 2 * h if m.bias else 0
+    layer += 2 * m.head_size if m.qk_norm else 0
+    if m.bias:
+        layer += inputs + 2 * h
+    elif m.attention_bias and m.block == "serial":
+        layer += query + 2 * kv
     return (
         m.layers * layer
-        + 2 * m.vocab_size * h
+        + (1 if m.tie_embeddings else 2) * m.vocab_size * h
         + norm
         + (m.sequence_length * h if m.positions == "learned" else 0)
     )
@@ -270,7 +279,6 @@ def test_virtual_stages_go_round_the_pipeline() -> None:
             {"virtual_stages": 2},
             "trainer.parallelism.virtual_stages must be 1 where trainer.parallelism.pp is 1",
         ),
-        ({"tie_embeddings": True}, {}, "trainer.model.tie_embeddings must be false"),
         (
             {"hidden_size": 18},
             {},

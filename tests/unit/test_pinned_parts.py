@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_trainer import daemon_link
+from megascale_trainer import mapped_slots
 from megascale_trainer.host_copy import PINNED_AT_ONCE, parts
 
 
@@ -32,7 +32,8 @@ def test_the_slot_that_is_wanted_is_prepared_before_the_others(
     descriptors = [os.memfd_create(f"slot-{number}") for number in range(3)]
     for descriptor in descriptors:
         os.ftruncate(descriptor, size)
-    slots = daemon_link._Slots(descriptors, size, torch.device("cpu"))
+    landing_at = size - mapped_slots.LANDING_BYTES  # prepared with the slot's last part
+    slots = mapped_slots.MappedSlots(descriptors, landing_at, landing_at, torch.device("cpu"))
     order: list[int] = []
     first, go_on = threading.Event(), threading.Event()
 
@@ -46,13 +47,18 @@ def test_the_slot_that_is_wanted_is_prepared_before_the_others(
         first.set()
         assert go_on.wait(30)
 
-    monkeypatch.setattr(daemon_link, "_populate", populate)
+    monkeypatch.setattr(mapped_slots, "_populate", populate)
     thread = threading.Thread(target=slots.prepare)
     thread.start()
+    assert not first.wait(0.1), "nothing was asked for"
+    slots.prepare_next(0)
     assert first.wait(30)
-    assert not slots.prepare_next(2, 0.0)  # while the first part of slot 0 is being populated
+    slots.prepare_next(2)  # while the first part of slot 0 is being populated
+    assert not slots.wait(2, 1, 0.0)
     go_on.set()
-    assert slots.prepare_next(2, 30.0)
+    assert slots.wait(2, landing_at, 30.0)
+    assert not slots.prepared.wait(0.1), "the others wait until all are asked for"
+    slots.prepare_all()
     thread.join(30)
     assert order[:5] == [0, 2, 2, 2, 2] and sorted(order) == [0] * 4 + [1] * 4 + [2] * 4
     assert slots.prepared.is_set()

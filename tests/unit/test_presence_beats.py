@@ -15,7 +15,7 @@ from megascale_driver.core.state import AttemptPhase
 from megascale_driver.presence import evidence, reports
 from megascale_driver.presence.clock_offset import ClockOffset
 from megascale_driver.presence.intake import Intake, Seat
-from megascale_driver.presence.lane import News
+from megascale_driver.presence.lane import SLOW_PER_S, News
 
 EPOCH = types_pb2.Epoch(cluster_generation=1, create_revision=3)
 NS = 1_000_000_000
@@ -91,6 +91,27 @@ def test_what_lies_in_memory_decides_only_between_attempts() -> None:
     idle = working()
     idle.phase = beat.phase = link_pb2.ATTEMPT_PHASE_PREPARED
     assert evidence.of(beat).prompt != evidence.of(idle).prompt
+
+
+def test_what_lies_in_memory_is_not_even_read_while_it_is_not_due() -> None:
+    beat = working()
+    assert evidence.of(beat, slow_due=False).slow is evidence.UNREAD
+    beat.phase = link_pb2.ATTEMPT_PHASE_IDLE
+    assert evidence.of(beat, slow_due=False) == evidence.of(beat), "between attempts it decides"
+    beat.phase = link_pb2.ATTEMPT_PHASE_RUNNING
+    intake, seat = Intake(Policy()), Seat("n", "i", 100.0)
+    intake.lane.opened(100.0, "n", "i")
+
+    def news(step: int, now_s: float) -> News:
+        beat.checkpoints[0].sealed[0].step = step
+        return intake.take(seat, link_pb2.Heartbeat.FromString(beat.SerializeToString()), now_s)
+
+    pause_s = 1.0 / SLOW_PER_S  # with one link
+    assert news(1, 100.0) is News.DECIDES, "the first"
+    assert news(2, 100.0 + pause_s / 2) is News.NONE
+    assert news(3, 100.0 + pause_s * 1.1) is News.PROGRESS
+    assert news(4, 100.0 + pause_s * 1.2) is News.NONE
+    assert news(5, 100.0 + pause_s * 2.2) is News.PROGRESS
 
 
 def test_evidence_costs_little() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Liveness, Node
-from megascale_driver.presence.lane import RECHECK_S, SLOW_PER_S, Lane, News
+from megascale_driver.presence.lane import FORGOTTEN_S, RECHECK_S, SLOW_PER_S, Lane, News
 
 POLICY = Policy()
 ALIVE = Node("n", liveness=Liveness.ALIVE)
@@ -53,6 +53,16 @@ def test_a_new_term_gets_the_evidence_of_every_node_again() -> None:
     assert silent(lane, 110.1, "a", "gone") == ["gone"], "stored, and never linked to this leader"
 
 
+def test_a_new_term_knows_no_incarnation_before_a_link_is_opened() -> None:
+    """A node that was restarted in the term of another driver is silent under its new one."""
+    lane = linked("a")
+    lane.closed("a", "a-1")
+    lane.begin(200.0, ("a",))  # stored as a-2 by now
+    assert [found.incarnation for found in lane.due(208.0, nodes("a"))] == [""]
+    lane.opened(209.0, "a", "a-3")
+    assert [found.incarnation for found in lane.due(217.0, nodes("a"))] == ["a-3"]
+
+
 def test_silence_is_reported_at_each_limit_and_in_between_until_the_node_is_heard() -> None:
     lane = linked("a", "b", now_s=100.0)
     reported = []
@@ -77,7 +87,7 @@ def test_dead_nodes_are_left_alone_and_forgotten_ones_forgotten() -> None:
     lane.closed("b", "b-1")
     dead = {"a": replace(ALIVE, name="a", liveness=Liveness.DEAD)}
     assert lane.due(109.0, dead) == ()
-    assert lane.next_deadline_s() == math.inf and lane.last_beat_s("b") == 0.0
+    assert lane.next_deadline_s() == 109.0 + FORGOTTEN_S and lane.last_beat_s("b") == 0.0
     assert lane.beat(200.0, "a", None) is News.DECIDES
     assert lane.next_deadline_s() == 200.0 + POLICY.suspect_after_s
 

@@ -40,9 +40,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
         *("numpy", "xxhash", "typer", "rich", "yaml"),
     ),
-    "megascale_checkpoint.export.dcp": (
-        *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
-        "torch",
+    **dict.fromkeys(
+        ("megascale_checkpoint.export.dcp", "megascale_checkpoint.export.megatron"),
+        (
+            *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
+            *("numpy", "torch"),
+        ),
     ),
     **dict.fromkeys(
         (
@@ -57,6 +60,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_trainer", "megascale_kernels", "torch", "numpy", "tokenizers"),
         *PURE,
     ),
+    "megascale_trainer.telemetry.trackers": (
+        *("megascale_trainer", "torch", "wandb", "mlflow"),
+        *PURE,
+    ),
+    "megascale_trainer.launch": ("megascale_trainer", "torch", "yaml", *PURE),
     "megascale_trainer.commands": ("megascale_trainer", "typer", "rich", *PURE),
 }
 FORBIDDEN = ("megascale_common.job.wire",)  # to all but itself and what is not listed

@@ -10,7 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from megascale_checkpoint.slots import SlotSeal, SlotTable
 from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_trainer.snapshot_schedule import (
+    LEAVE,
     MUST_SKIP,
+    REPLICA_BUSY,
     STORE_BUSY,
     Cadence,
     SnapshotSchedule,
@@ -210,10 +212,10 @@ def test_seals_follow_the_order_of_the_steps() -> None:
     assert [found.step if found else None for found in sealed] == [1, 2, None]
 
 
-def test_both_counts_of_a_vote_survive_the_sum_over_all_ranks() -> None:
-    total = sum([MUST_SKIP] * 12_288 + [STORE_BUSY] * 12_288)
-    assert Votes.of(total) == Votes(12_288, 12_288)
-    assert float(total) == total
+def test_all_counts_of_a_vote_survive_the_sum_over_all_ranks() -> None:
+    total = sum([MUST_SKIP] * 12_288 + [STORE_BUSY] * 12_287 + [REPLICA_BUSY] * 12_286 + [LEAVE])
+    assert Votes.of(total) == Votes(12_288, 12_287, 12_286, leave=True)
+    assert float(total) == total and float(total - 1) == total - 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.harness.training import tiny_job
 from megascale_common.job.config import from_accepted
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
+from megascale_trainer.replica_rounds import ReplicaRounds
 from megascale_trainer.snapshot import Snapshotter
 
 STEPS = 24
@@ -26,6 +27,7 @@ class Slots:
         self.reserved: set[int] = set()
         self.taken: list[int] = []
         self.skipped: list[int] = []
+        self.replicas = ReplicaRounds(enabled=False)
 
     def reserve(self, step: int) -> int:
         if step in self.busy:
@@ -40,7 +42,7 @@ class Slots:
     def ask_ahead(self, step: int) -> None:
         assert step not in self.reserved
 
-    def take(self, step: int, small_state: dict[str, Any], *, votes: int, persist: bool) -> bool:
+    def take(self, step: int, small_state: dict[str, Any], *, votes: int, **how: bool) -> bool:
         self.reserved.discard(step)
         (self.skipped if votes else self.taken).append(step)
         return not votes

@@ -16,16 +16,24 @@ import pytest
 import yaml
 from tests.harness.bad_jobs import good_job
 from tests.harness.command_line import command
-from tests.harness.snippets import RUN_IN_A_CLUSTER, Block, all_blocks, commands_in_prose
+from tests.harness.snippets import (
+    RUN_IN_A_CLUSTER,
+    RUN_ON_THREE_MEMBERS,
+    Block,
+    all_blocks,
+    commands_in_prose,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = "tests/unit/test_how_to.py compares each line with the source"
 INSTALLED = "it installs into the environment; "
+RUN = (*RUN_IN_A_CLUSTER, *RUN_ON_THREE_MEMBERS)
 # (page, words of the block): why nothing here runs it.
 LEFT_OUT = {
+    ("README.md", "torchrun --nproc-per-node 8"): "integration/test_by_hand.py runs it on CPUs",
+    ("README.md", ">>> SIGKILL to torchrun"): "what `make train` prints",
     ("README.md", "0.000 s  PLACED"): "tests/chaos/test_demo.py compares it with a real demo",
     ("docs/goodput.md", "goodput since start"): "formulas",
-    ("docs/operations.md", "NEW_FOLDER"): "tests/integration/test_operators.py restores so",
     ("docs/how-to/add-a-cli-command.md", "pip install ."): INSTALLED
     + "tests/unit/test_cli_added_command.py installs the package of the page elsewhere",
     ("docs/how-to/add-a-diagnostic.md", "pip install ."): INSTALLED
@@ -58,13 +66,13 @@ CONSOLE = [block for block in BLOCKS if block.first.startswith("$ ")]
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_is_run_or_left_out_for_a_reason(block: Block) -> None:
     checked = block in MAKE + CONSOLE or block.language in ("python", "toml", "yaml")
-    assert checked or is_in(LEFT_OUT, block) or is_in(RUN_IN_A_CLUSTER, block), (
+    assert checked or is_in(LEFT_OUT, block) or is_in(RUN, block), (
         f"{block}: nothing runs this block; add it to the tests, or to LEFT_OUT with the reason"
     )
 
 
 def test_no_reason_is_left_over() -> None:
-    for page, words in (*LEFT_OUT, *RUN_IN_A_CLUSTER):
+    for page, words in (*LEFT_OUT, *RUN):
         found = [each for each in BLOCKS if each.page == page and words in each.code]
         assert len(found) == 1, (page, words)
 

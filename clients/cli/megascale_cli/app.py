@@ -102,6 +102,7 @@ def _panels() -> dict[str, tuple[Callable[..., None], ...]]:
             orders.drain,
             nodes.evict,
             orders.policy,
+            orders.quota,
             orders.reset_breaker,
             nodes.cluster,
             version,

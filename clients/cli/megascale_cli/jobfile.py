@@ -25,9 +25,29 @@ _UNITS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 
 
 def init(
-    preset: Annotated[
-        Literal["tiny", "1b", "7b"], typer.Option(help="tiny runs on a laptop's CPU.")
+    model: Annotated[
+        Literal[
+            "tiny",
+            "llama3-1b",
+            "llama3-8b",
+            "llama3-70b",
+            "qwen3-8b",
+            "gpt-1b",
+            "gpt-7b",
+            "gpt-13b",
+            "gpt-30b",
+            "gpt-175b",
+        ],
+        typer.Option(help="tiny runs on a laptop's CPU, gpt-175b is the MegaScale paper's."),
     ] = "tiny",
+    from_hf: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-hf",
+            metavar="FOLDER",
+            help="Start from this Hugging Face model; its weights are imported beside the file.",
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; - is stdout.")
     ] = Path("job.yaml"),
@@ -37,12 +57,16 @@ def init(
 ) -> None:
     """Write a job file with every field, its meaning and its default.
 
-    Example: [bold]megascale init --preset tiny --output job.yaml[/bold]
+    Example: [bold]megascale init --model llama3-8b --output job.yaml[/bold]
     """
-    name = name or _name(output, preset)
+    name = name or _name(output, model)
     try:
-        text = load_function("init")(preset, name)
-    except ValueError as error:
+        imported = None
+        if from_hf is not None:
+            _check_free(output, overwrite)
+            imported = _import(from_hf, output)
+        text = load_function("init")(model, name, imported)
+    except (ValueError, InvalidRequest) as error:
         raise fail(InvalidRequest(str(error)), as_json) from None
     if str(output) == "-":
         print(text, end="")
@@ -58,11 +82,33 @@ def init(
             InvalidRequest(f"{output} cannot be written: {error.strerror}"), as_json
         ) from None
     if as_json:
-        print_json({"file": str(output), "name": name, "preset": preset})
+        print_json({"file": str(output), "name": name, "model": model})
     else:
         console.print(
             f"{output} is written; next: megascale plan {output}", markup=False, soft_wrap=True
         )
+
+
+def _check_free(output: Path, overwrite: bool) -> None:
+    """Refuse before an import what would be refused after it."""
+    if str(output) == "-":
+        raise InvalidRequest("--from-hf imports beside the file: give --output FILE, not -")
+    if output.exists() and not overwrite:
+        remedy = "add --overwrite to replace it, or give another --output"
+        raise InvalidRequest(f"{output} exists already; {remedy}")
+
+
+def _import(folder: Path, output: Path) -> dict[str, Any]:
+    """Import a model as a checkpoint beside ``output``; what the job file needs of it."""
+    uri = str(output.absolute().with_suffix("")) + "-imported"
+    try:
+        facts: dict[str, Any] = load_function("import_model")(folder, uri)
+    except InvalidRequest:
+        raise
+    except Exception as error:  # the checkpoint package's own errors, which name field and remedy
+        raise InvalidRequest(str(error)) from error
+    tokenizer = folder.absolute() / "tokenizer.json"
+    return {**facts, "load_uri": uri, "tokenizer": str(tokenizer)}
 
 
 def plan(
@@ -142,7 +188,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if "nodes" in facts:
         lines.append(
             f"devices      {facts['world_size']} ranks: {_plural(facts['nodes'], 'node')} of "
-            f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare"
+            f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare "
+            f"(the rule of recovery.spares: auto asks for {facts['spare_nodes_advised']})"
         )
     for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
         lines.append(f"{'' if stage else 'memory':<12} {_memory(stage, need)}")
@@ -197,7 +244,7 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-def _name(output: Path, preset: str) -> str:
-    """A job's name made from the file's: a DNS-1123 label, or the preset if nothing is left."""
+def _name(output: Path, model: str) -> str:
+    """A job's name made from the file's: a DNS-1123 label, or the model's if nothing is left."""
     stem = re.sub(r"[^a-z0-9]+", "-", output.stem.lower()).strip("-")[:63].strip("-")
-    return stem or preset
+    return stem or model

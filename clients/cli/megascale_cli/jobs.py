@@ -232,6 +232,14 @@ def events(
             help="Name of a job, or jobs/NAME, or nodes/NAME; default: the whole cluster.",
         ),
     ] = "",
+    older: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Also lines that only etcd and the driver's export have: of a job, or without "
+            "NAME those of no job.",
+        ),
+    ] = False,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Continue with new events until Ctrl-C.")
     ] = False,
@@ -245,10 +253,15 @@ def events(
     Example: [bold]megascale events nodes/n2 --follow[/bold]
     """
     subject = f"jobs/{name}" if name and "/" not in name else name
+    if older and (follow or subject.startswith("nodes/")):
+        raise typer.BadParameter(
+            "it lists the log of one job, without --follow", param_hint="--all"
+        )
+    subject = subject or ("cluster" if older else "")
 
     async def action(client: AsyncClient) -> None:
         any_event = False
-        async for event in _events(client, subject, follow):
+        async for event in _events(client, subject, follow=follow, older=older):
             any_event = True
             if as_json:
                 print_json(event)
@@ -272,11 +285,11 @@ async def _require(client: AsyncClient, subject: str) -> None:
 
 
 async def _events(
-    client: AsyncClient, subject: str, follow: bool
+    client: AsyncClient, subject: str, *, follow: bool, older: bool
 ) -> AsyncIterator[types_pb2.Event]:
     """The events so far, then with ``follow`` the new ones."""
     if not follow:
-        async for event in client.events(subject):
+        async for event in client.events(subject, older=older):
             yield event
         return
     # The stream starts before the list is read, so no event is lost in between; an event that is in

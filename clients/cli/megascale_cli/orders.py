@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from megascale.v1 import driver_pb2
 from megascale_cli.exits import fail, with_client
 from megascale_cli.options import (
     MAX_NUMBER,
@@ -163,6 +164,59 @@ async def _list_rules(client: AsyncClient, as_json: bool) -> None:
         return
     rows = ((each.name, short(PolicyMode(each.mode)), escape(each.effect)) for each in rules)
     print_table(("RULE", "MODE", "WHEN ENFORCED"), rows, empty="the driver has no rules")
+
+
+def quota(
+    tenant: Annotated[
+        str | None, typer.Argument(metavar="TENANT", help="Its name; without it, list all.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Argument(metavar="DEVICES", help="What its jobs may hold at once.")
+    ] = None,
+    default: Annotated[
+        bool, typer.Option("--default", help="Go back to what the drivers were started with.")
+    ] = False,
+    reason: Annotated[str, typer.Option(help="The reason, for the audit log.")] = "",
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """List the tenants, or bound the devices that the jobs of one hold at once; running jobs go on.
+
+    Example: [bold]megascale quota research 64 --reason "the new cluster"[/bold]
+    """
+    if tenant is not None and (devices is None) != default:
+        raise typer.BadParameter("give DEVICES, or --default, and not both", param_hint="DEVICES")
+
+    async def action(client: AsyncClient) -> None:
+        if tenant is None:
+            await _list_tenants(client, as_json)
+            return
+        answer = await client.set_quota(tenant, devices, reason=reason, validate_only=check)
+        if as_json:
+            print_json(answer)
+            return
+        verb = "would be changed" if check else f"has a quota of {_devices(answer.tenant)}"
+        console.print(f"tenant [bold]{tenant}[/bold] {verb}; {escape(answer.consequence)}")
+
+    with_client(action, cluster, as_json)
+
+
+async def _list_tenants(client: AsyncClient, as_json: bool) -> None:
+    tenants = (await client.cluster_info()).tenants
+    if as_json:
+        for each in tenants:
+            print_json(each)
+        return
+    rows = (
+        (each.name, _devices(each), str(each.devices_held), "set" if each.set else "default")
+        for each in tenants
+    )
+    print_table(("TENANT", "QUOTA", "HELD", "FROM"), rows, empty="no tenant has a quota or a job")
+
+
+def _devices(tenant: driver_pb2.Tenant) -> str:
+    return str(tenant.quota) if tenant.HasField("quota") else "not limited"
 
 
 def reset_breaker(

@@ -76,6 +76,7 @@ FUNCTIONS = {
     "storage_problem": Plugin(
         "", "megascale_checkpoint.storage.reach:storage_problem", "checkpoint"
     ),
+    "import_model": Plugin("", "megascale_checkpoint.export.commands:import_for_job", "checkpoint"),
     "open_storage": Plugin("", "megascale_checkpoint.storage:open_storage", "checkpoint"),
 }
 

@@ -306,9 +306,17 @@ class AsyncClient(OrderCalls):
         )
         return [CheckResult(check) for check in answer.checks]
 
-    async def events(self, subject: str = "") -> AsyncIterator[types_pb2.Event]:
-        """The audit log of ``jobs/NAME``, of ``nodes/NAME`` or of the cluster. Raises NotFound."""
+    async def events(
+        self, subject: str = "", *, older: bool = False
+    ) -> AsyncIterator[types_pb2.Event]:
+        """The audit log of ``jobs/NAME``, ``nodes/NAME``, ``cluster`` (what is no job's) or all.
+
+        ``older``: of ``jobs/NAME`` and ``cluster`` also the lines that only etcd and the driver's
+        export have. Raises NotFound; InvalidRequest for older lines that cannot be read.
+        """
         request = driver_pb2.ListEventsRequest(subject=subject, page_size=PAGE_SIZE)
+        if older:
+            request.page_token = f"0.{subject.partition('/')[2]}"
         async for page in self._connection.pages(
             "ListEvents", request, driver_pb2.ListEventsResponse
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
-from megascale_client.connection import Connection
+from megascale_client.connection import Answer, Connection
 from megascale_client.errors import InvalidJob, InvalidRequest
 from megascale_client.messages import (
     CordonNodeResponse,
@@ -20,16 +20,38 @@ from megascale_client.messages import (
 )
 from megascale_client.repetition import request_id
 
+Order = (
+    driver_pb2.CancelJobRequest
+    | driver_pb2.SuspendJobRequest
+    | driver_pb2.ResumeJobRequest
+    | driver_pb2.DeleteJobRequest
+    | driver_pb2.RestartJobRequest
+    | driver_pb2.UpdateJobRequest
+    | driver_pb2.EvictNodeRequest
+    | driver_pb2.CordonNodeRequest
+    | driver_pb2.UncordonNodeRequest
+    | driver_pb2.DrainNodeRequest
+    | driver_pb2.SetPolicyRequest
+    | driver_pb2.SetQuotaRequest
+    | driver_pb2.ResetBreakerRequest
+)
+
 
 class OrderCalls:
     """The part of :class:`megascale_client.AsyncClient` that changes something."""
 
     _connection: Connection
 
+    async def _order(self, request: Order, answer: type[Answer]) -> Answer:
+        """Send an order, under an id by which the driver knows a repetition."""
+        request.request_id = request_id()
+        method = request.DESCRIPTOR.name.removesuffix("Request")
+        return await self._connection.unary(method, request, answer)
+
     async def cancel(self, name: str, reason: str) -> Job:
         """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
-        request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=request_id())
-        answer = await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)
+        request = driver_pb2.CancelJobRequest(name=name, reason=reason)
+        answer = await self._order(request, driver_pb2.CancelJobResponse)
         return Job(answer.job)
 
     async def suspend(
@@ -42,29 +64,23 @@ class OrderCalls:
         has ended).
         """
         request = driver_pb2.SuspendJobRequest(
-            name=name, reason=reason, request_id=request_id(), validate_only=validate_only
+            name=name, reason=reason, validate_only=validate_only
         )
-        answer = await self._connection.unary("SuspendJob", request, driver_pb2.SuspendJobResponse)
-        return SuspendJobResponse(answer)
+        return SuspendJobResponse(await self._order(request, driver_pb2.SuspendJobResponse))
 
     async def resume(
         self, name: str, reason: str, *, validate_only: bool = False
     ) -> ResumeJobResponse:
         """Let a suspended job have nodes again. Raises NotFound, NotPossible (it has ended)."""
-        request = driver_pb2.ResumeJobRequest(
-            name=name, reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary("ResumeJob", request, driver_pb2.ResumeJobResponse)
-        return ResumeJobResponse(answer)
+        request = driver_pb2.ResumeJobRequest(name=name, reason=reason, validate_only=validate_only)
+        return ResumeJobResponse(await self._order(request, driver_pb2.ResumeJobResponse))
 
     async def delete(
         self, name: str, reason: str, *, validate_only: bool = False
     ) -> driver_pb2.DeleteJobResponse:
         """Forget an ended job; its checkpoints stay. Raises NotFound, NotPossible (it runs)."""
-        request = driver_pb2.DeleteJobRequest(
-            name=name, reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        return await self._connection.unary("DeleteJob", request, driver_pb2.DeleteJobResponse)
+        request = driver_pb2.DeleteJobRequest(name=name, reason=reason, validate_only=validate_only)
+        return await self._order(request, driver_pb2.DeleteJobResponse)
 
     async def restart(
         self,
@@ -82,11 +98,9 @@ class OrderCalls:
         checkpoint), NotPossible (it has succeeded), InvalidRequest.
         """
         request = driver_pb2.RestartJobRequest(
-            name=name, reason=reason, request_id=request_id(), validate_only=validate_only,
-            from_step=from_step, now=now,
-        )  # fmt: skip
-        answer = await self._connection.unary("RestartJob", request, driver_pb2.RestartJobResponse)
-        return RestartJobResponse(answer)
+            name=name, reason=reason, validate_only=validate_only, from_step=from_step, now=now
+        )
+        return RestartJobResponse(await self._order(request, driver_pb2.RestartJobResponse))
 
     async def update(
         self,
@@ -102,13 +116,10 @@ class OrderCalls:
         InvalidJob, NotFound, NotPossible (it has succeeded).
         """
         request = driver_pb2.UpdateJobRequest(
-            spec=spec, reason=reason, request_id=request_id(), validate_only=validate_only,
-            restart=restart,
-        )  # fmt: skip
+            spec=spec, reason=reason, validate_only=validate_only, restart=restart
+        )
         try:
-            answer = await self._connection.unary(
-                "UpdateJob", request, driver_pb2.UpdateJobResponse
-            )
+            answer = await self._order(request, driver_pb2.UpdateJobResponse)
         except InvalidRequest as error:
             if not error.problems:
                 raise
@@ -126,63 +137,62 @@ class OrderCalls:
         request = driver_pb2.EvictNodeRequest(
             name=node,
             reason=reason,
-            request_id=request_id(),
             validate_only=validate_only,
             now=now,
         )
-        answer = await self._connection.unary("EvictNode", request, driver_pb2.EvictNodeResponse)
-        return EvictNodeResponse(answer)
+        return EvictNodeResponse(await self._order(request, driver_pb2.EvictNodeResponse))
 
     async def cordon(
         self, node: str, reason: str, *, validate_only: bool = False
     ) -> CordonNodeResponse:
         """Keep new work off a node; what runs there continues. Raises NotFound, NotPossible."""
         request = driver_pb2.CordonNodeRequest(
-            name=node, reason=reason, request_id=request_id(), validate_only=validate_only
+            name=node, reason=reason, validate_only=validate_only
         )
-        answer = await self._connection.unary("CordonNode", request, driver_pb2.CordonNodeResponse)
-        return CordonNodeResponse(answer)
+        return CordonNodeResponse(await self._order(request, driver_pb2.CordonNodeResponse))
 
     async def uncordon(
         self, node: str, reason: str, *, validate_only: bool = False
     ) -> UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
         request = driver_pb2.UncordonNodeRequest(
-            name=node, reason=reason, request_id=request_id(), validate_only=validate_only
+            name=node, reason=reason, validate_only=validate_only
         )
-        answer = await self._connection.unary(
-            "UncordonNode", request, driver_pb2.UncordonNodeResponse
-        )
-        return UncordonNodeResponse(answer)
+        return UncordonNodeResponse(await self._order(request, driver_pb2.UncordonNodeResponse))
 
     async def drain(
         self, node: str, reason: str, *, validate_only: bool = False
     ) -> DrainNodeResponse:
         """Empty a node: its job saves, leaves it and goes on elsewhere. Raises NotFound."""
-        request = driver_pb2.DrainNodeRequest(
-            name=node, reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary("DrainNode", request, driver_pb2.DrainNodeResponse)
-        return DrainNodeResponse(answer)
+        request = driver_pb2.DrainNodeRequest(name=node, reason=reason, validate_only=validate_only)
+        return DrainNodeResponse(await self._order(request, driver_pb2.DrainNodeResponse))
 
     async def set_policy(
         self, rule: str, mode: PolicyMode | str, reason: str, *, validate_only: bool = False
     ) -> SetPolicyResponse:
         """Have a rule of the driver observed or enforced. Raises InvalidRequest."""
         request = driver_pb2.SetPolicyRequest(
-            rule=rule, reason=reason, request_id=request_id(), validate_only=validate_only,
+            rule=rule, reason=reason, validate_only=validate_only,
             mode=types_pb2.PolicyMode.ValueType(PolicyMode.of(mode)),
         )  # fmt: skip
-        answer = await self._connection.unary("SetPolicy", request, driver_pb2.SetPolicyResponse)
-        return SetPolicyResponse(answer)
+        return SetPolicyResponse(await self._order(request, driver_pb2.SetPolicyResponse))
+
+    async def set_quota(
+        self, tenant: str, devices: int | None, reason: str, *, validate_only: bool = False
+    ) -> driver_pb2.SetQuotaResponse:
+        """Bound the devices that a tenant's jobs hold at once; None: the driver's default.
+
+        Jobs that run go on. Raises InvalidRequest.
+        """
+        request = driver_pb2.SetQuotaRequest(
+            tenant=tenant, devices=devices, reason=reason,
+            validate_only=validate_only,
+        )  # fmt: skip
+        return await self._order(request, driver_pb2.SetQuotaResponse)
 
     async def reset_breaker(
         self, reason: str, *, validate_only: bool = False
     ) -> driver_pb2.ResetBreakerResponse:
         """Have the driver enforce inferred verdicts again, after its breaker has tripped."""
-        request = driver_pb2.ResetBreakerRequest(
-            reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        return await self._connection.unary(
-            "ResetBreaker", request, driver_pb2.ResetBreakerResponse
-        )
+        request = driver_pb2.ResetBreakerRequest(reason=reason, validate_only=validate_only)
+        return await self._order(request, driver_pb2.ResetBreakerResponse)

@@ -204,9 +204,13 @@ class Client:
         """
         return self._loop.run(self._client.diagnose(node, checks))
 
-    def events(self, subject: str = "") -> Iterator[types_pb2.Event]:
-        """The audit log of ``jobs/NAME``, of ``nodes/NAME`` or of the cluster. Raises NotFound."""
-        return self._loop.iterate(self._client.events(subject))
+    def events(self, subject: str = "", *, older: bool = False) -> Iterator[types_pb2.Event]:
+        """The audit log of ``jobs/NAME``, ``nodes/NAME``, ``cluster`` (what is no job's) or all.
+
+        ``older``: of ``jobs/NAME`` and ``cluster`` also the lines that only etcd and the driver's
+        export have. Raises NotFound; InvalidRequest for older lines that cannot be read.
+        """
+        return self._loop.iterate(self._client.events(subject, older=older))
 
     def watch_events(
         self, subject: str = "", *, resume_token: str = ""
@@ -363,6 +367,17 @@ class Client:
         """Have a rule of the driver observed or enforced. Raises InvalidRequest."""
         return self._loop.run(
             self._client.set_policy(rule, mode, reason, validate_only=validate_only)
+        )
+
+    def set_quota(
+        self, tenant: str, devices: int | None, reason: str, *, validate_only: bool = False
+    ) -> driver_pb2.SetQuotaResponse:
+        """Bound the devices that a tenant's jobs hold at once; None: the driver's default.
+
+        Jobs that run go on. Raises InvalidRequest.
+        """
+        return self._loop.run(
+            self._client.set_quota(tenant, devices, reason, validate_only=validate_only)
         )
 
     def reset_breaker(

@@ -24,9 +24,10 @@ from megascale_kernels.activation import Activation
 from megascale_kernels.attention import AttentionMask, attention
 from megascale_kernels.fused.activation import write_activation, write_gradients
 from megascale_kernels.fused.amax import amax_slot, note_amax
+from megascale_kernels.fused.head_norm import norm_and_turn
 from megascale_kernels.fused.rotary import read_heads, read_plain, write_head_gradients, write_plain
 from megascale_kernels.parameter import Parameter
-from megascale_kernels.rotary import Heads, RotaryTable
+from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable
 
 
 def block_inner(
@@ -36,19 +37,26 @@ def block_inner(
     activation: Activation | None,
     rotary: RotaryTable | None,
     mask: AttentionMask,
+    norms: HeadNorms | None = None,
     *,
     find_amax: bool = False,
 ) -> torch.Tensor:
     """Fused :func:`megascale_kernels.block_inner.block_inner`, of float32 or bf16.
+
+    Where heads are normalised, that turns them too; else they are turned as they are read.
 
     Args:
         find_amax: note the result's largest magnitude on it, and in backward the gradient's.
     """
     slot = amax_slot(inputs.device) if find_amax else None
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
+    turned = rotary if norms is None else None
     q, k, v, joined = _Open.apply(  # type: ignore[no-untyped-call]
-        inputs, value, main_grad, heads, activation, rotary, mask.by_position, find_amax
+        inputs, value, main_grad, heads, activation, turned, mask.by_position, find_amax
     )
+    if norms is not None:
+        q = norm_and_turn(q, norms.query, norms.epsilon, rotary)
+        k = norm_and_turn(k, norms.key, norms.epsilon, rotary)
     attended = attention(q, k, v, mask)
     # Detached: the gradients of inputs and bias come from _Open alone; _Close has no edge to them.
     constant = None if value is None else value.detach()

@@ -39,6 +39,7 @@ class OpenAttemptRequest(google.protobuf.message.Message):
     KEEP_LATEST_FIELD_NUMBER: builtins.int
     KEEP_EVERY_STEPS_FIELD_NUMBER: builtins.int
     KEEP_EVERY_HOURS_FIELD_NUMBER: builtins.int
+    LOAD_WEIGHTS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     uri: builtins.str
@@ -63,6 +64,8 @@ class OpenAttemptRequest(google.protobuf.message.Message):
     """See keep_latest."""
     keep_every_hours: builtins.float
     """See keep_latest."""
+    load_weights: builtins.bool
+    """Take the parameters of load_uri alone: the plan's step is 0."""
     @property
     def refused_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Steps that were found damaged before; they are passed over."""
@@ -86,9 +89,10 @@ class OpenAttemptRequest(google.protobuf.message.Message):
         keep_latest: builtins.int = ...,
         keep_every_steps: builtins.int = ...,
         keep_every_hours: builtins.float = ...,
+        load_weights: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["epoch", b"epoch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "job", b"job", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "refused_steps", b"refused_steps", "sealed_by_attempt", b"sealed_by_attempt", "sealed_step", b"sealed_step", "uri", b"uri", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "job", b"job", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "load_weights", b"load_weights", "refused_steps", b"refused_steps", "sealed_by_attempt", b"sealed_by_attempt", "sealed_step", b"sealed_step", "uri", b"uri", "world_size", b"world_size"]) -> None: ...
 
 Global___OpenAttemptRequest: typing_extensions.TypeAlias = OpenAttemptRequest
 

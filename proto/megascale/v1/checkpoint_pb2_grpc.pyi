@@ -174,8 +174,8 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - INVALID_ARGUMENT (NO_FOLDER): no folder can be created at the uri: a file is in the way, the
       name is too long, or the file system takes none.
     - NOT_FOUND (NOT_FOUND): load_uri holds no complete checkpoint to start from.
-    - FAILED_PRECONDITION (SUPERSEDED): a later attempt was opened, or a driver of a later epoch has
-      called.
+    - FAILED_PRECONDITION (SUPERSEDED): a later attempt was opened, whose number is the metadata's
+      `attempt`, or a driver of a later epoch has called.
     - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
     - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
     - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
@@ -283,8 +283,8 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (NO_FOLDER): no folder can be created at the uri: a file is in the way, the
           name is too long, or the file system takes none.
         - NOT_FOUND (NOT_FOUND): load_uri holds no complete checkpoint to start from.
-        - FAILED_PRECONDITION (SUPERSEDED): a later attempt was opened, or a driver of a later epoch has
-          called.
+        - FAILED_PRECONDITION (SUPERSEDED): a later attempt was opened, whose number is the metadata's
+          `attempt`, or a driver of a later epoch has called.
         - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.

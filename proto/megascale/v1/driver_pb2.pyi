@@ -1408,6 +1408,95 @@ class SetPolicyResponse(google.protobuf.message.Message):
 Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
 
 @typing.final
+class SetQuotaRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Name of the tenant, as in the identity of its jobs; "default" is that of jobs without one."""
+    devices: builtins.int
+    """Devices that all jobs of the tenant may hold at once, 0 or more; absent: the driver's default."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        devices: builtins.int | None = ...,
+        reason: builtins.str = ...,
+        request_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_devices", b"_devices", "devices", b"devices"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_devices", b"_devices", "devices", b"devices", "reason", b"reason", "request_id", b"request_id", "tenant", b"tenant", "validate_only", b"validate_only"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_devices", b"_devices"]) -> typing.Literal["devices"] | None: ...
+
+Global___SetQuotaRequest: typing_extensions.TypeAlias = SetQuotaRequest
+
+@typing.final
+class SetQuotaResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What changes, in one sentence."""
+    @property
+    def tenant(self) -> Global___Tenant:
+        """The tenant as it stands, or would."""
+
+    def __init__(
+        self,
+        *,
+        tenant: Global___Tenant | None = ...,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["tenant", b"tenant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "tenant", b"tenant"]) -> None: ...
+
+Global___SetQuotaResponse: typing_extensions.TypeAlias = SetQuotaResponse
+
+@typing.final
+class Tenant(google.protobuf.message.Message):
+    """Who owns jobs, and what they may hold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    QUOTA_FIELD_NUMBER: builtins.int
+    DEVICES_HELD_FIELD_NUMBER: builtins.int
+    SET_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the tenant."""
+    quota: builtins.int
+    """Devices that its jobs may hold at once; absent: not limited."""
+    devices_held: builtins.int
+    """Devices that its jobs hold now."""
+    set: builtins.bool
+    """Whether the quota was set by SetQuota; else it is the driver's default."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        quota: builtins.int | None = ...,
+        devices_held: builtins.int = ...,
+        set: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_quota", b"_quota", "quota", b"quota"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_quota", b"_quota", "devices_held", b"devices_held", "name", b"name", "quota", b"quota", "set", b"set"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_quota", b"_quota"]) -> typing.Literal["quota"] | None: ...
+
+Global___Tenant: typing_extensions.TypeAlias = Tenant
+
+@typing.final
 class ResetBreakerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1668,11 +1757,16 @@ class ListEventsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     subject: builtins.str
-    """jobs/NAME, nodes/NAME for the events about a node, or empty for the whole cluster."""
+    """jobs/NAME, nodes/NAME for the events about a node, `cluster` for those of no job, or empty for
+    all.
+    """
     page_size: builtins.int
     """Events per page; default 100, at most 1000."""
     page_token: builtins.str
-    """next_page_token of the previous page, valid at every driver; empty: the first page."""
+    """next_page_token of the previous page, valid at every driver; empty: the first page of the lines
+    that the driver holds. `0.NAME` with subject jobs/NAME, and `0.` with subject `cluster`: the
+    first page of all lines that can be read.
+    """
     def __init__(
         self,
         *,
@@ -1823,6 +1917,7 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     JOBS_RUNNING_FIELD_NUMBER: builtins.int
     RULES_FIELD_NUMBER: builtins.int
     BREAKER_TRIPPED_AT_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
     cluster: builtins.str
     """Name of the cluster."""
     leader: builtins.str
@@ -1849,6 +1944,10 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     def breaker_tripped_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """Since when inferred verdicts are held back by the breaker; absent while they are not."""
 
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tenant]:
+        """Tenants that have a quota or hold devices, by name."""
+
     def __init__(
         self,
         *,
@@ -1861,8 +1960,9 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
         jobs_running: builtins.int = ...,
         rules: collections.abc.Iterable[Global___PolicyRule] | None = ...,
         breaker_tripped_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        tenants: collections.abc.Iterable[Global___Tenant] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "epoch", b"epoch", "leader_since", b"leader_since"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive", "rules", b"rules"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive", "rules", b"rules", "tenants", b"tenants"]) -> None: ...
 
 Global___GetClusterInfoResponse: typing_extensions.TypeAlias = GetClusterInfoResponse

@@ -163,6 +163,11 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.FromString,
                 _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/megascale.v1.DriverService/SetQuota',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.SetQuotaResponse.FromString,
+                _registered_method=True)
         self.ResetBreaker = channel.unary_unary(
                 '/megascale.v1.DriverService/ResetBreaker',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerRequest.SerializeToString,
@@ -199,7 +204,7 @@ class DriverServiceServicer(object):
         with its problem and the remedy.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
-        - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
         """
@@ -213,6 +218,7 @@ class DriverServiceServicer(object):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,6 +242,7 @@ class DriverServiceServicer(object):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - INVALID_ARGUMENT (BAD_REQUEST): resume_token is not one that WatchJob returned.
         - OUT_OF_RANGE (TOKEN_EXPIRED): the updates that follow resume_token are no longer held. Watch
         without a token and read the missed events with ListEvents.
@@ -253,6 +260,7 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -273,6 +281,7 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
         - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
         lost.
@@ -293,6 +302,7 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -303,7 +313,8 @@ class DriverServiceServicer(object):
 
     def DeleteJob(self, request, context):
         """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
-        ranks stay. Its name may be used again, with another checkpoint.uri.
+        ranks stay. Its name may be used again, with another checkpoint.uri. A job whose stored rows
+        cannot be read is forgotten in any phase; its workers stop.
 
         Callers: client, operator
         Errors:
@@ -330,6 +341,7 @@ class DriverServiceServicer(object):
         request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
         - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
@@ -353,6 +365,7 @@ class DriverServiceServicer(object):
         is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -371,6 +384,7 @@ class DriverServiceServicer(object):
         request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
         - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress;
         CancelProfile gives it up.
@@ -398,6 +412,7 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (NO_PROFILE): no profile of the job is in progress.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -413,6 +428,7 @@ class DriverServiceServicer(object):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -514,12 +530,15 @@ class DriverServiceServicer(object):
     def ListEvents(self, request, context):
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
         A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
-        5,000 of the cluster's log and 500 of each job's.
+        5,000 of the cluster's log and 500 of each job's. Older lines of one log, a job's or the
+        cluster's own, are read from etcd and from the driver's export, if page_token names them.
 
         Callers: client, operator
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): the subject, page_size or page_token is malformed.
-        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held.
+        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, and the list is
+        not of one log; or it has left etcd, and the message says where to look for the export.
+        - UNAVAILABLE (ETCD_SILENT): older lines are asked for, and etcd does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -546,6 +565,7 @@ class DriverServiceServicer(object):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): lines is out of range, or the job has no such rank.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - NOT_FOUND (ATTEMPT_NOT_FOUND): the job has no such attempt, or none yet.
         - NOT_FOUND (NODE_NOT_FOUND): the driver has no record of the node that ran the rank.
         - NOT_FOUND, INVALID_ARGUMENT (REFUSED_BY_NODE): the node has no such log.
@@ -563,6 +583,7 @@ class DriverServiceServicer(object):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative, or page_token is malformed.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - INVALID_ARGUMENT (REFUSED_BY_NODE): the daemon does not support the checkpoint folder.
         - UNAVAILABLE (NODE_UNREACHABLE): no daemon that was called answers, or storage fails.
         - UNAVAILABLE (NO_NODE): no node is alive.
@@ -579,6 +600,22 @@ class DriverServiceServicer(object):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
         request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
+        the driver's --quota again. Jobs that run go on, also above a lower quota.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
+        reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -733,6 +770,11 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.SetQuotaRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.SetQuotaResponse.SerializeToString,
             ),
             'ResetBreaker': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetBreaker,
@@ -1402,6 +1444,33 @@ class DriverService(object):
             '/megascale.v1.DriverService/SetPolicy',
             megascale_dot_v1_dot_driver__pb2.SetPolicyRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/SetQuota',
+            megascale_dot_v1_dot_driver__pb2.SetQuotaRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.SetQuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,

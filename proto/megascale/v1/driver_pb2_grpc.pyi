@@ -409,6 +409,22 @@ _DriverServiceSetPolicyType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceSetQuotaType = typing_extensions.TypeVar(
+    '_DriverServiceSetQuotaType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+)
+
 _DriverServiceResetBreakerType = typing_extensions.TypeVar(
     '_DriverServiceResetBreakerType',
     grpc.UnaryUnaryMultiCallable[
@@ -441,7 +457,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -552,6 +568,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.SetPolicyResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetQuotaRequest,
+            megascale.v1.driver_pb2.SetQuotaResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ResetBreakerRequest,
             megascale.v1.driver_pb2.ResetBreakerResponse,
         ],
@@ -660,6 +680,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.SetPolicyResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetQuotaRequest,
+            megascale.v1.driver_pb2.SetQuotaResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ResetBreakerRequest,
             megascale.v1.driver_pb2.ResetBreakerResponse,
         ],
@@ -681,7 +705,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       with its problem and the remedy.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
-    - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
     """
@@ -692,6 +716,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Callers: client, operator
     Errors:
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     """
 
     ListJobs: _DriverServiceListJobsType
@@ -709,6 +734,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Callers: client, operator
     Errors:
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - INVALID_ARGUMENT (BAD_REQUEST): resume_token is not one that WatchJob returned.
     - OUT_OF_RANGE (TOKEN_EXPIRED): the updates that follow resume_token are no longer held. Watch
       without a token and read the missed events with ListEvents.
@@ -723,6 +749,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -740,6 +767,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
     - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
       lost.
@@ -757,6 +785,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -764,7 +793,8 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
 
     DeleteJob: _DriverServiceDeleteJobType
     """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
-    ranks stay. Its name may be used again, with another checkpoint.uri.
+    ranks stay. Its name may be used again, with another checkpoint.uri. A job whose stored rows
+    cannot be read is forgotten in any phase; its workers stop.
 
     Callers: client, operator
     Errors:
@@ -788,6 +818,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
     - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
     - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
@@ -808,6 +839,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -823,6 +855,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
     - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress;
       CancelProfile gives it up.
@@ -847,6 +880,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (BAD_REQUEST): the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (NO_PROFILE): no profile of the job is in progress.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -859,6 +893,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Callers: client, operator
     Errors:
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     """
 
     ListNodes: _DriverServiceListNodesType
@@ -939,12 +974,15 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     ListEvents: _DriverServiceListEventsType
     """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
     A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
-    5,000 of the cluster's log and 500 of each job's.
+    5,000 of the cluster's log and 500 of each job's. Older lines of one log, a job's or the
+    cluster's own, are read from etcd and from the driver's export, if page_token names them.
 
     Callers: client, operator
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): the subject, page_size or page_token is malformed.
-    - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held.
+    - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, and the list is
+      not of one log; or it has left etcd, and the message says where to look for the export.
+    - UNAVAILABLE (ETCD_SILENT): older lines are asked for, and etcd does not answer.
     """
 
     WatchEvents: _DriverServiceWatchEventsType
@@ -965,6 +1003,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): lines is out of range, or the job has no such rank.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - NOT_FOUND (ATTEMPT_NOT_FOUND): the job has no such attempt, or none yet.
     - NOT_FOUND (NODE_NOT_FOUND): the driver has no record of the node that ran the rank.
     - NOT_FOUND, INVALID_ARGUMENT (REFUSED_BY_NODE): the node has no such log.
@@ -979,6 +1018,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative, or page_token is malformed.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - INVALID_ARGUMENT (REFUSED_BY_NODE): the daemon does not support the checkpoint folder.
     - UNAVAILABLE (NODE_UNREACHABLE): no daemon that was called answers, or storage fails.
     - UNAVAILABLE (NO_NODE): no node is alive.
@@ -992,6 +1032,19 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
       request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    SetQuota: _DriverServiceSetQuotaType
+    """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
+    the driver's --quota again. Jobs that run go on, also above a lower quota.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
+      reason is missing, or the request_id is malformed.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
@@ -1113,6 +1166,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
         megascale.v1.driver_pb2.SetPolicyResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetQuotaRequest,
+        megascale.v1.driver_pb2.SetQuotaResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ResetBreakerRequest,
         megascale.v1.driver_pb2.ResetBreakerResponse,
     ],
@@ -1151,7 +1208,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           with its problem and the remedy.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
-        - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
         """
@@ -1167,6 +1224,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         """
 
     @abc.abstractmethod
@@ -1194,6 +1252,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - INVALID_ARGUMENT (BAD_REQUEST): resume_token is not one that WatchJob returned.
         - OUT_OF_RANGE (TOKEN_EXPIRED): the updates that follow resume_token are no longer held. Watch
           without a token and read the missed events with ListEvents.
@@ -1213,6 +1272,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
@@ -1235,6 +1295,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
         - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
           lost.
@@ -1257,6 +1318,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
@@ -1269,7 +1331,8 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[megascale.v1.driver_pb2.DeleteJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.DeleteJobResponse]]:
         """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
-        ranks stay. Its name may be used again, with another checkpoint.uri.
+        ranks stay. Its name may be used again, with another checkpoint.uri. A job whose stored rows
+        cannot be read is forgotten in any phase; its workers stop.
 
         Callers: client, operator
         Errors:
@@ -1298,6 +1361,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
         - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
@@ -1323,6 +1387,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
@@ -1343,6 +1408,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
         - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress;
           CancelProfile gives it up.
@@ -1372,6 +1438,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (NO_PROFILE): no profile of the job is in progress.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
@@ -1389,6 +1456,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Callers: client, operator
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         """
 
     @abc.abstractmethod
@@ -1504,12 +1572,15 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[megascale.v1.driver_pb2.ListEventsResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ListEventsResponse]]:
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
         A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
-        5,000 of the cluster's log and 500 of each job's.
+        5,000 of the cluster's log and 500 of each job's. Older lines of one log, a job's or the
+        cluster's own, are read from etcd and from the driver's export, if page_token names them.
 
         Callers: client, operator
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): the subject, page_size or page_token is malformed.
-        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held.
+        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, and the list is
+          not of one log; or it has left etcd, and the message says where to look for the export.
+        - UNAVAILABLE (ETCD_SILENT): older lines are asked for, and etcd does not answer.
         """
 
     @abc.abstractmethod
@@ -1540,6 +1611,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): lines is out of range, or the job has no such rank.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - NOT_FOUND (ATTEMPT_NOT_FOUND): the job has no such attempt, or none yet.
         - NOT_FOUND (NODE_NOT_FOUND): the driver has no record of the node that ran the rank.
         - NOT_FOUND, INVALID_ARGUMENT (REFUSED_BY_NODE): the node has no such log.
@@ -1559,6 +1631,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative, or page_token is malformed.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - INVALID_ARGUMENT (REFUSED_BY_NODE): the daemon does not support the checkpoint folder.
         - UNAVAILABLE (NODE_UNREACHABLE): no daemon that was called answers, or storage fails.
         - UNAVAILABLE (NO_NODE): no node is alive.
@@ -1577,6 +1650,24 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
           request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def SetQuota(
+        self,
+        request: megascale.v1.driver_pb2.SetQuotaRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.SetQuotaResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SetQuotaResponse]]:
+        """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
+        the driver's --quota again. Jobs that run go on, also above a lower quota.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
+          reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.

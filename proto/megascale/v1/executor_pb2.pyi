@@ -104,6 +104,62 @@ class RunNodeDiagnosticsResponse(google.protobuf.message.Message):
 Global___RunNodeDiagnosticsResponse: typing_extensions.TypeAlias = RunNodeDiagnosticsResponse
 
 @typing.final
+class CheckGroupRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_RANK_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
+    STORE_ENDPOINT_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    first_rank: builtins.int
+    """Rank of this node's first device in the group; the others follow."""
+    world_size: builtins.int
+    """Devices of all nodes of the group."""
+    store_endpoint: builtins.str
+    """Where rank 0 listens, host:port; empty on its own node."""
+    incarnation: builtins.str
+    """The agent that is meant; empty: any."""
+    @property
+    def devices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """This node's devices that take part; empty: all."""
+
+    def __init__(
+        self,
+        *,
+        first_rank: builtins.int = ...,
+        world_size: builtins.int = ...,
+        devices: collections.abc.Iterable[builtins.int] | None = ...,
+        store_endpoint: builtins.str = ...,
+        incarnation: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["devices", b"devices", "first_rank", b"first_rank", "incarnation", b"incarnation", "store_endpoint", b"store_endpoint", "world_size", b"world_size"]) -> None: ...
+
+Global___CheckGroupRequest: typing_extensions.TypeAlias = CheckGroupRequest
+
+@typing.final
+class CheckGroupResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STORE_ENDPOINT_FIELD_NUMBER: builtins.int
+    CHECKS_FIELD_NUMBER: builtins.int
+    store_endpoint: builtins.str
+    """In the first message of rank 0's node: where the other nodes meet it."""
+    @property
+    def checks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.types_pb2.CheckResult]:
+        """In the last message: the results, one for each check and device."""
+
+    def __init__(
+        self,
+        *,
+        store_endpoint: builtins.str = ...,
+        checks: collections.abc.Iterable[megascale.v1.types_pb2.CheckResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checks", b"checks", "store_endpoint", b"store_endpoint"]) -> None: ...
+
+Global___CheckGroupResponse: typing_extensions.TypeAlias = CheckGroupResponse
+
+@typing.final
 class TailWorkerLogsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

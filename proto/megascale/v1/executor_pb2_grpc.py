@@ -48,6 +48,11 @@ class ExecutorServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_executor__pb2.RunNodeDiagnosticsRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_executor__pb2.RunNodeDiagnosticsResponse.FromString,
                 _registered_method=True)
+        self.CheckGroup = channel.unary_stream(
+                '/megascale.v1.ExecutorService/CheckGroup',
+                request_serializer=megascale_dot_v1_dot_executor__pb2.CheckGroupRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_executor__pb2.CheckGroupResponse.FromString,
+                _registered_method=True)
         self.TailWorkerLogs = channel.unary_stream(
                 '/megascale.v1.ExecutorService/TailWorkerLogs',
                 request_serializer=megascale_dot_v1_dot_executor__pb2.TailWorkerLogsRequest.SerializeToString,
@@ -84,6 +89,22 @@ class ExecutorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckGroup(self, request, context):
+        """Checks this node together with others: compute on its devices, then an all-reduce of a known
+        payload among the devices of all nodes of a group. The node of rank 0 first answers where the
+        others meet it; every node ends with its results. A call that breaks ends the check.
+
+        Callers: driver, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the node has no such device, or the ranks do not fit.
+        - FAILED_PRECONDITION (NODE_BUSY): the node has an attempt.
+        - FAILED_PRECONDITION (NODE_RESTARTED): the agent was restarted since.
+        - ABORTED (PREEMPTED): the node was given an attempt before the check ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TailWorkerLogs(self, request, context):
         """Streams the log of one rank that runs or ran on this node.
 
@@ -108,6 +129,11 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
                     servicer.RunNodeDiagnostics,
                     request_deserializer=megascale_dot_v1_dot_executor__pb2.RunNodeDiagnosticsRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_executor__pb2.RunNodeDiagnosticsResponse.SerializeToString,
+            ),
+            'CheckGroup': grpc.unary_stream_rpc_method_handler(
+                    servicer.CheckGroup,
+                    request_deserializer=megascale_dot_v1_dot_executor__pb2.CheckGroupRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_executor__pb2.CheckGroupResponse.SerializeToString,
             ),
             'TailWorkerLogs': grpc.unary_stream_rpc_method_handler(
                     servicer.TailWorkerLogs,
@@ -173,6 +199,33 @@ class ExecutorService(object):
             '/megascale.v1.ExecutorService/RunNodeDiagnostics',
             megascale_dot_v1_dot_executor__pb2.RunNodeDiagnosticsRequest.SerializeToString,
             megascale_dot_v1_dot_executor__pb2.RunNodeDiagnosticsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/megascale.v1.ExecutorService/CheckGroup',
+            megascale_dot_v1_dot_executor__pb2.CheckGroupRequest.SerializeToString,
+            megascale_dot_v1_dot_executor__pb2.CheckGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

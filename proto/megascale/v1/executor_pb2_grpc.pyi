@@ -57,6 +57,22 @@ _ExecutorServiceRunNodeDiagnosticsType = typing_extensions.TypeVar(
     ],
 )
 
+_ExecutorServiceCheckGroupType = typing_extensions.TypeVar(
+    '_ExecutorServiceCheckGroupType',
+    grpc.UnaryStreamMultiCallable[
+        megascale.v1.executor_pb2.CheckGroupRequest,
+        megascale.v1.executor_pb2.CheckGroupResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        megascale.v1.executor_pb2.CheckGroupRequest,
+        megascale.v1.executor_pb2.CheckGroupResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        megascale.v1.executor_pb2.CheckGroupRequest,
+        megascale.v1.executor_pb2.CheckGroupResponse,
+    ],
+)
+
 _ExecutorServiceTailWorkerLogsType = typing_extensions.TypeVar(
     '_ExecutorServiceTailWorkerLogsType',
     grpc.UnaryStreamMultiCallable[
@@ -73,7 +89,7 @@ _ExecutorServiceTailWorkerLogsType = typing_extensions.TypeVar(
     ],
 )
 
-class ExecutorServiceStub(typing.Generic[_ExecutorServiceGetNodeStatusType, _ExecutorServiceRunNodeDiagnosticsType, _ExecutorServiceTailWorkerLogsType]):
+class ExecutorServiceStub(typing.Generic[_ExecutorServiceGetNodeStatusType, _ExecutorServiceRunNodeDiagnosticsType, _ExecutorServiceCheckGroupType, _ExecutorServiceTailWorkerLogsType]):
     """Served by the agent of every node.
 
     Errors:
@@ -91,6 +107,10 @@ class ExecutorServiceStub(typing.Generic[_ExecutorServiceGetNodeStatusType, _Exe
             megascale.v1.executor_pb2.RunNodeDiagnosticsResponse,
         ],
         grpc.UnaryStreamMultiCallable[
+            megascale.v1.executor_pb2.CheckGroupRequest,
+            megascale.v1.executor_pb2.CheckGroupResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
             megascale.v1.executor_pb2.TailWorkerLogsRequest,
             megascale.v1.executor_pb2.TailWorkerLogsResponse,
         ],
@@ -105,6 +125,10 @@ class ExecutorServiceStub(typing.Generic[_ExecutorServiceGetNodeStatusType, _Exe
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.executor_pb2.RunNodeDiagnosticsRequest,
             megascale.v1.executor_pb2.RunNodeDiagnosticsResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            megascale.v1.executor_pb2.CheckGroupRequest,
+            megascale.v1.executor_pb2.CheckGroupResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
             megascale.v1.executor_pb2.TailWorkerLogsRequest,
@@ -128,6 +152,19 @@ class ExecutorServiceStub(typing.Generic[_ExecutorServiceGetNodeStatusType, _Exe
     - ABORTED (PREEMPTED): the node was given an attempt before the checks ended.
     """
 
+    CheckGroup: _ExecutorServiceCheckGroupType
+    """Checks this node together with others: compute on its devices, then an all-reduce of a known
+    payload among the devices of all nodes of a group. The node of rank 0 first answers where the
+    others meet it; every node ends with its results. A call that breaks ends the check.
+
+    Callers: driver, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the node has no such device, or the ranks do not fit.
+    - FAILED_PRECONDITION (NODE_BUSY): the node has an attempt.
+    - FAILED_PRECONDITION (NODE_RESTARTED): the agent was restarted since.
+    - ABORTED (PREEMPTED): the node was given an attempt before the check ended.
+    """
+
     TailWorkerLogs: _ExecutorServiceTailWorkerLogsType
     """Streams the log of one rank that runs or ran on this node.
 
@@ -145,6 +182,10 @@ ExecutorServiceAsyncStub: typing_extensions.TypeAlias = ExecutorServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.executor_pb2.RunNodeDiagnosticsRequest,
         megascale.v1.executor_pb2.RunNodeDiagnosticsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        megascale.v1.executor_pb2.CheckGroupRequest,
+        megascale.v1.executor_pb2.CheckGroupResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         megascale.v1.executor_pb2.TailWorkerLogsRequest,
@@ -183,6 +224,24 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the node has no check of that name.
         - FAILED_PRECONDITION (NODE_BUSY): the node has an attempt.
         - ABORTED (PREEMPTED): the node was given an attempt before the checks ended.
+        """
+
+    @abc.abstractmethod
+    def CheckGroup(
+        self,
+        request: megascale.v1.executor_pb2.CheckGroupRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[megascale.v1.executor_pb2.CheckGroupResponse], collections.abc.AsyncIterator[megascale.v1.executor_pb2.CheckGroupResponse]]:
+        """Checks this node together with others: compute on its devices, then an all-reduce of a known
+        payload among the devices of all nodes of a group. The node of rank 0 first answers where the
+        others meet it; every node ends with its results. A call that breaks ends the check.
+
+        Callers: driver, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the node has no such device, or the ranks do not fit.
+        - FAILED_PRECONDITION (NODE_BUSY): the node has an attempt.
+        - FAILED_PRECONDITION (NODE_RESTARTED): the agent was restarted since.
+        - ABORTED (PREEMPTED): the node was given an attempt before the check ended.
         """
 
     @abc.abstractmethod

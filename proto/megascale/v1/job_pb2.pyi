@@ -109,6 +109,32 @@ POSITIONS_LEARNED: Positions.ValueType  # 2
 """A learned table of sequence_length rows."""
 Global___Positions: typing_extensions.TypeAlias = Positions
 
+class _RopeScalingKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RopeScalingKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RopeScalingKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ROPE_SCALING_KIND_UNSPECIFIED: _RopeScalingKind.ValueType  # 0
+    ROPE_SCALING_KIND_NONE: _RopeScalingKind.ValueType  # 1
+    """They stay as rope_theta gives them."""
+    ROPE_SCALING_KIND_LINEAR: _RopeScalingKind.ValueType  # 2
+    """All are divided by the factor."""
+    ROPE_SCALING_KIND_LLAMA3: _RopeScalingKind.ValueType  # 3
+    """Low ones are divided by the factor, high ones stay, those between are blended: Llama 3.1."""
+
+class RopeScalingKind(_RopeScalingKind, metaclass=_RopeScalingKindEnumTypeWrapper):
+    """How rotary frequencies are changed."""
+
+ROPE_SCALING_KIND_UNSPECIFIED: RopeScalingKind.ValueType  # 0
+ROPE_SCALING_KIND_NONE: RopeScalingKind.ValueType  # 1
+"""They stay as rope_theta gives them."""
+ROPE_SCALING_KIND_LINEAR: RopeScalingKind.ValueType  # 2
+"""All are divided by the factor."""
+ROPE_SCALING_KIND_LLAMA3: RopeScalingKind.ValueType  # 3
+"""Low ones are divided by the factor, high ones stay, those between are blended: Llama 3.1."""
+Global___RopeScalingKind: typing_extensions.TypeAlias = RopeScalingKind
+
 class _Precision:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -257,6 +283,28 @@ TOKENIZER_KIND_BPE: TokenizerKind.ValueType  # 2
 """Byte-level BPE in a Hugging Face tokenizers file."""
 Global___TokenizerKind: typing_extensions.TypeAlias = TokenizerKind
 
+class _CheckpointLoad:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CheckpointLoadEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CheckpointLoad.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHECKPOINT_LOAD_UNSPECIFIED: _CheckpointLoad.ValueType  # 0
+    CHECKPOINT_LOAD_FULL: _CheckpointLoad.ValueType  # 1
+    """Everything: it goes on at the step of the checkpoint, with its optimizer and its data."""
+    CHECKPOINT_LOAD_WEIGHTS: _CheckpointLoad.ValueType  # 2
+    """The parameters alone: all else begins anew at step 0, as for fine-tuning."""
+
+class CheckpointLoad(_CheckpointLoad, metaclass=_CheckpointLoadEnumTypeWrapper):
+    """What a job takes from another one's checkpoint."""
+
+CHECKPOINT_LOAD_UNSPECIFIED: CheckpointLoad.ValueType  # 0
+CHECKPOINT_LOAD_FULL: CheckpointLoad.ValueType  # 1
+"""Everything: it goes on at the step of the checkpoint, with its optimizer and its data."""
+CHECKPOINT_LOAD_WEIGHTS: CheckpointLoad.ValueType  # 2
+"""The parameters alone: all else begins anew at step 0, as for fine-tuning."""
+Global___CheckpointLoad: typing_extensions.TypeAlias = CheckpointLoad
+
 class _CheckpointInterval:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -301,6 +349,28 @@ DIVERGENCE_ACTION_CONTINUE: DivergenceAction.ValueType  # 2
 """The job goes on; the event is logged once for each time that it diverges."""
 Global___DivergenceAction: typing_extensions.TypeAlias = DivergenceAction
 
+class _SpareRule:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SpareRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SpareRule.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SPARE_RULE_UNSPECIFIED: _SpareRule.ValueType  # 0
+    SPARE_RULE_COUNT: _SpareRule.ValueType  # 1
+    """`spare_nodes`."""
+    SPARE_RULE_AUTO: _SpareRule.ValueType  # 2
+    """The binomial rule."""
+
+class SpareRule(_SpareRule, metaclass=_SpareRuleEnumTypeWrapper):
+    """What decides how many spares stand by for a job."""
+
+SPARE_RULE_UNSPECIFIED: SpareRule.ValueType  # 0
+SPARE_RULE_COUNT: SpareRule.ValueType  # 1
+"""`spare_nodes`."""
+SPARE_RULE_AUTO: SpareRule.ValueType  # 2
+"""The binomial rule."""
+Global___SpareRule: typing_extensions.TypeAlias = SpareRule
+
 @typing.final
 class JobSpec(google.protobuf.message.Message):
     """A training job."""
@@ -331,6 +401,7 @@ class JobSpec(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
     RECOVERY_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """DNS-1123 label; the job's key everywhere. Required."""
     tenant: builtins.str
@@ -355,6 +426,10 @@ class JobSpec(google.protobuf.message.Message):
     def recovery(self) -> Global___RecoverySpec:
         """What happens after a fault."""
 
+    @property
+    def code(self) -> Global___CodeSpec:
+        """Code of the job's own."""
+
     def __init__(
         self,
         *,
@@ -366,15 +441,43 @@ class JobSpec(google.protobuf.message.Message):
         trainer: Global___TrainerSpec | None = ...,
         checkpoint: Global___CheckpointSpec | None = ...,
         recovery: Global___RecoverySpec | None = ...,
+        code: Global___CodeSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "labels", b"labels", "name", b"name", "owner", b"owner", "priority", b"priority", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "code", b"code", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "code", b"code", "labels", b"labels", "name", b"name", "owner", b"owner", "priority", b"priority", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tenant", b"_tenant"]) -> typing.Literal["tenant"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["workload", b"workload"]) -> typing.Literal["trainer"] | None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
+
+@typing.final
+class CodeSpec(google.protobuf.message.Message):
+    """Code of the job's own, beside what is installed on the nodes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    SHA256_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """Absolute path of a folder that all nodes see, such as one that `pip install --target` filled. It
+    comes first where the job's processes look for modules. Each attempt begins with the files as
+    they are then; empty: what is installed.
+    """
+    sha256: builtins.str
+    """Digest of the folder; a node whose files differ refuses the attempt and names its digest. Empty:
+    not compared.
+    """
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        sha256: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "sha256", b"sha256"]) -> None: ...
+
+Global___CodeSpec: typing_extensions.TypeAlias = CodeSpec
 
 @typing.final
 class TrainerSpec(google.protobuf.message.Message):
@@ -470,6 +573,10 @@ class ModelSpec(google.protobuf.message.Message):
     NORM_EPSILON_FIELD_NUMBER: builtins.int
     INITIALIZER_STD_FIELD_NUMBER: builtins.int
     LAYER_WINDOWS_FIELD_NUMBER: builtins.int
+    HEAD_DIM_FIELD_NUMBER: builtins.int
+    ATTENTION_BIAS_FIELD_NUMBER: builtins.int
+    QK_NORM_FIELD_NUMBER: builtins.int
+    ROPE_SCALING_FIELD_NUMBER: builtins.int
     layers: builtins.int
     """Transformer layers. Required."""
     hidden_size: builtins.int
@@ -499,18 +606,28 @@ class ModelSpec(google.protobuf.message.Message):
     rope_theta: builtins.float
     """Base of the rotary frequencies; default 10000."""
     tie_embeddings: builtins.bool
-    """Share embedding and head; default false."""
+    """Embedding and head are one table, also where they are on two pipeline stages; default false."""
     window: builtins.int
     """Sliding-window width in tokens; default 0 = full causal attention."""
     norm_epsilon: builtins.float
     """Added to the variance in norms; default 1e-5."""
     initializer_std: builtins.float
     """Standard deviation of the initial weights; default 0.02."""
+    head_dim: builtins.int
+    """Width of an attention head; default hidden_size / heads."""
+    attention_bias: builtins.bool
+    """Bias of q, k and v, as in Qwen 2; default false. With bias: true they have one anyway."""
+    qk_norm: builtins.bool
+    """RMSNorm of every head of q and of k, before positions, as in Qwen 3; default false."""
     @property
     def layer_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Window of each layer, one number per layer (0: full causal attention); default: window in all
         of them.
         """
+
+    @property
+    def rope_scaling(self) -> Global___RopeScalingSpec:
+        """Change of the rotary frequencies for longer sequences."""
 
     def __init__(
         self,
@@ -534,13 +651,21 @@ class ModelSpec(google.protobuf.message.Message):
         norm_epsilon: builtins.float | None = ...,
         initializer_std: builtins.float | None = ...,
         layer_windows: collections.abc.Iterable[builtins.int] | None = ...,
+        head_dim: builtins.int | None = ...,
+        attention_bias: builtins.bool | None = ...,
+        qk_norm: builtins.bool | None = ...,
+        rope_scaling: Global___RopeScalingSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_bias", b"_bias", "_ffn_size", b"_ffn_size", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "bias", b"bias", "ffn_size", b"ffn_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "rope_theta", b"rope_theta", "tie_embeddings", b"tie_embeddings", "window", b"window"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bias", b"_bias", "_ffn_size", b"_ffn_size", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "bias", b"bias", "block", b"block", "ffn_size", b"ffn_size", "heads", b"heads", "hidden_size", b"hidden_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "layer_windows", b"layer_windows", "layers", b"layers", "mlp", b"mlp", "norm", b"norm", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "positions", b"positions", "rope_theta", b"rope_theta", "sequence_length", b"sequence_length", "tie_embeddings", b"tie_embeddings", "vocab_size", b"vocab_size", "window", b"window"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "tie_embeddings", b"tie_embeddings", "window", b"window"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "block", b"block", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "heads", b"heads", "hidden_size", b"hidden_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "layer_windows", b"layer_windows", "layers", b"layers", "mlp", b"mlp", "norm", b"norm", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "positions", b"positions", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "sequence_length", b"sequence_length", "tie_embeddings", b"tie_embeddings", "vocab_size", b"vocab_size", "window", b"window"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_attention_bias", b"_attention_bias"]) -> typing.Literal["attention_bias"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bias", b"_bias"]) -> typing.Literal["bias"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ffn_size", b"_ffn_size"]) -> typing.Literal["ffn_size"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_head_dim", b"_head_dim"]) -> typing.Literal["head_dim"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_initializer_std", b"_initializer_std"]) -> typing.Literal["initializer_std"] | None: ...
     @typing.overload
@@ -550,6 +675,8 @@ class ModelSpec(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_norm_epsilon", b"_norm_epsilon"]) -> typing.Literal["norm_epsilon"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_qk_norm", b"_qk_norm"]) -> typing.Literal["qk_norm"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rope_theta", b"_rope_theta"]) -> typing.Literal["rope_theta"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tie_embeddings", b"_tie_embeddings"]) -> typing.Literal["tie_embeddings"] | None: ...
@@ -557,6 +684,53 @@ class ModelSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_window", b"_window"]) -> typing.Literal["window"] | None: ...
 
 Global___ModelSpec: typing_extensions.TypeAlias = ModelSpec
+
+@typing.final
+class RopeScalingSpec(google.protobuf.message.Message):
+    """How rotary frequencies differ from those of rope_theta, as models that were extended to longer
+    sequences need it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    FACTOR_FIELD_NUMBER: builtins.int
+    LOW_FREQUENCY_FACTOR_FIELD_NUMBER: builtins.int
+    HIGH_FREQUENCY_FACTOR_FIELD_NUMBER: builtins.int
+    ORIGINAL_SEQUENCE_LENGTH_FIELD_NUMBER: builtins.int
+    kind: Global___RopeScalingKind.ValueType
+    """Default none."""
+    factor: builtins.float
+    """Low frequencies are divided by it (linear: all are); default 1."""
+    low_frequency_factor: builtins.float
+    """llama3: wavelengths above original_sequence_length / low_frequency_factor are divided by factor;
+    default 1.
+    """
+    high_frequency_factor: builtins.float
+    """llama3: wavelengths below original_sequence_length / high_frequency_factor stay; default 4."""
+    original_sequence_length: builtins.int
+    """llama3: tokens of the sequences that the model was first trained on; default 8192."""
+    def __init__(
+        self,
+        *,
+        kind: Global___RopeScalingKind.ValueType = ...,
+        factor: builtins.float | None = ...,
+        low_frequency_factor: builtins.float | None = ...,
+        high_frequency_factor: builtins.float | None = ...,
+        original_sequence_length: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_factor", b"_factor", "_high_frequency_factor", b"_high_frequency_factor", "_low_frequency_factor", b"_low_frequency_factor", "_original_sequence_length", b"_original_sequence_length", "factor", b"factor", "high_frequency_factor", b"high_frequency_factor", "low_frequency_factor", b"low_frequency_factor", "original_sequence_length", b"original_sequence_length"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_factor", b"_factor", "_high_frequency_factor", b"_high_frequency_factor", "_low_frequency_factor", b"_low_frequency_factor", "_original_sequence_length", b"_original_sequence_length", "factor", b"factor", "high_frequency_factor", b"high_frequency_factor", "kind", b"kind", "low_frequency_factor", b"low_frequency_factor", "original_sequence_length", b"original_sequence_length"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_factor", b"_factor"]) -> typing.Literal["factor"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_high_frequency_factor", b"_high_frequency_factor"]) -> typing.Literal["high_frequency_factor"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_low_frequency_factor", b"_low_frequency_factor"]) -> typing.Literal["low_frequency_factor"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_original_sequence_length", b"_original_sequence_length"]) -> typing.Literal["original_sequence_length"] | None: ...
+
+Global___RopeScalingSpec: typing_extensions.TypeAlias = RopeScalingSpec
 
 @typing.final
 class ParallelismSpec(google.protobuf.message.Message):
@@ -925,18 +1099,35 @@ class TelemetrySpec(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENSORBOARD_FIELD_NUMBER: builtins.int
+    WANDB_FIELD_NUMBER: builtins.int
+    MLFLOW_FIELD_NUMBER: builtins.int
     tensorboard: builtins.bool
-    """Write the step records as TensorBoard event files into the attempt's folder on the node of rank
-    0; default false.
+    """Write the step records as TensorBoard event files into the job's folder on the node of rank 0,
+    in one folder for all attempts; default false.
+    """
+    wandb: builtins.bool
+    """Give the step records to Weights & Biases; offline, into the job's folder on the node of rank
+    0, unless WANDB_MODE is set there. Needs the extra `trackers`; default false.
+    """
+    mlflow: builtins.bool
+    """Give the step records to MLflow: to MLFLOW_TRACKING_URI of the node of rank 0, else as files
+    into the job's folder. Needs the extra `trackers`; default false.
     """
     def __init__(
         self,
         *,
         tensorboard: builtins.bool | None = ...,
+        wandb: builtins.bool | None = ...,
+        mlflow: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_tensorboard", b"_tensorboard", "tensorboard", b"tensorboard"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_tensorboard", b"_tensorboard", "tensorboard", b"tensorboard"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_mlflow", b"_mlflow"]) -> typing.Literal["mlflow"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tensorboard", b"_tensorboard"]) -> typing.Literal["tensorboard"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_wandb", b"_wandb"]) -> typing.Literal["wandb"] | None: ...
 
 Global___TelemetrySpec: typing_extensions.TypeAlias = TelemetrySpec
 
@@ -1052,6 +1243,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     INTERVAL_FIELD_NUMBER: builtins.int
     DEVICE_MTBF_HOURS_FIELD_NUMBER: builtins.int
     MAX_STEP_SLOWDOWN_FIELD_NUMBER: builtins.int
+    LOAD_FIELD_NUMBER: builtins.int
     uri: builtins.str
     """Where the job's checkpoints are: an absolute path, file:///path, s3://bucket/prefix,
     hdfs://host:port/path, or a scheme that a package on the nodes adds; empty: none.
@@ -1059,8 +1251,9 @@ class CheckpointSpec(google.protobuf.message.Message):
     interval_steps: builtins.int
     """Persist a snapshot after every so many steps, and the one of the last step; 0: only the last."""
     slots: builtins.int
-    """Staging slots per rank, 2 to 6; default: where memory allows three, with snapshots at every
-    second step four and at every step five, else fewer. With fewer, more snapshots are skipped.
+    """Staging slots per rank, 2 to 8; default: where memory allows three, with snapshots at every
+    second step four and at every step five, and two more with replicas; else fewer. With fewer,
+    more snapshots are skipped.
     """
     load_uri: builtins.str
     """Folder of another job's checkpoints. The job starts from the newest complete one, in any
@@ -1098,7 +1291,9 @@ class CheckpointSpec(google.protobuf.message.Message):
     """
     replicas: builtins.int
     """Copies of each snapshot in the memory of another node, 0 or 1; default 0. With 1 the loss of a
-    node costs no read from storage; each node keeps two more slots for each rank of another.
+    node costs no read from storage; each node keeps two more slots for each rank of another, and
+    two for each of its own. Where a copy takes longer than the time between two snapshots, all
+    ranks copy the same ones of them.
     """
     max_replicate_mib_per_s: builtins.float
     """Most MiB per second that a node sends to the node with its replicas, 1 or more; 0: no limit."""
@@ -1116,6 +1311,8 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Share by which steps may take longer while a checkpoint is written to storage; above it the
     write is slowed down, to an eighth of its speed at most. Default 0.05; 0: never slowed down.
     """
+    load: Global___CheckpointLoad.ValueType
+    """What is taken from `load_uri`; default full."""
     def __init__(
         self,
         *,
@@ -1136,9 +1333,10 @@ class CheckpointSpec(google.protobuf.message.Message):
         interval: Global___CheckpointInterval.ValueType = ...,
         device_mtbf_hours: builtins.float | None = ...,
         max_step_slowdown: builtins.float | None = ...,
+        load: Global___CheckpointLoad.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours", "_final_timeout_s", b"_final_timeout_s", "_max_step_slowdown", b"_max_step_slowdown", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "device_mtbf_hours", b"device_mtbf_hours", "final_timeout_s", b"final_timeout_s", "max_step_slowdown", b"max_step_slowdown", "require_final", b"require_final", "slots", b"slots", "verify_d2h", b"verify_d2h"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours", "_final_timeout_s", b"_final_timeout_s", "_max_step_slowdown", b"_max_step_slowdown", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "device_mtbf_hours", b"device_mtbf_hours", "final_timeout_s", b"final_timeout_s", "interval", b"interval", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "max_step_slowdown", b"max_step_slowdown", "max_write_mib_per_s", b"max_write_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours", "_final_timeout_s", b"_final_timeout_s", "_max_step_slowdown", b"_max_step_slowdown", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "device_mtbf_hours", b"device_mtbf_hours", "final_timeout_s", b"final_timeout_s", "interval", b"interval", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load", b"load", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "max_step_slowdown", b"max_step_slowdown", "max_write_mib_per_s", b"max_write_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_device_mtbf_hours", b"_device_mtbf_hours"]) -> typing.Literal["device_mtbf_hours"] | None: ...
     @typing.overload
@@ -1168,6 +1366,9 @@ class RecoverySpec(google.protobuf.message.Message):
     ON_NON_FINITE_FIELD_NUMBER: builtins.int
     LOSS_RISE_FACTOR_FIELD_NUMBER: builtins.int
     ON_LOSS_RISE_FIELD_NUMBER: builtins.int
+    SPARES_FIELD_NUMBER: builtins.int
+    REPAIR_HOURS_FIELD_NUMBER: builtins.int
+    SPARE_PROBABILITY_FIELD_NUMBER: builtins.int
     max_restarts: builtins.int
     """Restarts after faults of one cause within six hours; default 20."""
     max_restarts_without_progress: builtins.int
@@ -1188,6 +1389,15 @@ class RecoverySpec(google.protobuf.message.Message):
     """
     on_loss_rise: Global___DivergenceAction.ValueType
     """When the loss has risen for that long; default continue."""
+    spares: Global___SpareRule.ValueType
+    """What decides how many spares stand by; default count. With auto, without `spare_nodes`, they are
+    so many that they suffice with `spare_probability` while lost nodes are repaired (a binomial
+    rule; `checkpoint.device_mtbf_hours`, corrected by what the fleet has counted).
+    """
+    repair_hours: builtins.float
+    """Hours until a lost node is back; default 7.5. With `spares: auto`."""
+    spare_probability: builtins.float
+    """Probability, 0.5 or more, with which the spares suffice; default 0.99. With `spares: auto`."""
     def __init__(
         self,
         *,
@@ -1199,9 +1409,12 @@ class RecoverySpec(google.protobuf.message.Message):
         on_non_finite: Global___DivergenceAction.ValueType = ...,
         loss_rise_factor: builtins.float | None = ...,
         on_loss_rise: Global___DivergenceAction.ValueType = ...,
+        spares: Global___SpareRule.ValueType = ...,
+        repair_hours: builtins.float | None = ...,
+        spare_probability: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "on_loss_rise", b"on_loss_rise", "on_non_finite", b"on_non_finite", "spare_nodes", b"spare_nodes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "repair_hours", b"repair_hours", "spare_probability", b"spare_probability"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "on_loss_rise", b"on_loss_rise", "on_non_finite", b"on_non_finite", "repair_hours", b"repair_hours", "spare_nodes", b"spare_nodes", "spare_probability", b"spare_probability", "spares", b"spares"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_collective_timeout_s", b"_collective_timeout_s"]) -> typing.Literal["collective_timeout_s"] | None: ...
     @typing.overload
@@ -1212,5 +1425,9 @@ class RecoverySpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts_without_progress", b"_max_restarts_without_progress"]) -> typing.Literal["max_restarts_without_progress"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repair_hours", b"_repair_hours"]) -> typing.Literal["repair_hours"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_spare_probability", b"_spare_probability"]) -> typing.Literal["spare_probability"] | None: ...
 
 Global___RecoverySpec: typing_extensions.TypeAlias = RecoverySpec

@@ -550,7 +550,7 @@ class RestorePlan(google.protobuf.message.Message):
     source: megascale.v1.types_pb2.RestoreSource.ValueType
     """Where the state is."""
     step: builtins.int
-    """Step that is restored; 0 with source NONE."""
+    """Step that is restored; 0 with source NONE, and where only parameters are taken (load_uri)."""
     written_by_attempt: builtins.int
     """Attempt of this job that wrote the state; 0 where another job did (load_uri)."""
     manifest_uri: builtins.str
@@ -913,6 +913,7 @@ class Heartbeat(google.protobuf.message.Message):
     TRACES_FIELD_NUMBER: builtins.int
     CHECKPOINT_DAEMON_FIELD_NUMBER: builtins.int
     FINISHED_STEP_FIELD_NUMBER: builtins.int
+    LEAVE_FAILURE_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """Number of this heartbeat; counts from 1 for every start of the agent."""
     desired_version: builtins.int
@@ -985,6 +986,12 @@ class Heartbeat(google.protobuf.message.Message):
     def checkpoint_daemon(self) -> Global___CheckpointDaemonState:
         """The process of the node's checkpoint daemon."""
 
+    @property
+    def leave_failure(self) -> Global___LeaveFailure:
+        """The newest order to save and leave that the workers could not carry out; repeated until the
+        attempt ends. They train on.
+        """
+
     def __init__(
         self,
         *,
@@ -1008,11 +1015,34 @@ class Heartbeat(google.protobuf.message.Message):
         traces: collections.abc.Iterable[Global___TraceReport] | None = ...,
         checkpoint_daemon: Global___CheckpointDaemonState | None = ...,
         finished_step: builtins.int = ...,
+        leave_failure: Global___LeaveFailure | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "checkpoint_daemon", b"checkpoint_daemon", "epoch_seen", b"epoch_seen", "host", b"host", "sent_at", b"sent_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "finished_step", b"finished_step", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "checkpoint_daemon", b"checkpoint_daemon", "epoch_seen", b"epoch_seen", "host", b"host", "leave_failure", b"leave_failure", "sent_at", b"sent_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "finished_step", b"finished_step", "host", b"host", "job", b"job", "leave_failure", b"leave_failure", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
+
+@typing.final
+class LeaveFailure(google.protobuf.message.Message):
+    """An order to save and leave that failed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """Id of the order, as in the desired state."""
+    error: builtins.str
+    """Why the state could not be saved."""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "id", b"id"]) -> None: ...
+
+Global___LeaveFailure: typing_extensions.TypeAlias = LeaveFailure
 
 @typing.final
 class TraceReport(google.protobuf.message.Message):

@@ -74,6 +74,7 @@ class ExecutorLinkServiceServicer(object):
         - FAILED_PRECONDITION (PROTOCOL_MISMATCH): driver and agent have no link protocol version in
         common.
         - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
+        - UNAVAILABLE (TOO_MANY_LINKS): 32,768 links are open or being opened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +87,7 @@ class ExecutorLinkServiceServicer(object):
         Callers: node agent
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

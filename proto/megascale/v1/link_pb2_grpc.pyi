@@ -103,6 +103,7 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
     - FAILED_PRECONDITION (PROTOCOL_MISMATCH): driver and agent have no link protocol version in
       common.
     - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
+    - UNAVAILABLE (TOO_MANY_LINKS): 32,768 links are open or being opened.
     """
 
     ReportSteps: _ExecutorLinkServiceReportStepsType
@@ -112,6 +113,7 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
     Callers: node agent
     Errors:
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
     """
 
 ExecutorLinkServiceAsyncStub: typing_extensions.TypeAlias = ExecutorLinkServiceStub[
@@ -152,6 +154,7 @@ class ExecutorLinkServiceServicer(metaclass=abc.ABCMeta):
         - FAILED_PRECONDITION (PROTOCOL_MISMATCH): driver and agent have no link protocol version in
           common.
         - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
+        - UNAVAILABLE (TOO_MANY_LINKS): 32,768 links are open or being opened.
         """
 
     @abc.abstractmethod
@@ -166,6 +169,7 @@ class ExecutorLinkServiceServicer(metaclass=abc.ABCMeta):
         Callers: node agent
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
         """
 
 def add_ExecutorLinkServiceServicer_to_server(servicer: ExecutorLinkServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

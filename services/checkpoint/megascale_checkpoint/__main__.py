@@ -19,6 +19,7 @@ from megascale.v1 import checkpoint_pb2_grpc
 from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
+from megascale_checkpoint.hand_openings import HandOpenings
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.local_server import LocalServer
 from megascale_checkpoint.metrics import CheckpointMetrics
@@ -77,7 +78,8 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
     service = CheckpointService(jobs, committer, replicas.endpoint)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
     try:
-        local = LocalServer(options.socket, jobs)
+        openings = HandOpenings(committer, jobs)
+        local = LocalServer(options.socket, jobs, openings)
     except OSError as error:
         raise OptionError(
             f"--socket: {options.socket} cannot be used ({error.strerror or error}): "
@@ -87,7 +89,7 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
     try:
         if options.metrics_bind:
             await metrics.start(options.metrics_bind, options.metrics_address_file)
-        address = await _start(server, options.address_file)
+        address = openings.endpoint = await _start(server, options.address_file)
         folders = {"run_folder": str(options.run_folder), "staging": str(staging.path)}
         log.info("checkpoint daemon ready", node=options.node, address=address, **folders)
         accepting = asyncio.create_task(local.serve())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -42,20 +42,17 @@ def piece_checksums(layout: ShardLayout, image: memoryview) -> tuple[str, ...]:
 
 def shares(layout: ShardLayout, count: int) -> list[list[int]]:
     """The pieces' indices in ``count`` shares of about equal bytes: one for each thread."""
+    return balanced([piece.size_bytes for piece in layout.pieces], count)
+
+
+def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The indices of ``sizes`` in at most ``count`` shares of about equal sums."""
     heaps = [(0, number, list[int]()) for number in range(max(1, count))]
-    sizes = [piece.size_bytes for piece in layout.pieces]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         total, number, share = heaps[0]
         share.append(index)
         heapq.heapreplace(heaps, (total + sizes[index], number, share))
     return [share for _, _, share in heaps if share]
-
-
-def share_checksums(
-    layout: ShardLayout, image: memoryview, share: list[int]
-) -> list[tuple[int, str]]:
-    """Index and checksum of the pieces of one share."""
-    return [(index, checksum(piece_view(layout.pieces[index], image))) for index in share]
 
 
 def verify_image(

@@ -184,6 +184,25 @@ class CommitLog:
 
         return self.append(attempt, make)
 
+    def append_next_open(self, decide: Callable[[], dict[str, Any]]) -> Record:
+        """Append OPEN of the attempt after the newest one, whichever that is by then.
+
+        The record's number, taken by create-if-absent, is what gives the attempt its own: of two
+        that start at the same time, one lands first, and the other one's attempt follows it.
+
+        Raises:
+            DamagedError: the log is damaged.
+        """
+        for _ in range(MAX_LOST_RACES):
+            self.refresh()
+            self.refuse_damaged()
+            self._confirm_end()
+            attempt = max(self.state.attempt, self.state.closed) + 1
+            record = self._create(attempt, {**decide(), "kind": "OPEN"})
+            if record is not None:
+                return record
+        raise self._lost_races()
+
     def append_commit(self, attempt: int, step: int, fields: dict[str, Any]) -> Record:
         """Append COMMIT(attempt, step), or return the record of an earlier commit of the step.
 
@@ -244,7 +263,10 @@ class CommitLog:
             record = self._create(self.state.attempt if attempt is None else attempt, made)
             if record is not None:
                 return record
-        raise DataLossError(
+        raise self._lost_races()
+
+    def _lost_races(self) -> DataLossError:
+        return DataLossError(
             f"given up after losing {MAX_LOST_RACES} races for the end of "
             f"{self._storage.uri}/{records.FOLDER}"
         )
@@ -281,7 +303,8 @@ class CommitLog:
         if self.state.attempt > attempt:
             raise SupersededError(
                 f"attempt {attempt} is superseded: attempt {self.state.attempt} has been opened in "
-                f"{self._storage.uri}"
+                f"{self._storage.uri}",
+                metadata={"attempt": str(self.state.attempt)},
             )
         if self.state.closed >= attempt:
             raise DataLossError(

@@ -21,11 +21,10 @@ from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.commit_writer import LogWriters
 from megascale_checkpoint.concurrency import Signal
 from megascale_checkpoint.manifest import File, Manifest
+from megascale_checkpoint.opening import BY_HAND, Opening, refuse_foreign, refuse_used
 from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
-from megascale_checkpoint.retention import loads
+from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep
 from megascale_checkpoint.retention.collector import Collector, Run
-from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
 from megascale_common.service.errors import (
@@ -81,22 +80,19 @@ class Committer:
 
     async def open_attempt(
         self,
-        job: str,
-        uri: str,
+        wanted: Opening,
         attempt: int,
-        world_size: int,
         sealed: SealedStep,
         refused: frozenset[int],
         epoch: Epoch,
-        load_uri: str = "",
-        retention: Retention = Retention(),
     ) -> tuple[Record, RestoreDecision]:
         """Append OPEN(attempt), which fences all earlier attempts, and decide what to restore.
 
         Idempotent: the decision is stored in the record, and a repeated call returns it.
 
         Raises:
-            SupersededError: a later attempt is open, or a driver of a later epoch has opened one.
+            SupersededError: a later attempt is open, or a driver of a later epoch has opened one,
+                or the attempt of that number was another one.
             RequestError: a uri is not supported, or the folder belongs to another job.
             UnusableError: the job has checkpoints, and none of them can be restored.
             NotFoundError: the job was to start from ``load_uri``, which holds no usable checkpoint.
@@ -107,46 +103,74 @@ class Committer:
 
         def append(commit_log: CommitLog) -> Record:
             def make() -> dict[str, Any]:
-                _refuse_foreign(commit_log, job)
                 _refuse_stale(commit_log, epoch)
-                # Stored in the record: ranks of one attempt must all restore the same step, even if
-                # the driver repeats the call after the storage has changed.
-                decision = decide(commit_log, uri, sealed, refused, load_uri)
-                loads.hold(job, load_uri, decision.plan)
-                return {
-                    "job": job,
-                    "world_size": world_size,
-                    "epoch": list(epoch),
-                    "restored_from": decision.to_record(),
-                    "load_uri": load_uri,
-                    "retention": retention.to_record(),
-                }
+                return wanted.record(commit_log, sealed, refused, epoch)
 
-            # Before anything is trained: also what is only needed later, such as large files.
-            open_storage(uri).check()
-            commit_log.refresh()
-            _refuse_foreign(commit_log, job)
+            wanted.check(commit_log)
+            refuse_used(commit_log, attempt)
             record = commit_log.append_open(attempt, make)
             # Checked again: append_open returns the record of the attempt number whichever job
             # wrote it.
-            _refuse_foreign(commit_log, job)
-            _remove_unfinished(open_storage(uri), commit_log, attempt)
+            refuse_foreign(commit_log, wanted.job)
             return record
 
+        return await self._open(wanted, append)
+
+    async def open_next_attempt(self, wanted: Opening) -> tuple[Record, RestoreDecision]:
+        """As :meth:`open_attempt`, for a run without a driver: the attempt after the newest one.
+
+        A repeated call opens a further attempt. The epoch stays that of the newest driver, which
+        may go on with the job later.
+        """
+
+        def append(commit_log: CommitLog) -> Record:
+            def make() -> dict[str, Any]:
+                epoch = commit_log.state.epoch
+                fields = wanted.record(commit_log, SealedStep(0, 0), frozenset(), epoch)
+                return {**fields, BY_HAND: True}
+
+            wanted.check(commit_log)
+            return commit_log.append_next_open(make)
+
+        return await self._open(wanted, append)
+
+    async def _open(
+        self, wanted: Opening, append: Callable[[CommitLog], Record]
+    ) -> tuple[Record, RestoreDecision]:
+        def work(commit_log: CommitLog) -> Record:
+            record = append(commit_log)
+            _remove_unfinished(open_storage(wanted.uri), commit_log, record.attempt)
+            return record
+
+        job, uri = wanted.job, wanted.uri
         # Anew: what this daemon has read before may have been damaged or repaired since.
-        record = await self._writers.of(uri).call(append, OPEN_S, anew=True)
+        record = await self._writers.of(uri).call(work, OPEN_S, anew=True)
         known = self._attempts.get(job)
-        if known is None or known.uri != uri or known.number < attempt:
-            self._attempts[job] = _Attempt(attempt, uri, world_size)
+        if known is None or known.uri != uri or known.number < record.attempt:
+            self._attempts[job] = _Attempt(record.attempt, uri, wanted.world_size)
         decision = RestoreDecision.from_record(record.values["restored_from"])
         log.info(
             "attempt opened",
             job=job,
-            attempt=attempt,
+            attempt=record.attempt,
             source=decision.plan.source,
             step=decision.plan.step,
         )
         return record, decision
+
+    async def next_restore(self, wanted: Opening) -> RestoreDecision:
+        """What an attempt would restore now; nothing is written.
+
+        Raises:
+            As :meth:`open_next_attempt`.
+        """
+
+        def read(commit_log: CommitLog) -> RestoreDecision:
+            commit_log.refresh()
+            refuse_foreign(commit_log, wanted.job)
+            return wanted.decision(commit_log, SealedStep(0, 0), frozenset())
+
+        return await self._readers.of(wanted.uri).call(read, OPEN_S, anew=True)
 
     async def report(self, report: Report) -> str:
         """Record that a rank's files are durable; return the manifest's address once all are.
@@ -363,16 +387,6 @@ def _remove_unfinished(storage: Storage, commit_log: CommitLog, attempt: int) ->
     except OSError as error:
         log.warning(
             "unfinished files not removed", folder=f"{storage.uri}/{folder}", error=str(error)
-        )
-
-
-def _refuse_foreign(commit_log: CommitLog, job: str) -> None:
-    """Raise RequestError where another job has written: two jobs would fence each other."""
-    owner = next((name for name in commit_log.state.jobs if name != job), None)
-    if owner is not None:
-        raise RequestError(
-            f"checkpoint.uri: the checkpoint folder belongs to job {owner}: give {job} a "
-            "checkpoint.uri of its own"
         )
 
 

@@ -170,7 +170,7 @@ class Pools:
     """
 
     def __init__(self, memory: ThreadPoolExecutor | None = None) -> None:
-        count = min(MOST_THREADS, max(2, os.cpu_count() or 1))
+        self.threads = count = min(MOST_THREADS, max(2, os.cpu_count() or 1))
         self._owns_memory = memory is None
         self.memory = memory or ThreadPoolExecutor(count, "memory")
         self.storage = ThreadPoolExecutor(count, "storage")

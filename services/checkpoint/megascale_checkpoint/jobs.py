@@ -21,9 +21,9 @@ from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.staging import StagingFolder
 from megascale_checkpoint.write_limit import LIMITS
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
-from megascale_common.sizes.staging import KEPT_SLOTS
 
 log = logs.get("jobs")
 KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
@@ -230,6 +230,12 @@ class Jobs:
                 self.replicas.report(message)
         return messages
 
+    def note_restore(self, name: str, plan: RestorePlan) -> None:
+        """An attempt was opened: what it restores from storage is the job's newest commit."""
+        # Attempt 0: another job wrote it, so it is no commit of this one.
+        if plan.source is RestoreSource.STORAGE and plan.written_by_attempt:
+            self.job(name).note_commit(plan.step, plan.written_by_attempt, plan.manifest_uri)
+
     async def register(self, registration: RegisteredRank, owner: Owner) -> RankSnapshots:
         """The snapshots of a rank, owned by the worker's connection ``owner`` from now on.
 
@@ -330,10 +336,11 @@ class Jobs:
     @staticmethod
     def _log_loss_bound(registration: RegisteredRank, slots: int) -> None:
         bound = "none: a snapshot is taken while the one before is persisted"
-        if slots < registration.in_flight + KEPT_SLOTS:
+        missing = registration.wanted_slots - slots
+        if missing > 0:
             bound = (
-                "snapshots are skipped while one is persisted, or while more than "
-                f"{max(1, slots - KEPT_SLOTS + 1)} are copied and not sealed"
+                "snapshots are skipped while one is persisted or copied to the peer, or while more "
+                f"than {max(1, registration.in_flight - missing)} are copied and not sealed"
             )
         size_bytes = registration.layout.slot_bytes
         who = {"job": registration.job, "rank": registration.rank}

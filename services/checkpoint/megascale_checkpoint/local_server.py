@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale_checkpoint.accepting import accept_all
+from megascale_checkpoint.hand_openings import HandOpenings
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.rank_snapshots import RankSnapshots
 from megascale_checkpoint.registration import (
@@ -37,6 +38,7 @@ from megascale_common.node.messages import (
     RequestFailed,
     Sealed,
 )
+from megascale_common.node.opening_messages import AttemptOpened
 from megascale_common.node.unix_socket import listen
 from megascale_common.service import logs
 from megascale_common.service.errors import RequestError, ServiceError
@@ -51,8 +53,8 @@ MOST_DRAIN_S = 3600.0
 class LocalServer:
     """Serves workers until it is closed."""
 
-    def __init__(self, path: Path, jobs: Jobs) -> None:
-        self._jobs = jobs
+    def __init__(self, path: Path, jobs: Jobs, openings: HandOpenings | None = None) -> None:
+        self._jobs, self._openings = jobs, openings
         self._path = path
         self._listener = listen(path, "checkpoint daemon", MAX_CONNECTIONS)
         self._listener.setblocking(False)
@@ -66,7 +68,7 @@ class LocalServer:
     def _take(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._accepted += 1
-        connection = _WorkerConnection(sock, self._jobs, self._accepted)
+        connection = _WorkerConnection(sock, self._jobs, self._accepted, self._openings)
         task = asyncio.create_task(connection.serve())
         self._connections[task] = connection
         task.add_done_callback(self._connections.pop)
@@ -84,8 +86,10 @@ class LocalServer:
 class _WorkerConnection:
     """The connection of one worker; ``_held`` are the slots that it writes or reads."""
 
-    def __init__(self, sock: socket.socket, jobs: Jobs, serial: int) -> None:
-        self._sock, self._jobs, self.serial = sock, jobs, serial
+    def __init__(
+        self, sock: socket.socket, jobs: Jobs, serial: int, openings: HandOpenings | None
+    ) -> None:
+        self._sock, self._jobs, self.serial, self._openings = sock, jobs, serial, openings
         self._registration: RegisteredRank | None = None
         self._snapshots: RankSnapshots | None = None
         self._registering = RegistrationFrames()
@@ -136,6 +140,9 @@ class _WorkerConnection:
 
     async def _answer(self, message: Message) -> None:
         kind = message.get("kind")
+        if self._snapshots is None and kind == "open_attempt" and self._openings is not None:
+            await self._send(await self._openings.answer(message))
+            return
         if self._snapshots is None:
             whole = self._registering.feed(message)
             if whole is not None:
@@ -152,8 +159,13 @@ class _WorkerConnection:
         snapshots = await self._jobs.register(registration, self)
         self._registration, self._snapshots = registration, snapshots
         descriptors = [memory.descriptor for memory in snapshots.memories]
-        size_bytes = len(snapshots.memories[0].view)
-        answer = Registered(kind="registered", slots=len(descriptors), slot_bytes=size_bytes)
+        first = snapshots.memories[0]
+        answer = Registered(
+            kind="registered",
+            slots=len(descriptors),
+            slot_bytes=len(first.view),
+            landing_at=first.landing_at,
+        )
         await self._send(answer, descriptors)
 
     async def _acquire(self, message: Message) -> Acquired | Busy:
@@ -177,11 +189,13 @@ class _WorkerConnection:
         # all the same, because the whole state is in it.
         self._give_up_hold(index)
         persist, problem = message.get("persist", True), message.get("problem", "")
-        if not isinstance(persist, bool) or not isinstance(problem, str):
-            raise RequestError("seal.persist must be true or false, and seal.problem a string")
-        self._current().seal(
-            index, step, small_state, finite=finite, persist=persist, problem=problem
-        )
+        replicate = message.get("replicate", False)
+        if not isinstance(persist, bool) or not isinstance(replicate, bool):
+            raise RequestError("seal.persist and seal.replicate must be true or false")
+        if not isinstance(problem, str):
+            raise RequestError("seal.problem must be a string")
+        how = {"persist": persist, "replicate": replicate}
+        self._current().seal(index, step, small_state, finite=finite, problem=problem, **how)
         return Sealed(kind="sealed", step=step)
 
     async def _release(self, message: Message) -> Released:
@@ -225,7 +239,12 @@ class _WorkerConnection:
         snapshots = self._current()
         job = self._jobs.job(snapshots.registration.job)
         writing = job.note_step(snapshots.registration, step, time_s)
-        return Pace(kind="pace", persisting=writing, persist_s=snapshots.persist_s)
+        return Pace(
+            kind="pace",
+            persisting=writing,
+            persist_s=snapshots.persist_s,
+            replica_ended=snapshots.table.replica_ended,
+        )
 
     def _current(self) -> RankSnapshots:
         """The rank's snapshots, as long as this connection owns them.
@@ -263,7 +282,9 @@ class _WorkerConnection:
         except (OSError, TimeoutError):
             pass  # the worker has disconnected
 
-    async def _send(self, message: DaemonAnswer, descriptors: list[int] | None = None) -> None:
+    async def _send(
+        self, message: DaemonAnswer | AttemptOpened, descriptors: list[int] | None = None
+    ) -> None:
         data = framing.encode(message)
         if descriptors:
             # asyncio cannot send descriptors. Requests and answers alternate, so the send buffer is

@@ -34,7 +34,7 @@ from megascale_common.sizes.read_rounds import Read
 T = TypeVar("T")
 SLOT_WAIT_S = 30.0  # what persists for the attempt before has been asked to stop
 PEER = "peer"  # as a source of restores in metrics; to its rank the state is memory then
-READERS = 4  # threads that fill one window, or verify one slot
+READERS = 4  # threads that fill one window
 
 
 class RestoreListener(Protocol):
@@ -74,6 +74,9 @@ class RankSlots(Protocol):
     def adopt(self, index: int) -> None:
         """The attempt goes on from this state, which is in memory alone: persist it as its own."""
 
+    def replicate(self, index: int) -> None:
+        """The attempt goes on from this state: have it copied to the peer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
@@ -91,6 +94,14 @@ class MemoryProblem:
 
     text: str
     damage: DamagedError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundInMemory:
+    """A state that threads still compare with its seal; ``verdict`` is None where it is whole."""
+
+    restoration: Restoration
+    verdict: asyncio.Task[MemoryProblem | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,19 @@ class RankRestores:
         self._listener.note_restored(found.source, time.monotonic() - began_s, found.bytes_read)
         return found
 
+    async def find_in_memory(self, plan: RestorePlan) -> FoundInMemory | MemoryProblem:
+        """As :meth:`look_in_memory`, without waiting for the checksums: they have begun."""
+        began_s, cancelled = time.monotonic(), Cancellation()
+        work = self._find_and_verify(plan, cancelled)
+        found = await self._shielded(work, cancelled, _slot_found)
+        if isinstance(found, FoundInMemory):
+            found.verdict.add_done_callback(lambda ended: self._note_verified(ended, began_s))
+        return found
+
+    def _note_verified(self, ended: asyncio.Task[MemoryProblem | None], began_s: float) -> None:
+        if not ended.cancelled() and ended.exception() is None and ended.result() is None:
+            self._listener.note_restored(RestoreSource.MEMORY, time.monotonic() - began_s, 0)
+
     async def look_in_memory(self, plan: RestorePlan) -> Restoration | MemoryProblem:
         """The own sealed slot that holds the state of ``plan``, verified; or why there is none.
 
@@ -162,6 +186,7 @@ class RankRestores:
         began_s, cancelled = time.monotonic(), Cancellation()
         opening = in_pool(self._pools.storage, StoredCheckpoint.open, plan, cancelled)
         stored = await self._shielded(opening, cancelled, lambda _: None)
+        self._slots.table.release_held()
         slot = await self._take_slot()
         return StoredReads(slot, stored, cancelled, began_s)
 
@@ -257,6 +282,15 @@ class RankRestores:
     async def _from_memory(
         self, plan: RestorePlan, cancelled: Cancellation
     ) -> Restoration | MemoryProblem:
+        found = await self._find_and_verify(plan, cancelled)
+        if isinstance(found, MemoryProblem):
+            return found
+        problem = await found.verdict
+        return found.restoration if problem is None else problem
+
+    async def _find_and_verify(
+        self, plan: RestorePlan, cancelled: Cancellation
+    ) -> FoundInMemory | MemoryProblem:
         await self._slots.sealed()
         given = self._slots.registration
         slot, no_replica = self._find(plan), ""
@@ -268,15 +302,41 @@ class RankRestores:
                 f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
                 f"layout{no_replica}"
             )
+        # Lent twice: the worker may be gone before the threads have ended.
+        for _ in range(2):
+            self._slots.table.lend(slot.index)
+        verdict = asyncio.create_task(self._verify(slot, slot.seal, plan))
+        self._running[verdict] = Cancellation()
+        verdict.add_done_callback(self._running.pop)
+        small_state = slot.seal.small_state
+        return FoundInMemory(Restoration(slot.index, RestoreSource.MEMORY, small_state, 0), verdict)
+
+    async def _verify(self, slot: Slot, seal: SlotSeal, plan: RestorePlan) -> MemoryProblem | None:
+        """Compare a lent slot with its seal; a damaged one is discarded, and reported."""
+        given, memory = self._slots.registration, self._slots.memories[slot.index]
+        what = (given.layout, memory.view, seal.checksums, str(memory.path))
+        work = [
+            in_pool(self._pools.memory, verify_image, *what, share)
+            for share in shares(given.layout, self._pools.threads)
+        ]
         try:
-            found = await self._restore_from_memory(slot, slot.seal)
-            if not plan.manifest_uri:
-                self._slots.adopt(slot.index)
-            return found
+            # All threads end before an error is raised: none may read the slot afterwards.
+            for problem in await asyncio.gather(*work, return_exceptions=True):
+                if problem is not None:
+                    raise problem
         except DamagedError as error:
-            self._slots.table.discard(slot.index)
+            if slot.seal is seal:
+                self._slots.table.discard(slot.index)
             self._listener.note_damaged(given.rank, plan.written_by_attempt, plan.step, str(error))
             return MemoryProblem(str(error), error)
+        finally:
+            if slot.seal is seal:  # else it was discarded, and nobody has it any more
+                slot.busy -= 1
+        if slot.seal is seal:
+            if not plan.manifest_uri:
+                self._slots.adopt(slot.index)
+            self._slots.replicate(slot.index)
+        return None
 
     async def _fetch_replica(
         self, replicas: ReplicaReader, plan: RestorePlan, cancelled: Cancellation
@@ -333,28 +393,10 @@ class RankRestores:
         except TimeoutError as error:
             raise NotReadyError(f"{problem} (waited for {SLOT_WAIT_S:g} s)") from error
 
-    async def _restore_from_memory(self, slot: Slot, seal: SlotSeal) -> Restoration:
-        self._slots.table.lend(slot.index)
-        memory = self._slots.memories[slot.index]
-        layout = self._slots.registration.layout
-        try:
-            what = (layout, memory.view, seal.checksums, str(memory.path))
-            work = [
-                in_pool(self._pools.memory, verify_image, *what, share)
-                for share in shares(layout, READERS)
-            ]
-            # All threads end before an error is raised: none may read the slot afterwards.
-            for problem in await asyncio.gather(*work, return_exceptions=True):
-                if problem is not None:
-                    raise problem
-        except BaseException:
-            self._slots.table.release(slot.index)
-            raise
-        return Restoration(slot.index, RestoreSource.MEMORY, seal.small_state, 0)
-
     async def _restore_from_storage(
         self, plan: RestorePlan, cancelled: Cancellation
     ) -> Restoration:
+        self._slots.table.release_held()
         index = await self._take_slot()
         memory, given = self._slots.memories[index], self._slots.registration
         try:
@@ -382,6 +424,13 @@ def _slot_of(
         return None
     found = task.result()
     return found.slot if isinstance(found, Restoration) else None
+
+
+def _slot_found(task: asyncio.Task[FoundInMemory | MemoryProblem]) -> int | None:
+    if task.cancelled() or task.exception() is not None:
+        return None
+    found = task.result()
+    return found.restoration.slot if isinstance(found, FoundInMemory) else None
 
 
 def _shares(reads: Sequence[Read]) -> list[Sequence[Read]]:

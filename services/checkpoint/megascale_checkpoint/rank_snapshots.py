@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from megascale_checkpoint import persist
-from megascale_checkpoint.checksums import share_checksums, shares
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, in_pool
+from megascale_checkpoint.landing import Landing
 from megascale_checkpoint.rank_restore import RankRestores, RestoreListener
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
@@ -31,10 +31,10 @@ from megascale_common.service.errors import (
     ServiceError,
     SupersededError,
 )
+from megascale_common.sizes.staging import REPLICA_SLOTS
 
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
-SEALING_THREADS = 4  # for one state: checksums run at some 20 GB/s in each
 STORE_SILENT_S = 20.0  # without a byte taken: the storage is reported as hung
 # Without a byte taken: its thread is left alone, and the slot is free again. A sync of what a slow
 # disk has in its cache may take minutes.
@@ -97,6 +97,8 @@ class RankSnapshots:
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
         self._left_alone: set[asyncio.Future[persist.Prepared]] = set()
+        self._landings: dict[int, Landing] = {}  # of the slots that are being written
+        self._following: set[asyncio.Task[None]] = set()
         self._seals: set[asyncio.Task[None]] = set()
         self._reports: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._committed: deque[tuple[int, int]] = deque(maxlen=KEPT_FAILURES)
@@ -117,18 +119,16 @@ class RankSnapshots:
         committer: CommitterClient,
     ) -> RankSnapshots:
         """Snapshots with fresh slots. Raises LimitError when there is no room."""
-        size_bytes = registration.layout.slot_bytes
-        count = registration.slots
-        job, rank = registration.job, registration.rank
-        memories = await in_pool(
-            pools.memory,
-            staging.allocate,
-            job,
-            rank,
-            size_bytes,
-            count,
-            registration.in_flight,
-        )
+        given, size_bytes = registration, registration.layout.slot_bytes
+
+        def allocate() -> list[SlotMemory]:
+            beside = REPLICA_SLOTS if given.replica_target else 0
+            count = given.slots or staging.affordable_slots(
+                size_bytes, given.wanted_slots, given.local_ranks, beside
+            )
+            return staging.allocate(given.job, given.rank, size_bytes, count)
+
+        memories = await in_pool(pools.memory, allocate)
         return cls(registration, memories, listener, pools, committer)
 
     def fits(self, registration: RegisteredRank) -> bool:
@@ -146,6 +146,7 @@ class RankSnapshots:
         if owner is None:
             return
         for index in owner.end():
+            self._end_landing(index)
             # Slots that it only read keep their memory: checksums detect a write into those.
             if self.table.at(index).phase in (SlotPhase.WRITING, SlotPhase.RESTORING):
                 self.memories[index] = await in_pool(
@@ -172,6 +173,7 @@ class RankSnapshots:
         in_progress = (
             self._reports
             or self._seals
+            or self._following
             or self.restores.in_progress
             or any(slot.in_use for slot in self.table.slots)
         )
@@ -179,7 +181,13 @@ class RankSnapshots:
 
     def acquire(self, step: int) -> int | None:
         """A slot for the state after ``step``; None when all are needed."""
-        return self.table.acquire(step)
+        index = self.table.acquire(step)
+        if index is not None:
+            layout, memory = self.registration.layout, self.memories[index]
+            landing = self._landings[index] = Landing(layout, memory, self._pools.memory)
+            self._following.add(landing.following)
+            landing.following.add_done_callback(self._following.discard)
+        return index
 
     @property
     def store_ready(self) -> bool:
@@ -194,25 +202,33 @@ class RankSnapshots:
         *,
         finite: bool,
         persist: bool = True,
+        replicate: bool = False,
         problem: str = "",
     ) -> None:
         """The slot holds the whole state: seal it, and queue it for storage if ``persist``.
 
-        Returns at once; threads compute the checksums first. A state with values that are not
-        finite, or whose copy has a ``problem``, is not kept: no restart may resume from it.
+        With ``replicate`` it is also copied to the peer, if the rank has one. Returns at once;
+        threads first compute the checksums of what has landed last. A state with values that are
+        not finite, or whose copy has a ``problem``, is not kept: no restart may resume from it.
 
         Raises:
             RequestError: the slot is not being written for ``step``.
         """
         # Taken now: before the task runs, a successor may have registered under another attempt.
         registration = self.registration
-        self.table.begin_seal(index, step, persist=persist and bool(registration.uri))
+        self.table.begin_seal(
+            index,
+            step,
+            persist=persist and bool(registration.uri),
+            replicate=replicate and bool(registration.replica_target),
+        )
         if problem or not finite:
             why = problem or "the state holds values that are not finite"
             self._abandon(index, (registration.attempt, step), why)
             return
         # A task of its own: the state is whole, so it is sealed even if the worker disconnects.
-        task = asyncio.create_task(self._seal(registration, index, step, small_state))
+        landing = self._landings.pop(index)
+        task = asyncio.create_task(self._seal(registration, index, step, small_state, landing))
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
 
@@ -227,8 +243,15 @@ class RankSnapshots:
             self.table.adopt(index, self.registration.attempt)
             self._wake.set()
 
+    def replicate(self, index: int) -> None:
+        """The present attempt goes on from this state: its peer, maybe a new one, gets a copy."""
+        if self.registration.replica_target:
+            self.table.replicate(index)
+            self._listener.changed.notify()
+
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
+        self._end_landing(index)
         self.table.release(index)
         self._listener.changed.notify()
 
@@ -279,16 +302,23 @@ class RankSnapshots:
         tasks = [self._worker, *self._reports.values()]
         for task in tasks:
             task.cancel()
-        ending = [*tasks, *self._seals, *self.restores.cancel()]
+        for index in list(self._landings):
+            self._end_landing(index)
+        ending = [*tasks, *self._seals, *self._following, *self.restores.cancel()]
         _, stuck = await asyncio.wait(ending, timeout=STOP_S)
         return not stuck and not self._left_alone
 
     async def _seal(
-        self, registration: RegisteredRank, index: int, step: int, small_state: dict[str, Any]
+        self,
+        registration: RegisteredRank,
+        index: int,
+        step: int,
+        small_state: dict[str, Any],
+        landing: Landing,
     ) -> None:
         key = (registration.attempt, step)
         try:
-            checksums = await self._checksums(registration, self.memories[index].view)
+            checksums = await landing.checksums()
         except Exception as error:
             log.exception("defect while sealing", job=registration.job, step=step)
             self._abandon(index, key, f"defect in the checkpoint daemon, see its log: {error!r}")
@@ -300,19 +330,13 @@ class RankSnapshots:
         self._wake.set()
         self._listener.changed.notify()
 
-    async def _checksums(self, registration: RegisteredRank, image: memoryview) -> tuple[str, ...]:
-        """Checksums of all pieces, computed by several threads at once."""
-        pool, layout = self._pools.memory, registration.layout
-        parts = await asyncio.gather(
-            *(
-                in_pool(pool, share_checksums, layout, image, share)
-                for share in shares(layout, SEALING_THREADS)
-            )
-        )
-        found = dict(item for part in parts for item in part)
-        return tuple(found[index] for index in range(len(layout.pieces)))
+    def _end_landing(self, index: int) -> None:
+        landing = self._landings.pop(index, None)
+        if landing is not None:
+            landing.end()
 
     def _abandon(self, index: int, key: tuple[int, int], why: str) -> None:
+        self._end_landing(index)
         self.table.release(index)
         self._fail(key, why)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,15 +10,23 @@ from typing import Any, TypeVar
 
 from megascale_checkpoint.storage import open_storage
 from megascale_common.job.names import is_dns_label
+from megascale_common.node import rank_terms
 from megascale_common.node.framing import PROTOCOL_VERSION
 from megascale_common.node.messages import PIECES_IN_A_FRAME
+from megascale_common.node.rank_terms import RankTerms
 from megascale_common.service.errors import RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, layout_from_dict
-from megascale_common.sizes.staging import LEAST_SLOTS, MOST_SLOTS
+from megascale_common.sizes.staging import (
+    HELD_FOR_REPLICAS,
+    KEPT_SLOTS,
+    LEAST_SLOTS,
+    MOST_SLOTS,
+)
 
 T = TypeVar("T")
 MOST_PIECES = 1 << 20  # of one rank: some thousand layers, in memory a few hundred MiB
 MOST_IN_FLIGHT = 4
+MOST_LOCAL_RANKS = 64
 
 
 def field(message: Mapping[str, Any], name: str, kind: type[T]) -> T:
@@ -36,40 +45,30 @@ def field(message: Mapping[str, Any], name: str, kind: type[T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisteredRank:
-    """One rank of one attempt.
+class RegisteredRank(RankTerms):
+    """One rank of one attempt, with what its registration implies.
 
     Attributes:
-        uri: the job's checkpoint folder; empty keeps snapshots in memory only.
-        committer_endpoint: host:port of the attempt's committer.
-        slots: how many slots the rank gets; 0 lets the daemon choose.
-        in_flight: how many snapshots may be reserved, copied or unsettled at once.
         layout: what the rank's slots hold.
         digest: the layout's digest.
+        layout_info: the sizes of tp, cp, dp and pp, for the manifest.
         replica_target: host:port of the node that keeps this rank's replicas; empty: none.
         replica_source: host:port of the node whose replica of this rank is restored; empty: none.
         replica_bytes_per_s: what all ranks of the node together may send to peers; 0: no limit.
-        layout_info: the sizes of tp, cp, dp and pp, for the manifest.
-        max_write_mib_per_s: most that the job's ranks of this node write to storage; 0: no limit.
-        max_step_slowdown: share by which steps may take longer beside a write; 0: any.
     """
 
-    job: str
-    attempt: int
-    rank: int
-    world_size: int
-    uri: str
-    committer_endpoint: str
-    slots: int
-    layout: ShardLayout
-    digest: str
-    layout_info: dict[str, int]
-    in_flight: int = 1
-    max_write_mib_per_s: float = 0.0
-    max_step_slowdown: float = 0.0
+    layout: ShardLayout = dataclasses.field(kw_only=True)
+    digest: str = dataclasses.field(kw_only=True)
+    layout_info: dict[str, int] = dataclasses.field(kw_only=True)
     replica_target: str = ""
     replica_source: str = ""
     replica_bytes_per_s: int = 0
+
+    @property
+    def wanted_slots(self) -> int:
+        """The slots with which no snapshot has to be skipped, if memory allows so many."""
+        held = HELD_FOR_REPLICAS if self.replica_target else 0
+        return self.in_flight + KEPT_SLOTS + held
 
 
 class RegistrationFrames:
@@ -125,22 +124,12 @@ def parse(message: Mapping[str, Any]) -> RegisteredRank:
             "run trainer and daemon from one build"
         )
     layout = _layout(field(message, "layout", dict))
+    given = {**rank_terms.DEFAULTS, **message}
     registration = RegisteredRank(
-        job=field(message, "job", str),
-        attempt=field(message, "attempt", int),
-        rank=field(message, "rank", int),
-        world_size=field(message, "world_size", int),
-        uri=field(message, "uri", str),
-        committer_endpoint=field(message, "committer_endpoint", str),
-        slots=field(message, "slots", int),
+        **{name: field(given, name, kind) for name, kind in rank_terms.KINDS.items()},
         layout=layout,
         digest=layout.digest(),
         layout_info=field(message, "layout_info", dict),
-        in_flight=field({"in_flight": 1, **message}, "in_flight", int),
-        max_write_mib_per_s=field(
-            {"max_write_mib_per_s": 0.0, **message}, "max_write_mib_per_s", float
-        ),
-        max_step_slowdown=field({"max_step_slowdown": 0.0, **message}, "max_step_slowdown", float),
         **_replicas(message.get("replicas", {"target": "", "source": "", "bytes_per_s": 0})),
     )
     _check(registration)
@@ -191,6 +180,10 @@ def _check(given: RegisteredRank) -> None:
         )
     if not 1 <= given.in_flight <= MOST_IN_FLIGHT:
         raise RequestError(f"register.in_flight is {given.in_flight}; give 1 to {MOST_IN_FLIGHT}")
+    if not 1 <= given.local_ranks <= MOST_LOCAL_RANKS:
+        raise RequestError(
+            f"register.local_ranks is {given.local_ranks}; give 1 to {MOST_LOCAL_RANKS}"
+        )
     if given.uri:
         open_storage(given.uri)
         if not given.committer_endpoint:

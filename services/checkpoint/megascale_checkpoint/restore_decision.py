@@ -64,13 +64,19 @@ class RestoreDecision:
 
 
 def decide(
-    log: CommitLog, uri: str, sealed: SealedStep, refused_steps: frozenset[int], load_uri: str = ""
+    log: CommitLog,
+    uri: str,
+    sealed: SealedStep,
+    refused_steps: frozenset[int],
+    load_uri: str = "",
+    *,
+    weights: bool = False,
 ) -> RestoreDecision:
     """Choose the newest state that is sealed or committed, whole, and not refused. Reads storage.
 
     A job that has neither starts from the newest whole checkpoint in the folder ``load_uri``, where
-    given. Files are checked here by name and size, one stat each; their bytes are verified when
-    they are read.
+    given; with ``weights`` it takes the parameters alone, at step 0. Files are checked here by name
+    and size, one stat each; their bytes are verified when they are read.
 
     Raises:
         UnusableError: the job has checkpoints, and none can be used. Starting from step 0 would
@@ -110,6 +116,9 @@ def decide(
                 for older in _older(other, load_uri, loaded.step, refused_steps)
             ),
         )
+        if weights:
+            older = tuple(replace(each, step=0) for each in plan.older)
+            plan = replace(plan, step=0, older=older)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     return RestoreDecision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
 

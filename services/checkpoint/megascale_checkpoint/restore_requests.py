@@ -6,11 +6,18 @@ The messages are those of :mod:`megascale_common.node.restore_messages`.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from megascale_checkpoint.rank_restore import RankRestores, Restoration, StoredReads
+from megascale_checkpoint.rank_restore import (
+    FoundInMemory,
+    MemoryProblem,
+    RankRestores,
+    Restoration,
+    StoredReads,
+)
 from megascale_checkpoint.registration import RegisteredRank, field
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node.framing import Message
@@ -22,6 +29,7 @@ from megascale_common.node.restore_messages import (
     MemoryState,
     StoredIndex,
     StoredState,
+    Verified,
 )
 from megascale_common.service.errors import DamagedError, RequestError, ServiceError
 from megascale_common.sizes.piece_runs import encode
@@ -47,9 +55,11 @@ class RestoreRequests:
     ) -> None:
         self._restores, self._registration, self._held = restores, registration, held
         self._reads: StoredReads | None = None
+        self._verdict: asyncio.Task[MemoryProblem | None] | None = None
         self.handlers: Mapping[str, Callable[[Message], Awaitable[DaemonAnswer]]] = {
             "restore": self._restore,
             "restore_memory": self._look_in_memory,
+            "restore_verify": self._verify,
             "restore_open": self._open,
             "restore_index": self._index,
             "restore_read": self._read,
@@ -75,7 +85,18 @@ class RestoreRequests:
         )
 
     async def _look_in_memory(self, message: Message) -> MemoryState:
-        found = await self._restores().look_in_memory(_plan(message))
+        plan, later = _plan(message), message.get("verified_later", False)
+        if not isinstance(later, bool):
+            raise RequestError("restore_memory.verified_later must be true or false")
+        found: Restoration | FoundInMemory | MemoryProblem
+        if later:
+            found = await self._restores().find_in_memory(plan)
+        else:
+            found = await self._restores().look_in_memory(plan)
+        if isinstance(found, FoundInMemory):
+            self._verdict, slot = found.verdict, found.restoration.slot
+            self._verdict.add_done_callback(lambda ended: self._not_held_if_damaged(ended, slot))
+            found = found.restoration
         if isinstance(found, Restoration):
             self._held().add(found.slot)
             return MemoryState(
@@ -92,6 +113,24 @@ class RestoreRequests:
             problem=found.text,
             file=found.damage.file if found.damage is not None else "",
         )
+
+    async def _verify(self, message: Message) -> Verified:
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            raise RequestError(
+                "nothing is being verified: send restore_memory with verified_later first"
+            )
+        problem = await asyncio.shield(verdict)
+        if problem is None:
+            return Verified(kind="verified", problem="", file="")
+        file = problem.damage.file if problem.damage is not None else ""
+        return Verified(kind="verified", problem=problem.text, file=file)
+
+    def _not_held_if_damaged(self, ended: asyncio.Task[MemoryProblem | None], slot: int) -> None:
+        """A damaged slot is free: it must not be released with what the connection holds."""
+        damaged = not ended.cancelled() and ended.exception() is None and ended.result() is not None
+        if damaged:
+            self._held().discard(slot)
 
     async def _open(self, message: Message) -> StoredState | Refused:
         plan = _plan(message)

@@ -16,10 +16,10 @@ from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2
 from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.committer_client import HOLD_S
 from megascale_checkpoint.jobs import Jobs
+from megascale_checkpoint.opening import Opening
 from megascale_checkpoint.restore_decision import SealedStep
 from megascale_checkpoint.retention.policy import Retention
 from megascale_common.job.names import is_dns_label
-from megascale_common.job.restore import RestoreSource
 from megascale_common.job.wire import restore
 from megascale_common.service.errors import (
     ForbiddenError,
@@ -49,24 +49,26 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         _check_open(request)
         with _storage_errors(), _place_errors(request.uri):
             record, decision = await self._committer.open_attempt(
-                request.job,
-                request.uri,
+                Opening(
+                    request.job,
+                    request.uri,
+                    request.world_size,
+                    request.load_uri,
+                    Retention(
+                        request.keep_latest, request.keep_every_steps, request.keep_every_hours
+                    ),
+                    request.load_weights,
+                ),
                 request.attempt,
-                request.world_size,
                 SealedStep(request.sealed_step, request.sealed_by_attempt),
                 frozenset(request.refused_steps),
                 (request.epoch.cluster_generation, request.epoch.create_revision),
-                request.load_uri,
-                Retention(request.keep_latest, request.keep_every_steps, request.keep_every_hours),
             )
-        plan = decision.plan
-        # Attempt 0: another job wrote it, so it is no commit of this one.
-        if plan.source is RestoreSource.STORAGE and plan.written_by_attempt:
-            self._jobs.job(request.job).note_commit(
-                plan.step, plan.written_by_attempt, plan.manifest_uri
-            )
+        self._jobs.note_restore(request.job, decision.plan)
         return checkpoint_pb2.OpenAttemptResponse(
-            restore=restore.to_proto(plan), log_seq=record.seq, refused=decision.passed_over
+            restore=restore.to_proto(decision.plan),
+            log_seq=record.seq,
+            refused=decision.passed_over,
         )
 
     @answers

@@ -10,6 +10,11 @@
 A sealed slot is kept for restores from memory until a newer one replaces it. Three rules make that
 safe: sealed slots are persisted in the order of their steps, and none is written again before that;
 a slot that is being read is not written; the newest sealed slot is never handed out for writing.
+
+Of the steps that all ranks copy to their peers, the newest two are held: the one that is being
+copied, and the one before, which is whole everywhere. After the loss of a node all other ranks
+restart from one of them. When the ranks decide to copy the next, the first is whole everywhere, and
+the second is released.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_common.service.errors import RequestError
+from megascale_common.sizes.staging import HELD_FOR_REPLICAS, LEAST_SLOTS
 
 
 class SlotPhase(enum.Enum):
@@ -62,6 +68,8 @@ class Slot:
         pending: waits to be persisted.
         adopter: the attempt that persists the state in place of the one that sealed it; 0: none.
         busy: number of readers (persistence, a restoring worker).
+        replicate: is to be copied to the peer once it is sealed, until that copy has ended.
+        held: kept for a restart without one of the nodes.
         copied: a copy to a peer reads the slot; returns whether it must be let to its end.
     """
 
@@ -73,6 +81,8 @@ class Slot:
     pending: bool = False
     adopter: int = 0
     busy: int = 0
+    replicate: bool = False
+    held: bool = False
     copied: Callable[[], bool] | None = None
 
     @property
@@ -141,8 +151,30 @@ class SlotTable:
         """Whether no state waits for storage or is being written to it."""
         return not any(slot.persist or slot.pending for slot in self.slots)
 
-    def begin_seal(self, index: int, step: int, *, persist: bool) -> None:
+    @property
+    def replica_ended(self) -> bool:
+        """Whether no state is being copied to the peer, or is going to be."""
+        return not any(slot.replicate for slot in self.slots)
+
+    def to_replicate(self) -> Slot | None:
+        """The newest sealed slot that is to be copied to the peer."""
+        waiting = [s for s in self.slots if s.replicate and s.phase is SlotPhase.SEALED and s.seal]
+        return max(waiting, key=_age, default=None)
+
+    def replicate(self, index: int) -> None:
+        """The attempt goes on from this sealed state: it is copied to the peer, and no other."""
+        self.release_held()
+        self._hold(self.at(index))
+
+    def release_held(self) -> None:
+        """The attempt goes on from no state of memory: what is held is of no use any more."""
+        for slot in self.slots:
+            slot.replicate = slot.held = False
+
+    def begin_seal(self, index: int, step: int, *, persist: bool, replicate: bool = False) -> None:
         """The writer has finished; its checksums are computed next, then ``persist`` queues it.
+
+        ``replicate``: all ranks copy this step to their peers, and those before it have ended.
 
         Raises:
             RequestError: the slot is not being written, or is written for another step.
@@ -153,7 +185,7 @@ class SlotTable:
                 f"slot {index} is {slot.phase.value} (step {slot.step}): "
                 f"acquire it for step {step} first"
             )
-        slot.phase, slot.persist = SlotPhase.SEALING, persist
+        slot.phase, slot.persist, slot.replicate = SlotPhase.SEALING, persist, replicate
 
     def finish_seal(self, index: int, seal: SlotSeal) -> None:
         """The checksums are known: seal the slot, and queue it for storage where that is wanted."""
@@ -161,6 +193,8 @@ class SlotTable:
         assert slot.phase is SlotPhase.SEALING
         slot.phase, slot.seal = SlotPhase.SEALED, seal
         slot.pending, slot.persist = slot.persist, False
+        if slot.replicate:
+            self._hold(slot)
 
     def finish_fetch(self, index: int, seal: SlotSeal) -> None:
         """A slot that was taken for a restore holds a state of a peer: it counts as sealed here."""
@@ -213,7 +247,7 @@ class SlotTable:
         step might ever be complete on all ranks.
         """
         waiting = [slot for slot in self.slots if slot.pending and slot.seal]
-        return min(waiting, key=lambda slot: slot.seal.age if slot.seal else (0, 0), default=None)
+        return min(waiting, key=_age, default=None)
 
     def supersede(self, attempt: int) -> None:
         """Do not persist states of earlier attempts: they can no longer be committed."""
@@ -223,6 +257,8 @@ class SlotTable:
                 slot.pending = False
             if slot.phase is SlotPhase.SEALING:
                 slot.persist = False
+            # What is held stays so: the new attempt may restore it, and says which it goes on from.
+            slot.replicate = False
 
     def at(self, index: int) -> Slot:
         """The slot with this number.
@@ -234,6 +270,16 @@ class SlotTable:
             raise RequestError(f"slot {index} does not exist: there are {len(self.slots)}")
         return self.slots[index]
 
+    def _hold(self, slot: Slot) -> None:
+        """Have ``slot`` copied, and hold it with the one before, where two are left to write."""
+        for each in self.slots:
+            each.replicate = each is slot
+        slot.held = True
+        held = sorted((each for each in self.slots if each.held), key=_age)
+        most = min(HELD_FOR_REPLICAS, max(0, len(self.slots) - LEAST_SLOTS))
+        for each in held[: len(held) - most]:
+            each.held = False
+
     def _reusable(self, *, spare_newest: bool) -> Slot | None:
         free = next((slot for slot in self.slots if slot.phase is SlotPhase.FREE), None)
         if free is not None:
@@ -244,6 +290,7 @@ class SlotTable:
             for s in self.slots
             if s.phase is SlotPhase.SEALED and not s.pending and not s.busy and s.seal
             if s.copied is None or not s.copied()
+            if not s.held or not spare_newest
         ]
         # A restart restores the newest seal, so it is kept even when all other slots are taken, and
         # the snapshot is skipped instead.
@@ -251,13 +298,15 @@ class SlotTable:
             idle = [slot for slot in idle if slot.seal is not sealed[-1]]
         # One that a copy reads is the last choice, because the copy would end.
         return min(
-            idle,
-            key=lambda slot: (slot.copied is not None, slot.seal.age if slot.seal else (0, 0)),
-            default=None,
+            idle, key=lambda slot: (slot.held, slot.copied is not None, _age(slot)), default=None
         )
 
     @staticmethod
     def _reuse(slot: Slot, phase: SlotPhase, step: int) -> None:
         slot.phase, slot.step, slot.seal = phase, step, None
         slot.persist, slot.pending, slot.adopter, slot.busy = False, False, 0, 0
-        slot.copied = None
+        slot.replicate, slot.held, slot.copied = False, False, None
+
+
+def _age(slot: Slot) -> tuple[int, int]:
+    return slot.seal.age if slot.seal else (0, 0)

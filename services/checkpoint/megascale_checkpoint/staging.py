@@ -28,11 +28,10 @@ from megascale_common.node.incarnation import boot_id
 from megascale_common.node.memory_limit import left_bytes as cgroups_left_bytes
 from megascale_common.node.process import start_ticks
 from megascale_common.service.errors import LimitError
-from megascale_common.sizes.staging import KEPT_SLOTS, LEAST_SLOTS
+from megascale_common.sizes.staging import LEAST_SLOTS
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
-FULL_HOST_RANKS = 8  # ranks of a full host, for the choice between three slots and two
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 MADV_REMOVE = 9  # frees the pages of a tmpfs file, and leaves a hole
 
@@ -43,29 +42,44 @@ def default_base() -> Path:
 
 
 class SlotMemory:
-    """One slot's file, mapped; ``view`` is its memory."""
+    """One slot's file, mapped; ``view`` is its memory.
+
+    A page behind it holds the number of bytes that the copy into the slot has written so far.
+    """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path, self.size_bytes = path, size_bytes
         self._closed = False
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(self.descriptor, size_bytes)
-            self._map = mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED)
+            self.landing_at = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            file_bytes = self.landing_at + mmap.PAGESIZE
+            os.ftruncate(self.descriptor, file_bytes)
+            self._map = mmap.mmap(self.descriptor, file_bytes, flags=mmap.MAP_SHARED)
             # Huge pages, where the mount gives them (huge=advise or within_size): mapping and
             # pinning 4 KiB pages costs a restarted rank several times what the copy does.
             with suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            view = memoryview(self._map)
-            _populate(view)
+            whole = memoryview(self._map)
+            _populate(whole)
             # Reserve what is not there yet: a full tmpfs raises an error here, while a hole in the
             # file would kill the writer with SIGBUS later.
-            os.posix_fallocate(self.descriptor, 0, size_bytes)
+            os.posix_fallocate(self.descriptor, 0, file_bytes)
         except OSError:
             os.close(self.descriptor)
             path.unlink()
             raise
-        self.view = view
+        self.view = whole[:size_bytes]
+        self._landed = whole[self.landing_at :].cast("Q")
+
+    @property
+    def landed_bytes(self) -> int:
+        """How many bytes of the slot, from its start, the writer says to have written."""
+        return self._landed[0]
+
+    @landed_bytes.setter
+    def landed_bytes(self, count: int) -> None:
+        self._landed[0] = count
 
     def empty(self) -> None:
         """Give the pages back to the system, although others may map them; the content is lost."""
@@ -82,6 +96,7 @@ class SlotMemory:
         # The traceback of a failed write may still hold a view of the slot, and a map cannot be
         # closed before its views; the garbage collector then closes both.
         with suppress(BufferError):
+            self._landed.release()
             self.view.release()
             self._map.close()
 
@@ -120,21 +135,26 @@ class StagingFolder:
                 f"staging folder {base} cannot be used ({error}): give another --staging-folder"
             ) from error
 
-    def allocate(
-        self, job: str, rank: int, size_bytes: int, count: int, in_flight: int = 1
-    ) -> list[SlotMemory]:
-        """Allocate ``count`` slots for a rank.
+    def affordable_slots(self, size_bytes: int, wanted: int, ranks: int, beside: int = 0) -> int:
+        """How many of ``wanted`` slots a rank gets where all ranks of the host get as many.
 
-        A count of 0 means ``in_flight`` + KEPT_SLOTS where the ranks of a full host have room for
-        that many each, else fewer, down to LEAST_SLOTS.
+        This node has ``ranks`` of them, each with ``beside`` more slots for replicas, and every
+        other daemon of this user on the host may have as many. At least LEAST_SLOTS.
+        """
+        daemons, staged_bytes = self._host()
+        share = (self._system_bytes() + staged_bytes) // (daemons * ranks)
+        if self._limit_bytes is not None:
+            share = min(share, self._limit_bytes // ranks)
+        affordable = share // max(size_bytes, mmap.PAGESIZE) - beside
+        return max(LEAST_SLOTS, min(wanted, affordable))
+
+    def allocate(self, job: str, rank: int, size_bytes: int, count: int) -> list[SlotMemory]:
+        """Allocate ``count`` slots for a rank.
 
         Raises:
             LimitError: there is no room; the message gives the fix.
         """
         size_bytes = max(size_bytes, mmap.PAGESIZE)
-        if count == 0:
-            affordable = (self.room_bytes() + self.used_bytes) // (FULL_HOST_RANKS * size_bytes)
-            count = max(LEAST_SLOTS, min(in_flight + KEPT_SLOTS, affordable))
         # Reserved before it is allocated: ranks register at the same time, each in its own thread,
         # and allocating gigabytes takes seconds.
         with self._reserving:
@@ -190,11 +210,23 @@ class StagingFolder:
     def room_bytes(self) -> int:
         """Bytes that may still be allocated within the limit, the file system, host memory
         and the memory cgroups of this process."""
+        room = self._system_bytes()
+        return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
+
+    def _system_bytes(self) -> int:
         system = os.statvfs(self.path)
-        room = min(
+        return min(
             system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"), cgroups_left_bytes()
         )
-        return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
+
+    def _host(self) -> tuple[int, int]:
+        """The daemons of this user that live on the host, and the bytes of all their slots."""
+        daemons = sum(_owner_lives(file.parent) for file in self._base.glob(f"*/*/*/{OWNER_FILE}"))
+        staged_bytes = 0
+        for slot in self._base.glob("*/*/*/**/slot-*"):
+            with suppress(FileNotFoundError):  # another daemon may be freeing it
+                staged_bytes += slot.stat().st_size
+        return max(1, daemons), staged_bytes
 
     def remove(self) -> None:
         """Remove the folder when the daemon exits, and its parents if they are empty."""

@@ -59,7 +59,8 @@ class StoredCheckpoint:
             raise RequestError(
                 f"{error} on this node: is the checkpoint folder shared by all nodes?"
             ) from error
-        if manifest.step != plan.step:
+        # Step 0 is that of a run which takes the parameters alone, from a checkpoint of any step.
+        if plan.step and manifest.step != plan.step:
             problem = f"is of step {manifest.step}, not {plan.step}"
             raise DamagedError(plan.manifest_uri, problem)
         return cls(storage, manifest, cancelled)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import math
 import os
 import signal
@@ -35,6 +34,7 @@ from megascale_driver.engine import Engine
 from megascale_driver.journal.trimming import DAY_S, Retention
 from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
+from megascale_driver.loop_watch import LoopWatch, collect_now_and_then, freeze_all
 from megascale_driver.metrics import DriverMetrics
 from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
 from megascale_driver.queue_options import add_queue_options
@@ -107,6 +107,7 @@ async def _serve_until(
         preempt=options.preemption,
         keep_ended_jobs=options.keep_ended_jobs,
         keep_ended_s=options.keep_ended_days * 86_400.0,
+        forget_dead_s=options.forget_dead_hours * 3600.0,
     )
     engine = Engine(policy, SystemClock(), token, "")
     server = RpcServer(token, tls=tls)
@@ -114,7 +115,7 @@ async def _serve_until(
     async def set_serving(leads: bool) -> None:
         if leads:
             # The state that was just read from etcd lives for the term: never collect it.
-            gc.freeze()
+            freeze_all()
         for name in SERVICES:
             await server.set_serving(name, leads)
 
@@ -134,18 +135,22 @@ async def _serve_until(
         await server.stop(0)
         raise
     _log.info("the driver serves", address=engine.address, build=build_version())
-    gc.freeze()  # what start-up created lives as long as the process: never collect it
+    freeze_all()  # what start-up created lives as long as the process: never collect it
+    collecting = asyncio.create_task(collect_now_and_then())
     keeper.start()  # now, and not with the first lease: a new term must not wait for it
     term = asyncio.create_task(leader.run())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
+    collecting.cancel()
     await _shut_down(server, engine, term)
     await metrics.stop()
 
 
 async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> MetricsServer:
     """Have the engine observed by metrics, and serve them if --metrics-bind is given."""
-    figures = DriverMetrics(engine)
+    watch = LoopWatch()
+    watch.start()
+    figures = DriverMetrics(engine, watch)
     engine.observers.append(figures)
     server = MetricsServer(figures.registry)
     if options.metrics_bind:

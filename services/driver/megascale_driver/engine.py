@@ -25,7 +25,6 @@ from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
 from megascale_driver.core import hang, machine, plausible
 from megascale_driver.core.events import (
     Audit,
-    Effect,
     Event,
     LeaderStarted,
     LossDiverged,
@@ -42,6 +41,7 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
+from megascale_driver.core.group_events import CheckGroup
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import AttemptPhase, Cluster, Job
 from megascale_driver.feeds import JobFeeds
@@ -49,7 +49,7 @@ from megascale_driver.journal.audit_log import AuditLog, canonical
 from megascale_driver.journal.store import Loaded, Store
 from megascale_driver.node_calls import NodeCalls
 from megascale_driver.open_links import Link, OpenLinks
-from megascale_driver.orders import Orders
+from megascale_driver.orders import OrderSender
 from megascale_driver.presence.inbox import Inbox
 from megascale_driver.presence.intake import Intake
 from megascale_driver.presence.lane import News
@@ -62,7 +62,6 @@ BATCH_EVENTS = 256  # decided on in one commit
 # Status pages of an attempt that stands still are read so often, or less if it has many nodes.
 PAGES_INTERVAL_S = 1.0
 PAGES_NODES_PER_S = 300.0
-PROBES_AT_ONCE = 128  # the others wait: a fleet that is silent must not take all descriptors
 PAGES_AT_ONCE = 32  # nodes, before other tasks get a turn
 
 _ENDS = frozenset({AttemptPhase.FAILED, AttemptPhase.FINISHED})
@@ -112,6 +111,7 @@ class Engine:
         self.feeds = JobFeeds()
         self.node_calls = NodeCalls(token, clock)
         self.links = OpenLinks()
+        self._orders = OrderSender(self.links)
         self.observers: list[Observer] = []
         self._token = token
         self._inbox: Inbox[_Entry] = Inbox()
@@ -123,7 +123,7 @@ class Engine:
         self._tick_waits = False  # for the core
         self._pages_at_s: dict[str, float] = {}  # when those of a job were read
         self._tracks: dict[str, DivergenceTrack] = {}
-        self._probing = asyncio.Semaphore(PROBES_AT_ONCE)
+        self._prober = probes.Prober(token, self._probed)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, event: Event) -> None:
@@ -133,8 +133,9 @@ class Engine:
         node: str = getattr(event, "node", "")
         if isinstance(event, NodeReport):
             if self._steps and event.report.phase in _ENDS:
-                # The steps that the attempt has completed belong before its end.
-                self._inbox.put(_Entry(self._tick_of(event.now_s, blocked=False)))
+                # The steps that the attempt has completed belong before its end. Silence does not:
+                # only a tick at its time knows whether the loop stood still.
+                self._inbox.put(_Entry(self._tick_of(event.now_s, False, silence=False)))
             self._inbox.put_report(_Entry(event), node)
         else:
             self._inbox.put(_Entry(event), node)
@@ -230,6 +231,7 @@ class Engine:
         )
         self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
         ticker = asyncio.create_task(self._tick())
+        sender = asyncio.create_task(self._orders.run(epoch, lambda: self.state))
         try:
             while not leadership.lease.lost.is_set():
                 await self._turn(store, leadership)
@@ -237,11 +239,13 @@ class Engine:
         finally:
             self.term = None
             ticker.cancel()
+            sender.cancel()
             for entry in self._inbox.clear():
                 _refuse(entry)
 
     async def close(self) -> None:
         """Cancel the effects in progress."""
+        self._prober.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -263,6 +267,7 @@ class Engine:
         # First the start of the term, then for each open link the node's hello and its newest
         # heartbeat. One from before this epoch counts as a report without a desired state.
         self._inbox.clear()
+        self._orders.clear()
         self._refused_records.clear()
         self._tick_waits = False
         self._inbox.put(_Entry(LeaderStarted(term.since_s, self.address)))
@@ -355,14 +360,13 @@ class Engine:
             before = old.jobs.get(name)
             if before is not job and (before is None or _visible(before) != _visible(job)):
                 self._publish_job(name)
-        commanded = {name: None for _, outcome in outcomes for name in outcome.commanded}
-        orders = Orders(self.state, epoch) if commanded else None
-        for name in commanded:
-            if orders is not None and (link := self.links.get(name)) is not None:
-                link.command(orders.of(name, link.protocol))
+        self._orders.add(name for _, outcome in outcomes for name in outcome.commanded)
         for entry, outcome in outcomes:
             for effect in outcome.effects:
-                self._spawn(self._perform(effect))
+                if isinstance(effect, Probe):
+                    self._prober.order(effect)
+                else:
+                    self._spawn(self._perform(effect))
             if entry.answer is not None and not entry.answer.done():
                 entry.answer.set_result(outcome)
 
@@ -375,15 +379,16 @@ class Engine:
             self.feeds.release(name)
             self._tracks.pop(name, None)
 
-    async def _perform(self, effect: Effect) -> None:
+    def _probed(self, probe: Probe, outcome: str) -> None:
+        self.post(ProbeResult(self.clock.now_s(), probe.node, probe.incarnation, outcome))
+
+    async def _perform(self, effect: OpenAttempt | CheckGroup) -> None:
         term = self.term
         if term is None:
             return
         try:
-            if isinstance(effect, Probe):
-                async with self._probing:
-                    outcome = await probes.probe(effect, self._token)
-                self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
+            if isinstance(effect, CheckGroup):
+                self.post(await self.node_calls.check_group(effect))
             else:
                 self.post(
                     await self.node_calls.open_attempt(
@@ -431,7 +436,7 @@ class Engine:
                     continue  # something may be due earlier now
             return due_s
 
-    def _tick_of(self, now_s: float, blocked: bool) -> Tick:
+    def _tick_of(self, now_s: float, blocked: bool, *, silence: bool = True) -> Tick:
         lanes = self._steps.take()
         records = {
             job: wire.record_values(record)
@@ -444,7 +449,7 @@ class Engine:
             blocked,
             records,
             {job: lane.held_s for job, lane in lanes.items()},
-            self.presence.lane.due(now_s, self.state.nodes),
+            self.presence.lane.due(now_s, self.state.nodes) if silence else (),
         )
 
     def _read_pages(self, now_s: float) -> None:

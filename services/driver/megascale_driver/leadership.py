@@ -20,6 +20,7 @@ from megascale_common.etcd.protocol import Etcd
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.engine import Engine
+from megascale_driver.journal.older import OlderLines
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
 from megascale_driver.journal.store import LEADER_KEY, Store
 from megascale_driver.journal.trimming import Retention, Trimmer
@@ -67,6 +68,7 @@ class Leader:
         self._keeper = keeper
         self._clock = clock
         self._retention = retention if retention is not None else Retention()
+        self.older = OlderLines(client, self._retention.export_to)
 
     @property
     def shows_state(self) -> bool:
@@ -166,12 +168,22 @@ class Leader:
         loaded = await store.load()
         await self._notify(True)
         trimmer = Trimmer(self._client, leadership, self._retention, self._engine.clock)
-        trimming = asyncio.create_task(trimmer.run(lambda: self._engine.state))
+        beside = [
+            asyncio.create_task(trimmer.run(lambda: self._engine.state)),
+            asyncio.create_task(self._end_when_deposed(leadership)),
+        ]
         try:
             await self._engine.lead(leadership, store, loaded)
         finally:
-            trimming.cancel()
-            await asyncio.gather(trimming, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+
+    async def _end_when_deposed(self, leadership: Leadership) -> None:
+        """End the term when its key is gone: another may lead already, and the nodes stay here."""
+        await leadership.deposed(OBSERVE_INTERVAL_S)
+        _log.warning("the leader key is gone or another's, though the lease lives: the term ends")
+        await leadership.lease.close()
 
     async def _observe(self) -> None:
         """While another driver leads, keep its address and send the agents to it."""

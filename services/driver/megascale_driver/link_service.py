@@ -22,15 +22,20 @@ from megascale_common.service.errors import (
     RequestError,
     ServiceError,
     StateError,
+    UnavailableError,
 )
 from megascale_common.service.status import abort
 from megascale_driver import wire
+from megascale_driver.core import unreadable
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
+from megascale_driver.loop_watch import LongLived
 from megascale_driver.open_links import Link
 from megascale_driver.orders import PROTOCOL
 
 HELLO_TIMEOUT_S = 10.0
+# Open links, and those whose hello has not come yet: each costs some 55 KiB of memory.
+MAX_LINKS = 32_768
 MAX_HEARTBEAT_BYTES = 64 << 10
 
 _log = logs.get(__name__)
@@ -43,6 +48,8 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         self._engine = engine
         self._leader = leader
         self._cluster = cluster
+        self._long_lived = LongLived()
+        self._greeting = 0  # links whose hello has not come yet
 
     async def Connect(  # type: ignore[override]  # the generated base class knows generators only
         self,
@@ -70,6 +77,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         # Registered before the driver's hello is sent: a new term that starts in between finds the
         # link and introduces the node to the core again.
         self._engine.links.add(link)
+        self._long_lived.linked(len(self._engine.links))
         reader: asyncio.Task[None] | None = None
         try:
             await link.greet(link_pb2.ConnectResponse(hello=greeting))
@@ -94,7 +102,12 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         async for request in request_iterator:
             if not self._leader.shows_state:
                 await abort(context, self._leader.not_leading())
-            if request.job not in self._engine.state.jobs:
+            state = self._engine.state
+            if (problem := state.unreadable.get(unreadable.key_of(request.job))) is not None:
+                # Kept by the agent: the build that can read the job wants them.
+                text = unreadable.sentence(request.job, problem)
+                await abort(context, UnavailableError(text, reason="JOB_UNREADABLE"))
+            if request.job not in state.jobs:
                 await abort(
                     context,
                     NotFoundError(f"no job {request.job!r}", reason="JOB_NOT_FOUND"),
@@ -109,12 +122,18 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
     ) -> link_pb2.ExecutorHello:
         if self._engine.term is None:
             raise self._leader.not_leading()
+        if len(self._engine.links) + self._greeting >= MAX_LINKS:
+            text = f"{MAX_LINKS} links are open or being opened; dial again later"
+            raise UnavailableError(text, reason="TOO_MANY_LINKS")
+        self._greeting += 1
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await anext(requests)
         except (TimeoutError, StopAsyncIteration) as error:
             text = f"no hello arrived within {HELLO_TIMEOUT_S:g} s"
             raise RequestError(text, reason="HELLO_MISSING") from error
+        finally:
+            self._greeting -= 1
         hello = first.hello
         if first.WhichOneof("message") != "hello":
             raise RequestError("the first message must be a hello", reason="HELLO_MISSING")

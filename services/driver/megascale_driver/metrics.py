@@ -7,6 +7,7 @@ process.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from megascale_driver.core import goodput
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Job, JobPhase, Node
 from megascale_driver.engine import Engine
+from megascale_driver.loop_watch import LoopWatch
 from megascale_driver.presence.lane import Lane
 
 STEP_BUCKETS_S = (
@@ -48,6 +50,7 @@ STEP_BUCKETS_S = (
 RECOVERY_BUCKETS_S = (0.1, 0.3, 1, 2, 3, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1800, math.inf)
 # How long the series of an ended job are kept, so that they are scraped to the end.
 ENDED_JOB_KEPT_S = 3600.0
+MAX_AGES = 512  # nodes whose time since the last heartbeat is shown, the longest silent first
 # The part of a recovery that each phase is; observed when the job leaves the phase.
 _PARTS = {
     JobPhase.STOPPING: "stop",
@@ -60,8 +63,9 @@ _PARTS = {
 class DriverMetrics(Collector):
     """Observes one engine; :attr:`registry` is served."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, watch: LoopWatch | None = None) -> None:
         self._engine = engine
+        self._watch = watch if watch is not None else LoopWatch()
         self._events: Counter[str] = Counter()
         self._recovering: dict[str, float] = {}  # job -> when its attempt broke
         self._jobs: set[str] = set()
@@ -143,6 +147,7 @@ class DriverMetrics(Collector):
         for reason, count in sorted(self._events.items()):
             events.add_metric([reason], count)
         yield events
+        yield from _loop(self._watch)
         if self._engine.term is None:
             return  # the state of a standby is old or empty: the leader reports it
         yield from _jobs(state)
@@ -188,6 +193,20 @@ class DriverMetrics(Collector):
                     KeyError
                 ):  # MFU is not set if the device's peak is unknown
                     metric.remove(*labels)
+
+
+def _loop(watch: LoopWatch) -> Iterator[Metric]:
+    longest = GaugeMetricFamily(
+        "megascale_event_loop_longest_stall_seconds",
+        "Longest time within the last minute for which the driver's event loop stood still.",
+    )
+    longest.add_metric([], watch.longest_s())
+    stalls = CounterMetricFamily(
+        "megascale_event_loop_stalls",
+        "Times that the driver's event loop stood still for more than 10 ms.",
+    )
+    stalls.add_metric([], watch.stalls)
+    yield from (longest, stalls)
 
 
 def _jobs(state: Cluster) -> Iterator[Metric]:
@@ -260,12 +279,17 @@ def _nodes(state: Cluster, now_s: float, lane: Lane) -> Iterator[Metric]:
         nodes.add_metric([liveness.lower(), disposition.lower()], count)
     yield nodes
     age = GaugeMetricFamily(
-        "megascale_heartbeat_age_seconds", "Time since a node's last sign of life.", labels=["node"]
+        "megascale_heartbeat_age_seconds",
+        "Time since a node's last sign of life; in large fleets of the oldest only.",
+        labels=["node"],
     )
-    for node in state.nodes.values():
-        if _expected(node):
-            sign_s = max(node.last_seen_s, lane.last_beat_s(node.name))
-            age.add_metric([node.name], max(0.0, now_s - sign_s))
+    signs = (
+        (max(node.last_seen_s, lane.last_beat_s(node.name)), node.name)
+        for node in state.nodes.values()
+        if _expected(node)
+    )
+    for sign_s, name in sorted(heapq.nsmallest(MAX_AGES, signs), key=lambda sign: sign[1]):
+        age.add_metric([name], max(0.0, now_s - sign_s))
     yield age
     breaker = GaugeMetricFamily(
         "megascale_breaker_tripped", "1 while silent nodes are only observed, not evicted."

@@ -26,9 +26,16 @@ from megascale_common.service.errors import (
     ForbiddenError,
     NotFoundError,
     RequestError,
+    SupersededError,
     UnusableError,
 )
-from megascale_driver.core.events import AttemptOpened, OpenAttempt, OpenFailed
+from megascale_driver import group_checks
+from megascale_driver.core.events import (
+    AttemptOpened,
+    OpenAttempt,
+    OpenFailed,
+)
+from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.state import Node
 
 OPEN_TIMEOUT_S = 20.0
@@ -58,6 +65,7 @@ class NodeCalls:
             job=wanted.job,
             uri=wanted.uri,
             load_uri=wanted.load_uri,
+            load_weights=wanted.load_weights,
             attempt=wanted.attempt,
             world_size=wanted.world_size,
             sealed_step=wanted.sealed_step,
@@ -78,7 +86,10 @@ class NodeCalls:
             refusal = status.read(error)
             final = isinstance(refusal, _FINAL) or refusal.reason == UnusableError.default_reason
             text = str(refusal) if final else f"{error.code().name}: {error.details()}"
-            return self._failed(wanted, text, refused=final)
+            superseded = refusal.reason == SupersededError.default_reason
+            newest = refusal.metadata.get("attempt", "") if superseded else ""
+            newest_number = int(newest) if newest.isdecimal() else 0
+            return self._failed(wanted, text, refused=final, newest=newest_number)
         finally:
             await channel.close()
         refused = tuple(reply.refused[:_REFUSED_SHOWN])
@@ -150,8 +161,25 @@ class NodeCalls:
         finally:
             await channel.close()
 
-    def _failed(self, wanted: OpenAttempt, error: str, *, refused: bool = False) -> OpenFailed:
-        return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error, refused)
+    async def check_group(self, wanted: CheckGroup) -> GroupChecked:
+        """Have nodes check each other; each of them has an answer, within two minutes."""
+        found = await group_checks.check_group(
+            wanted, lambda endpoint: open_channel(endpoint, self._token)
+        )
+        return GroupChecked(
+            self._clock.now_s(),
+            wanted.job,
+            wanted.attempt,
+            wanted.round,
+            wanted.group,
+            {node: each.answer for node, each in found.items()},
+            {node: each.detail for node, each in found.items() if each.detail},
+        )
+
+    def _failed(
+        self, wanted: OpenAttempt, error: str, *, refused: bool = False, newest: int = 0
+    ) -> OpenFailed:
+        return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error, refused, newest)
 
     async def _daemon_endpoint(self, node: Node) -> str:
         """The address of the node's checkpoint daemon now; empty if the agent does not answer.

@@ -98,6 +98,9 @@ class OpenLinks:
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
 
+    def __len__(self) -> int:
+        return len(self._links)
+
     def add(self, link: Link) -> None:
         """Register an open link and close its predecessor."""
         old = self._links.get(link.node)

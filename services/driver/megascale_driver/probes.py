@@ -8,17 +8,71 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+from collections.abc import Callable
 
 import grpc
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc
+from megascale_common.service import logs
 from megascale_common.service.channel import open_channel
 from megascale_driver.core.events import Probe
 
+AT_ONCE = 128  # a fleet that is silent must not take all descriptors, nor the driver's time
 DEADLINE_S = 2.0
 REFUSALS = 2  # in a row, before the process counts as gone
 TRIES = 4
 PAUSE_S = 0.5
+
+_log = logs.get(__name__)
+
+
+class Prober:
+    """Carries out probes, AT_ONCE at a time; the others wait, one of each node.
+
+    A node that is probed again while it waits gets the newer probe in place of the older one. So
+    what waits is bounded by the nodes, however long a fleet is silent and however slow probes are.
+    """
+
+    def __init__(self, token: str, done: Callable[[Probe, str], None]) -> None:
+        self._token, self._done = token, done
+        self._waiting: dict[str, Probe] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def order(self, wanted: Probe) -> None:
+        """Probe the node as soon as there is room; after the probe of it that runs, if one does.
+
+        The one that runs may have been answered before what this one was ordered for.
+        """
+        self._waiting[wanted.node] = wanted
+        self._fill()
+
+    def close(self) -> None:
+        """Give up all probes."""
+        self._waiting.clear()
+        for task in self._running.values():
+            task.cancel()
+
+    @property
+    def pending(self) -> int:
+        """How many probes run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def _fill(self) -> None:
+        for node in list(itertools.islice(self._waiting, AT_ONCE)):
+            if len(self._running) >= AT_ONCE:
+                return
+            if node not in self._running:
+                self._running[node] = asyncio.create_task(self._run(self._waiting.pop(node)))
+
+    async def _run(self, wanted: Probe) -> None:
+        try:
+            self._done(wanted, await probe(wanted, self._token))
+        except Exception:
+            _log.exception("a probe failed; the core orders it again", node=wanted.node)
+        finally:
+            del self._running[wanted.node]
+            self._fill()
 
 
 async def probe(wanted: Probe, token: str) -> str:

@@ -1,4 +1,4 @@
-"""The driver's options about the queue: quotas, preemption, how long ended jobs are kept."""
+"""The driver's options about the queue: quotas, preemption, how long jobs and nodes are kept."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
         metavar="DAYS",
         help="delete jobs that ended longer ago; their checkpoints stay; default 30",
     )
+    parser.add_argument(
+        "--forget-dead-hours",
+        type=_hours,
+        default=24.0,
+        metavar="HOURS",
+        help="forget nodes that are dead for longer and that no job needs; nodes that were "
+        "cordoned, drained or quarantined stay; default 24",
+    )
 
 
 def quota(text: str) -> tuple[str, int]:
@@ -64,10 +72,18 @@ def _count(text: str) -> int:
 
 
 def _days(text: str) -> float:
+    return _positive(text, "days")
+
+
+def _hours(text: str) -> float:
+    return _positive(text, "hours")
+
+
+def _positive(text: str, unit: str) -> float:
     try:
-        days = float(text)
+        count = float(text)
     except ValueError:
-        days = math.nan
-    if not 0 < days < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number of days")
-    return days
+        count = math.nan
+    if not 0 < count < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number of {unit}")
+    return count

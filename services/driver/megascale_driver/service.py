@@ -139,6 +139,7 @@ class DriverService(NodeMethods, QueueMethods, OrderMethods, driver_pb2_grpc.Dri
         tripped_s = state.breaker.tripped_at_s
         return driver_pb2.GetClusterInfoResponse(
             rules=self._rules(),
+            tenants=wire.tenant_messages(state, self.engine.policy),
             breaker_tripped_at=wire.timestamp(tripped_s) if tripped_s else None,
             cluster=self._cluster,
             leader=self.engine.address if term is not None else "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import grpc
 from google.protobuf.message import Message
@@ -31,7 +31,7 @@ from megascale_common.service.errors import (
     invalid,
 )
 from megascale_driver import profile_request, wire
-from megascale_driver.core import machine
+from megascale_driver.core import machine, unreadable
 from megascale_driver.core.events import Mutation, Outcome, RequestKey
 from megascale_driver.core.state import Job, Node
 from megascale_driver.engine import Engine
@@ -48,10 +48,7 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
         ExistsError,
         "a job of that name exists already; choose another name",
     ),
-    "JOB_UNREADABLE": (
-        ExistsError,
-        "a job of that name is in etcd and cannot be read; choose another name",
-    ),
+    "JOB_UNREADABLE": (StateError, "the stored rows of the job cannot be read by this build"),
     "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
     "JOB_ENDED": (StateError, "the job has ended already"),
     "JOB_CANNOT_SAVE": (StateError, "the job has no checkpoints, so its steps would be lost"),
@@ -63,6 +60,15 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "REQUEST_ID_REUSED": (RequestError, "the request_id belongs to another request; use a new one"),
 }
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Asked(TypedDict):
+    """What all orders of operators have in common, as their events take it."""
+
+    now_s: float
+    reason: str
+    actor: str
+    request: RequestKey | None
 
 
 class ServiceBase:
@@ -80,6 +86,8 @@ class ServiceBase:
 
     def _job(self, name: str) -> Job:
         self._require_state()
+        if (problem := self.engine.state.unreadable.get(unreadable.key_of(name))) is not None:
+            raise StateError(unreadable.sentence(name, problem), reason="JOB_UNREADABLE")
         if name not in self.engine.state.jobs:
             message = f"there is no job {name!r}; `ListJobs` lists all jobs"
             raise NotFoundError(message, reason="JOB_NOT_FOUND")
@@ -122,6 +130,27 @@ class ServiceBase:
                 reason="ETCD_SILENT",
             ) from error
         raise_refusal(outcome)
+
+    def _asked(self, request: Any, context: Context) -> Asked:
+        """Who asks for what reason, from the fields that all orders have.
+
+        Raises:
+            ServiceError: the reason is missing, the request_id malformed, or this driver may not
+                show its state.
+        """
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        self._require_state()
+        now_s = self.engine.clock.now_s()
+        return {"now_s": now_s, "reason": reason, "actor": actor_of(context), "request": key}
+
+    async def _carried_out(
+        self, event: Mutation, line: str, what: str = "node", *, dry: bool
+    ) -> str:
+        """Carry out an order, unless ``dry``; what it leads to: the outcome of its ``line``."""
+        consequence = self._preview(event, line, what)
+        if not dry:
+            await self._call(event)
+        return consequence
 
     def _preview(self, event: Mutation, reason: str, what: str = "node") -> str:
         """What the request would lead to: the core is asked, its new state is thrown away.

@@ -7,6 +7,7 @@ import grpc
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError
 from megascale_common.service.handlers import answers
+from megascale_driver.core import unreadable
 from megascale_driver.core.events import (
     CordonRequested,
     EvictRequested,
@@ -67,13 +68,8 @@ class NodeMethods(ServiceBase):
         self, request: driver_pb2.CordonNodeRequest, context: Context
     ) -> driver_pb2.CordonNodeResponse:
         """Keep new work off a node; a job that runs there continues."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
-        now_s = self.engine.clock.now_s()
-        event = CordonRequested(now_s, request.name, reason, actor_of(context), key)
-        consequence = self._preview(event, "NODE_CORDONED")
-        if not request.validate_only:
-            await self._call(event)
+        event = CordonRequested(node=request.name, **self._asked(request, context))
+        consequence = await self._carried_out(event, "NODE_CORDONED", dry=request.validate_only)
         return driver_pb2.CordonNodeResponse(
             node=self._node_message(request.name), consequence=consequence
         )
@@ -83,13 +79,8 @@ class NodeMethods(ServiceBase):
         self, request: driver_pb2.UncordonNodeRequest, context: Context
     ) -> driver_pb2.UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
-        now_s = self.engine.clock.now_s()
-        event = UncordonRequested(now_s, request.name, reason, actor_of(context), key)
-        consequence = self._preview(event, "NODE_UNCORDONED")
-        if not request.validate_only:
-            await self._call(event)
+        event = UncordonRequested(node=request.name, **self._asked(request, context))
+        consequence = await self._carried_out(event, "NODE_UNCORDONED", dry=request.validate_only)
         return driver_pb2.UncordonNodeResponse(
             node=self._node_message(request.name), consequence=consequence
         )
@@ -121,6 +112,8 @@ class NodeMethods(ServiceBase):
         if node.disposition is Disposition.QUARANTINED:
             return f"node {node.name} is quarantined already: {node.disposition_reason}"
         job = self.engine.state.holder_of(node.name)
+        if unread := unreadable.job_on(self.engine.state.unreadable, node):
+            return f"its workers of job {unread}, which cannot be read, stop"
         if job is None:
             jobs = [
                 other.name for other in self.engine.state.jobs.values() if node.name in other.spares

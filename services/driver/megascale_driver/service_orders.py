@@ -1,8 +1,11 @@
-"""DriverService, the methods that move running work: restart, update, drain, rules, breaker."""
+"""DriverService, the methods that move running work: restart, update, drain, rules, quotas,
+breaker.
+"""
 
 from __future__ import annotations
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import NotFoundError, invalid
 from megascale_common.service.handlers import answers
 from megascale_driver import admission, update_request, wire
@@ -10,6 +13,7 @@ from megascale_driver.core.events import (
     BreakerResetRequested,
     DrainRequested,
     PolicyRequested,
+    QuotaRequested,
     RestartRequested,
     UpdateRequested,
 )
@@ -17,13 +21,12 @@ from megascale_driver.core.rules import RULES
 from megascale_driver.core.state import Job
 from megascale_driver.service_base import (
     Context,
-    actor_of,
     checked_spec,
-    request_key,
     required_reason,
 )
 from megascale_driver.service_watch import WatchMethods
 
+MAX_QUOTA = 10**9  # devices of a tenant
 SHOWN = 8  # checkpoints that an error lists
 
 
@@ -35,19 +38,19 @@ class OrderMethods(WatchMethods):
         self, request: driver_pb2.RestartJobRequest, context: Context
     ) -> driver_pb2.RestartJobResponse:
         """Begin a new attempt, from the newest state or from a named step."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        required_reason(request.reason)
         job, step = self._job(request.name), None
         later: tuple[int, ...] = ()
         if request.HasField("from_step"):
             step = request.from_step
             later = await self._later_steps(job, step)
         event = RestartRequested(
-            self.engine.clock.now_s(), job.name, reason, actor_of(context),
-            from_step=step, later_steps=later, now=request.now, request=key,
+            job=job.name, from_step=step, later_steps=later, now=request.now,
+            **self._asked(request, context),
         )  # fmt: skip
-        consequence = self._preview(event, "RESTART_REQUESTED", "job")
-        if not request.validate_only:
-            await self._call(event)
+        consequence = await self._carried_out(
+            event, "RESTART_REQUESTED", "job", dry=request.validate_only
+        )
         return driver_pb2.RestartJobResponse(
             job=self._message(self._job(request.name)), consequence=consequence
         )
@@ -72,17 +75,16 @@ class OrderMethods(WatchMethods):
         self, request: driver_pb2.UpdateJobRequest, context: Context
     ) -> driver_pb2.UpdateJobResponse:
         """Give a job a new configuration for its next attempt."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        required_reason(request.reason)
         config = checked_spec(request)
         job = self._job(config.name)
         changed = update_request.changed_fields(job.config, config)
         warnings = await admission.examine(config, self.engine.state)
-        event = UpdateRequested(
-            self.engine.clock.now_s(), config, request.restart, reason, actor_of(context), key
+        asked = self._asked(request, context)
+        event = UpdateRequested(config=config, restart=request.restart, **asked)
+        consequence = await self._carried_out(
+            event, "UPDATE_REQUESTED", "job", dry=request.validate_only
         )
-        consequence = self._preview(event, "UPDATE_REQUESTED", "job")
-        if not request.validate_only:
-            await self._call(event)
         return driver_pb2.UpdateJobResponse(
             job=self._message(self._job(config.name)),
             consequence=consequence,
@@ -95,9 +97,8 @@ class OrderMethods(WatchMethods):
         self, request: driver_pb2.DrainNodeRequest, context: Context
     ) -> driver_pb2.DrainNodeResponse:
         """Empty a node; its job saves before it leaves."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        node = self._node(request.name)
-        event = DrainRequested(self.engine.clock.now_s(), node.name, reason, actor_of(context), key)
+        asked = self._asked(request, context)
+        event = DrainRequested(node=self._node(request.name).name, **asked)
         consequence = self._preview_leaving(event)
         if not request.validate_only:
             await self._call(event)
@@ -110,36 +111,50 @@ class OrderMethods(WatchMethods):
         self, request: driver_pb2.SetPolicyRequest, context: Context
     ) -> driver_pb2.SetPolicyResponse:
         """Have a rule observed or enforced."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
+        asked = self._asked(request, context)
         if request.rule not in RULES:
             known = ", ".join(RULES)
             raise invalid("rule", f"there is no rule {request.rule!r}", f"give one of {known}")
         if not request.mode:
             raise invalid("mode", "missing", "give POLICY_MODE_ENFORCE or POLICY_MODE_OBSERVE")
         mode = types_pb2.PolicyMode.Name(request.mode).removeprefix("POLICY_MODE_")
-        event = PolicyRequested(
-            self.engine.clock.now_s(), request.rule, mode, reason, actor_of(context), key
+        event = PolicyRequested(rule=request.rule, mode=mode, **asked)
+        consequence = await self._carried_out(
+            event, "POLICY_SET", "rule", dry=request.validate_only
         )
-        consequence = self._preview(event, "POLICY_SET", "rule")
-        if not request.validate_only:
-            await self._call(event)
         rule = driver_pb2.PolicyRule(
             name=request.rule, mode=request.mode, effect=RULES[request.rule]
         )
         return driver_pb2.SetPolicyResponse(rule=rule, consequence=consequence)
 
     @answers
+    async def SetQuota(
+        self, request: driver_pb2.SetQuotaRequest, context: Context
+    ) -> driver_pb2.SetQuotaResponse:
+        """Bound the devices of a tenant, or go back to the driver's default."""
+        asked = self._asked(request, context)
+        if not is_dns_label(request.tenant):
+            problem = f"{request.tenant!r} is not the name of a tenant"
+            raise invalid("tenant", problem, "use a-z, 0-9 and '-', at most 63")
+        devices = request.devices if request.HasField("devices") else None
+        if devices is not None and not 0 <= devices <= MAX_QUOTA:
+            raise invalid("devices", f"{devices} is out of range", f"give 0 to {MAX_QUOTA}")
+        event = QuotaRequested(tenant=request.tenant, devices=devices, **asked)
+        consequence = await self._carried_out(
+            event, "QUOTA_SET", "tenant", dry=request.validate_only
+        )
+        tenant = wire.tenant_message(self.engine.state, self.engine.policy, request.tenant)
+        return driver_pb2.SetQuotaResponse(tenant=tenant, consequence=consequence)
+
+    @answers
     async def ResetBreaker(
         self, request: driver_pb2.ResetBreakerRequest, context: Context
     ) -> driver_pb2.ResetBreakerResponse:
         """Enforce inferred verdicts again."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
-        event = BreakerResetRequested(self.engine.clock.now_s(), reason, actor_of(context), key)
-        consequence = self._preview(event, "BREAKER_RESET", "breaker")
-        if not request.validate_only:
-            await self._call(event)
+        event = BreakerResetRequested(**self._asked(request, context))
+        consequence = await self._carried_out(
+            event, "BREAKER_RESET", "breaker", dry=request.validate_only
+        )
         return driver_pb2.ResetBreakerResponse(consequence=consequence)
 
     def _rules(self) -> list[driver_pb2.PolicyRule]:

@@ -5,13 +5,7 @@ from __future__ import annotations
 from megascale.v1 import driver_pb2
 from megascale_common.service.handlers import answers
 from megascale_driver.core.events import DeleteRequested, ResumeRequested, SuspendRequested
-from megascale_driver.service_base import (
-    Context,
-    ServiceBase,
-    actor_of,
-    request_key,
-    required_reason,
-)
+from megascale_driver.service_base import Context, ServiceBase
 
 
 class QueueMethods(ServiceBase):
@@ -22,13 +16,10 @@ class QueueMethods(ServiceBase):
         self, request: driver_pb2.SuspendJobRequest, context: Context
     ) -> driver_pb2.SuspendJobResponse:
         """Have a job save and free its nodes, until it is resumed."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
-        now_s = self.engine.clock.now_s()
-        event = SuspendRequested(now_s, request.name, reason, actor_of(context), key)
-        consequence = self._preview(event, "SUSPEND_REQUESTED", "job")
-        if not request.validate_only:
-            await self._call(event)
+        event = SuspendRequested(job=request.name, **self._asked(request, context))
+        consequence = await self._carried_out(
+            event, "SUSPEND_REQUESTED", "job", dry=request.validate_only
+        )
         return driver_pb2.SuspendJobResponse(
             job=self._message(self._job(request.name)), consequence=consequence
         )
@@ -38,13 +29,10 @@ class QueueMethods(ServiceBase):
         self, request: driver_pb2.ResumeJobRequest, context: Context
     ) -> driver_pb2.ResumeJobResponse:
         """Let a suspended job have nodes again."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
-        now_s = self.engine.clock.now_s()
-        event = ResumeRequested(now_s, request.name, reason, actor_of(context), key)
-        consequence = self._preview(event, "JOB_RESUMED", "job")
-        if not request.validate_only:
-            await self._call(event)
+        event = ResumeRequested(job=request.name, **self._asked(request, context))
+        consequence = await self._carried_out(
+            event, "JOB_RESUMED", "job", dry=request.validate_only
+        )
         return driver_pb2.ResumeJobResponse(
             job=self._message(self._job(request.name)), consequence=consequence
         )
@@ -54,11 +42,8 @@ class QueueMethods(ServiceBase):
         self, request: driver_pb2.DeleteJobRequest, context: Context
     ) -> driver_pb2.DeleteJobResponse:
         """Forget an ended job; a repetition under the same request_id succeeds as well."""
-        reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
-        now_s = self.engine.clock.now_s()
-        event = DeleteRequested(now_s, request.name, reason, actor_of(context), key)
-        consequence = self._preview(event, "JOB_DELETED", "job")
-        if not request.validate_only:
-            await self._call(event)
+        event = DeleteRequested(job=request.name, **self._asked(request, context))
+        consequence = await self._carried_out(
+            event, "JOB_DELETED", "job", dry=request.validate_only
+        )
         return driver_pb2.DeleteJobResponse(consequence=consequence)

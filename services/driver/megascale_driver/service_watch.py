@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from megascale.v1 import driver_pb2, executor_pb2
+from megascale_common.etcd.errors import EtcdError
 from megascale_common.service.errors import (
     ExpiredError,
     NotFoundError,
@@ -33,6 +34,7 @@ from megascale_driver.streams import until_set
 MAX_LOG_LINES = 100_000
 MAX_OFFSET_DIGITS = 9
 DAEMONS_TRIED = 3
+CLUSTER = "cluster"  # the subject of the log that is no job's
 
 
 class WatchMethods(ServiceBase):
@@ -70,13 +72,30 @@ class WatchMethods(ServiceBase):
         try:
             behind = self.engine.audit.behind(request.page_token)
         except ExpiredError as error:
-            raise expired(error) from error
+            behind = await self._older(request.subject, request.page_token, size + 1, error)
         except ValueError as error:
             raise invalid("page_token", str(error), "start over without it") from error
         lines = list(itertools.islice(filter(about, behind), size + 1))
         token = audit_log.token_of(lines[size - 1]) if len(lines) > size else ""
         events = [wire.event_message(line, self._epoch()) for line in lines[:size]]
         return driver_pb2.ListEventsResponse(events=events, next_page_token=token)
+
+    async def _older(
+        self, subject: str, token: str, count: int, error: ExpiredError
+    ) -> list[Audit]:
+        """Lines that are not in memory: of one log, which etcd and the export have."""
+        log, seq = audit_log.place_of(token)
+        if subject != (f"jobs/{log}" if log else CLUSTER):
+            raise ExpiredError(
+                f"{error}: start over without a token; older lines are listed by the log that they "
+                f"are in: subject jobs/NAME, or {CLUSTER!r}, from token 0.NAME, or '0.', on"
+            ) from error
+        try:
+            return await self.leader.older.behind(log, seq, count)
+        except EtcdError as failure:
+            raise UnavailableError(
+                f"older lines are in etcd, which does not answer: {failure}", reason="ETCD_SILENT"
+            ) from failure
 
     @streams
     async def WatchEvents(
@@ -176,14 +195,16 @@ def _slot_of_rank(job: Job, attempt: int, rank: int) -> NodeSlot:
 
 
 def _about(subject: str) -> Callable[[Audit], bool]:
-    """Which lines are about ``subject``: all for "", a job's whole log, what concerns a node."""
+    """Which lines are about ``subject``: all for "", a job's log, the cluster's own, a node."""
     kind, _, name = subject.partition("/")
     if not subject:
         return lambda line: True
+    if subject == CLUSTER:
+        return lambda line: not line.log
     if kind not in ("jobs", "nodes") or not name:
         raise invalid(
             "subject",
             f"{subject!r} is no subject",
-            "give jobs/NAME or nodes/NAME, or leave it out for the whole cluster",
+            f"give jobs/NAME, nodes/NAME or {CLUSTER!r}, or leave it out for everything",
         )
     return lambda line: line.log == name if kind == "jobs" else line.subject == subject

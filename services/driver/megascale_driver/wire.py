@@ -14,9 +14,10 @@ from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.divergence import StepSample
-from megascale_driver.core import events, goodput, replicas
+from megascale_driver.core import events, goodput, quotas, replicas, unreadable
 from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
+from megascale_driver.core.policy import Policy
 from megascale_driver.core.rules import RULES, mode_of
 from megascale_driver.core.state import (
     Cluster,
@@ -197,7 +198,8 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
     job = state.holder_of(node.name)
     slot = job.slot_of(node.name) if job is not None else None
     spare = any(node.name in other.spares for other in state.jobs.values())
-    assignment = "ACTIVE" if job is not None else "SPARE" if spare else "IDLE"
+    unread = unreadable.job_on(state.unreadable, node) if job is None else ""
+    assignment = "ACTIVE" if job is not None or unread else "SPARE" if spare else "IDLE"
     who = node.identity
     return driver_pb2.Node(
         name=node.name,
@@ -219,7 +221,7 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
         incarnation=who.incarnation,
         executor_endpoint=who.executor_endpoint,
         checkpoint_endpoint=who.checkpoint_endpoint,
-        job=job.name if job is not None else "",
+        job=job.name if job is not None else unread,
         ranks=slot.ranks if slot is not None else (),
         last_heartbeat_at=timestamp(max(node.last_seen_s, last_beat_s)),
         checks=[
@@ -245,6 +247,25 @@ def rule_messages(modes: Mapping[str, str]) -> list[driver_pb2.PolicyRule]:
         )
         for name, effect in RULES.items()
     ]
+
+
+def tenant_message(state: Cluster, policy: Policy, name: str) -> driver_pb2.Tenant:
+    """A tenant for clients: what it may hold, and what it holds."""
+    return driver_pb2.Tenant(
+        name=name,
+        quota=quotas.in_force(state.tenants, policy).get(name),
+        devices_held=quotas.devices_held(state.jobs.values()).get(name, 0),
+        set=name in state.tenants,
+    )
+
+
+def tenant_messages(state: Cluster, policy: Policy) -> list[driver_pb2.Tenant]:
+    """All tenants that have a quota or hold devices, by name."""
+    limited, holding = (
+        quotas.in_force(state.tenants, policy),
+        quotas.devices_held(state.jobs.values()),
+    )
+    return [tenant_message(state, policy, name) for name in sorted({*limited, *holding})]
 
 
 def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event:

@@ -1,0 +1,27 @@
+"""What scripts and notebooks import: ``from megascale_trainer import Trainer, load_config``.
+
+Loaded when first used: the processes of a job import this package before torch, and some of them
+never import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megascale_trainer.launch.job_file import load_config
+    from megascale_trainer.library import Trainer
+
+__all__ = ["Trainer", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":
+        from megascale_trainer.library import Trainer
+
+        return Trainer
+    if name == "load_config":
+        from megascale_trainer.launch.job_file import load_config
+
+        return load_config
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,17 +1,14 @@
 """One rank's connection to its node's checkpoint daemon: registration, requests, mapped slots.
 
 The daemon owns the slots' memory, so a sealed snapshot survives this process. Registering, and
-mapping, populating and pinning the slots, takes seconds for gigabytes: a thread does it. Requests
-are pipelined on one unix socket and answered in order. A training thread posts them, reads answers
-as they come, and waits for one at most :data:`LONGEST_HOLD_S`, however long the daemon hangs.
+mapping, populating and pinning the slots (:mod:`megascale_trainer.mapped_slots`), takes seconds for
+gigabytes: a thread does it. Requests are pipelined on one unix socket and answered in order. A
+training thread posts them, reads answers as they come, and waits for one at most
+:data:`LONGEST_HOLD_S`, however long the daemon hangs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
-import os
 import select
 import socket
 import sys
@@ -19,12 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
 
-from megascale_common.node import framing
+from megascale_common.node import framing, rank_terms
 from megascale_common.node.messages import (
     PIECES_IN_A_FRAME,
     DaemonRequest,
@@ -33,8 +30,9 @@ from megascale_common.node.messages import (
     Registered,
     ReplicaOrders,
 )
+from megascale_common.node.rank_terms import RankTerms
 from megascale_common.sizes.checkpoint_layout import ShardLayout
-from megascale_trainer.host_copy import parts
+from megascale_trainer.mapped_slots import MappedSlots
 
 # At the start: the first registration clears memory, a restore reads storage, and no peer waits.
 START_TIMEOUT_S = 600.0
@@ -43,31 +41,19 @@ LONGEST_HOLD_S = 0.05
 # Where a rank waits on purpose, at the end of a run, the peers wait with it.
 LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 READ_BYTES = 1 << 16
-MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 
 Answered = Callable[[framing.Message], None]
 
 
 @dataclass(frozen=True, slots=True)
-class RankRegistration:
+class RankRegistration(RankTerms):
     """What a rank registers with.
 
-    ``sizes`` are those of the parallel axes, for the manifest. ``in_flight`` is the number of
-    snapshots that are reserved, copied or unsettled at the same time: with short intervals the next
-    ones begin before the first is sealed. ``replicas`` goes to the daemon as it is.
+    ``sizes`` are those of the parallel axes, for the manifest. ``replicas`` goes to the daemon as
+    it is.
     """
 
-    job: str
-    attempt: int
-    rank: int
-    world_size: int
-    uri: str
-    committer_endpoint: str
-    slots: int
-    sizes: Mapping[str, int]
-    in_flight: int = 1
-    max_write_mib_per_s: float = 0.0
-    max_step_slowdown: float = 0.0
+    sizes: Mapping[str, int] = field(kw_only=True)
     replicas: ReplicaOrders | None = None
 
 
@@ -92,13 +78,30 @@ class DaemonLink:
         self._device = device
         self._socket: socket.socket | None = None
         self._opening: _Opening | None = None
-        self._slots: _Slots | None = None
+        self._slots: MappedSlots | None = None
+        self._prepares_all = False
         self._decoder = framing.Decoder()
         self._awaited: deque[tuple[str, Answered | None]] = deque()
         self._hung = False
         self.answer_timeout_s = min(
             LONGEST_ANSWER_S, collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT
         )
+
+    @classmethod
+    def registered(
+        cls,
+        socket_path: str,
+        registration: RankRegistration,
+        layout: ShardLayout,
+        device: torch.device,
+        *,
+        collective_timeout_s: float,
+    ) -> DaemonLink:
+        """One that is connected; raises OSError as :meth:`connect`."""
+        who = (socket_path, registration, layout, device)
+        link = cls(*who, collective_timeout_s=collective_timeout_s)
+        link.connect(START_TIMEOUT_S)
+        return link
 
     @property
     def connected(self) -> bool:
@@ -121,13 +124,19 @@ class DaemonLink:
             raise ConnectionError("not connected to the checkpoint daemon")
         return self._slots.tensors[index]
 
+    def landing_word(self, index: int) -> torch.Tensor:
+        """Where a slot's copy notes how many bytes have landed, int64 [1] on the host."""
+        if self._slots is None:
+            raise ConnectionError("not connected to the checkpoint daemon")
+        return self._slots.landing_words[index]
+
     @property
     def slots_bytes(self) -> int:
         """Size of all slots; 0 without a connection."""
         return 0 if self._slots is None else sum(slot.numel() for slot in self._slots.tensors)
 
     def connect(self, timeout_s: float) -> None:
-        """Connect, register and map the slots; a thread goes on to populate and pin them.
+        """Connect, register and map the slots; a thread populates and pins those asked for.
 
         Raises:
             OSError: the daemon is not running, or refuses the registration; the message has its
@@ -160,16 +169,30 @@ class DaemonLink:
             if opening.error is not None:
                 raise opening.error
             self._socket, self._slots = opening.socket, opening.slots
+            if self._prepares_all and self._slots is not None:
+                self._slots.prepare_all()
             self._decoder, self._hung = framing.Decoder(), False
         return self.connected
 
+    def prepare_all(self) -> None:
+        """Have all slots populated and pinned, beside what this process does."""
+        self._prepares_all = True
+        if self._slots is not None:
+            self._slots.prepare_all()
+
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Wait until the slots are populated and pinned; returns whether they are."""
+        """Have all slots populated and pinned, and wait; returns whether they are."""
+        self.prepare_all()
         return self._slots is not None and self._slots.prepared.wait(timeout_s)
 
-    def prepare_next(self, index: int, timeout_s: float) -> bool:
-        """Have one slot populated and pinned before the others; returns whether it is in time."""
-        return self._slots is not None and self._slots.prepare_next(index, timeout_s)
+    def prepare_next(self, index: int) -> None:
+        """Have one slot populated and pinned before the others."""
+        if self._slots is not None:
+            self._slots.prepare_next(index)
+
+    def wait_for_bytes(self, index: int, stop: int, timeout_s: float) -> bool:
+        """Wait until those bytes of a slot that is prepared next are; returns whether they are."""
+        return self._slots is not None and self._slots.wait(index, stop, timeout_s)
 
     def ask(self, message: DaemonRequest, timeout_s: float | None = None) -> framing.Message:
         """One request and its answer, awaited for ``timeout_s``; default: the usual time.
@@ -251,72 +274,6 @@ class DaemonLink:
         return self._socket
 
 
-class _Slots:
-    """The mapped slots; ``prepared`` is set once they are populated and pinned."""
-
-    def __init__(self, descriptors: list[int], size_bytes: int, device: torch.device) -> None:
-        self.tensors = [_map_slot(descriptor, size_bytes) for descriptor in descriptors]
-        self.prepared = threading.Event()
-        self._device, self._pinned = device, list[torch.Tensor]()
-        self._pins = device.type == "cuda"
-        self._dropped = False
-        self._lock = threading.Lock()
-        self._next = 0
-        self._done = [threading.Event() for _ in self.tensors]
-        self._parts_done = [0] * len(self.tensors)
-
-    def prepare(self) -> None:
-        """Populate and pin every slot, unless they were dropped; in a thread."""
-        with self._lock:
-            while not all(done.is_set() for done in self._done):
-                if not self._dropped:
-                    self._prepare_one(self._choose())
-                if self._dropped:
-                    return
-            self.prepared.set()
-
-    def prepare_next(self, index: int, timeout_s: float) -> bool:
-        """Have one slot prepared before the others, and wait for it; returns whether it is."""
-        self._next = index
-        return self._done[index].wait(timeout_s)
-
-    def _choose(self) -> int:
-        left = [index for index, done in enumerate(self._done) if not done.is_set()]
-        return self._next if self._next in left else left[0]
-
-    def _prepare_one(self, index: int) -> None:
-        """Prepare a slot, unless another one becomes more urgent."""
-        slot = self.tensors[index]
-        left = [slot[start:stop] for start, stop in parts(0, slot.numel())]
-        for part in left[self._parts_done[index] :]:
-            if self._dropped or self._choose() != index:
-                return
-            _populate(part)
-            if self._pins:
-                self._pins = _pin(part, self._device)  # after one failure none is tried
-                self._pinned += [part] if self._pins else []
-            self._parts_done[index] += 1
-        self._done[index].set()
-
-    def drop(self) -> None:
-        """Unpin and unmap the slots; beside :meth:`prepare` a thread does it, once that stops."""
-        self._dropped = True
-        if self._lock.acquire(blocking=False):
-            self._unmap()
-            self._lock.release()
-        else:
-            threading.Thread(target=self._unmap_later, name="unmap", daemon=True).start()
-
-    def _unmap_later(self) -> None:
-        with self._lock:
-            self._unmap()
-
-    def _unmap(self) -> None:
-        for part in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(part.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned, self.tensors = [], []
-
-
 class _Opening:
     """A connection that a thread opens: ``done`` is set when it is registered, or has failed."""
 
@@ -331,7 +288,7 @@ class _Opening:
         self.done = threading.Event()
         self.error: OSError | None = None
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.slots: _Slots | None = None
+        self.slots: MappedSlots | None = None
         self._path, self._who, self._layout, self._device = path, who, layout, device
         self.socket.settimeout(timeout_s)
         # A daemon thread: a daemon process that hangs must not hold up this one's end.
@@ -348,7 +305,7 @@ class _Opening:
         self.done.set()
         self.slots.prepare()
 
-    def _register(self) -> _Slots:
+    def _register(self) -> MappedSlots:
         self.socket.connect(self._path)
         for message in registration_frames(self._who, self._layout):
             framing.send(self.socket, message)
@@ -358,7 +315,8 @@ class _Opening:
         if received[0]["kind"] == "error":
             raise ConnectionError(f"the checkpoint daemon refused register: {received[0]['error']}")
         answer = cast(Registered, received[0])
-        return _Slots(received[1], answer["slot_bytes"], self._device)
+        sizes = answer["slot_bytes"], answer["landing_at"]
+        return MappedSlots(received[1], *sizes, self._device)
 
 
 def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[Mapping[str, Any]]:
@@ -368,16 +326,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
     register = Register(
         kind="register",
         version=framing.PROTOCOL_VERSION,
-        job=who.job,
-        attempt=who.attempt,
-        rank=who.rank,
-        world_size=who.world_size,
-        uri=who.uri,
-        committer_endpoint=who.committer_endpoint,
-        slots=who.slots,
-        in_flight=who.in_flight,
-        max_write_mib_per_s=float(who.max_write_mib_per_s),
-        max_step_slowdown=float(who.max_step_slowdown),
+        **rank_terms.of(who),  # type: ignore[typeddict-item]  # tests/unit/test_rank_terms.py
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},
         further_pieces=len(rest),
         layout_info=dict(who.sizes),
@@ -387,35 +336,3 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
     yield register
     for start in range(0, len(rest), PIECES_IN_A_FRAME):
         yield Pieces(kind="pieces", pieces=rest[start : start + PIECES_IN_A_FRAME])
-
-
-def _map_slot(descriptor: int, size_bytes: int) -> torch.Tensor:
-    memory = mmap.mmap(descriptor, size_bytes)
-    os.close(descriptor)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _populate(part: torch.Tensor) -> None:
-    """Map the pages of ``part`` now; the content stays. Does nothing on an older kernel."""
-    # Through ctypes, which releases the interpreter lock meanwhile: mmap's methods hold it.
-    ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.numel()), MADV_POPULATE_WRITE
-    )
-
-
-def _pin(part: torch.Tensor, device: torch.device) -> bool:
-    """Pin a part of a slot for the copy engine; returns whether that worked."""
-    with torch.cuda.device(device):
-        status = torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.numel(), 0)  # type: ignore[no-untyped-call]
-    if int(status) == 0:
-        return True
-    print(
-        f"slot is not pinned (cudaHostRegister status {int(status)}): "
-        "training waits for each snapshot",
-        flush=True,
-    )
-    # CUDA keeps the failure and would report it at the next launch of a kernel: launch one here
-    # that takes it.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
-    return False

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import torch
 
 PINNED_AT_ONCE = 256 << 20
+# Called behind each part of a copy, with the number of bytes from the slot's start.
+Landed: TypeAlias = Callable[[int], None]
 
 
 def parts(start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -20,6 +24,31 @@ def parts(start: int, stop: int) -> Iterator[tuple[int, int]]:
         end = min(stop, (start // PINNED_AT_ONCE + 1) * PINNED_AT_ONCE)
         yield start, end
         start = end
+
+
+class LandingNotes:
+    """Notes in a slot's last page how many of its bytes have landed; the daemon follows.
+
+    On CUDA the number is itself a copy, on the same stream: it arrives behind what it counts, and
+    no thread waits for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numbers: dict[int, torch.Tensor] = {}  # on the device, of each end of a part
+
+    def into(self, word: torch.Tensor) -> Landed:
+        """What notes the numbers in ``word``, int64 [1] on the host."""
+
+        def landed(stop: int) -> None:
+            if self._device.type != "cuda":
+                word.fill_(stop)
+                return
+            if stop not in self._numbers:
+                self._numbers[stop] = torch.full((1,), stop, dtype=word.dtype, device=self._device)
+            word.copy_(self._numbers[stop], non_blocking=True)
+
+        return landed
 
 
 class CopyEnd(Protocol):

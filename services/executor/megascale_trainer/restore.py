@@ -1,6 +1,7 @@
 """A restore, the trainer's side: each rank's own memory first, then storage.
 
-The daemon verifies the rank's sealed slot. If every rank has the planned state in memory, that is
+The daemon verifies the rank's sealed slot while the rank copies it, and nothing is used before the
+verdict. If every rank has the planned state in memory, that is
 all. What is damaged or lost on any rank is read from storage by all ranks together
 (:mod:`megascale_trainer.stored_state`), where the plan names a stored copy. A rank alone has its
 daemon fill a slot from either. Where that is damaged, too, all ranks take the next older checkpoint
@@ -9,14 +10,16 @@ that the plan names.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.node.framing import Message
 from megascale_common.node.messages import Refused, Release, Restore, Restored
-from megascale_common.node.restore_messages import LookInMemory, MemoryState
+from megascale_common.node.restore_messages import LookInMemory, MemoryState, Verified, Verify
 from megascale_trainer.daemon_link import START_TIMEOUT_S, DaemonLink
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.restore_votes import RestoreRefused, Votes
@@ -25,7 +28,7 @@ from megascale_trainer.telemetry.timeline import Timeline
 
 PINNED_WITHIN_S = 30.0  # else the copy is made from what is there
 
-__all__ = ["RestoreRefused", "RestoredState", "restore"]
+__all__ = ["MemoryLook", "RestoreRefused", "RestoredState", "restore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,76 @@ class RestoredState:
     passed_over: tuple[str, ...] = ()
 
 
+class MemoryLook:
+    """The state of a plan in the daemon's memory, asked for before it is needed.
+
+    The daemon compares it with its checksums, and this process maps and pins its slot, while the
+    worker meets the others and builds its trainer. What is loaded before the verdict is used only
+    after it.
+    """
+
+    def __init__(self, link: DaemonLink, plan: RestorePlan) -> None:
+        self.plan, self._link = plan, link
+        self._state: MemoryState | None = None
+        request = LookInMemory(kind="restore_memory", plan=plan.to_mapping(), verified_later=True)
+        link.post(request, self._found)
+
+    def poll(self, wait_s: float = 0.0) -> None:
+        """Take the answer if it is there by now.
+
+        Raises:
+            OSError: the daemon is gone.
+        """
+        if self._state is None:
+            self._link.read_answers(wait_s)
+
+    def load(self, state: RestoredInto, device: torch.device, timeline: Timeline) -> MemoryState:
+        """Load the state; ``slot`` of what is returned is -1 where memory does not have it whole.
+
+        Raises:
+            OSError: the daemon is gone.
+        """
+        with timeline.part("look"):
+            self.poll(START_TIMEOUT_S)
+        found = self._state
+        if found is None:
+            raise TimeoutError(f"the checkpoint daemon has not looked in {START_TIMEOUT_S:g} s")
+        slot = found["slot"]
+        if slot < 0:
+            return found
+        verdicts: list[Message] = []
+        self._link.post(Verify(kind="restore_verify"), verdicts.append)
+        with timeline.part("load"):
+            _load(self._link, slot, state, device)
+        with timeline.part("verify"):
+            if not self._link.read_answers(START_TIMEOUT_S):
+                raise TimeoutError(f"no verdict on the state in memory in {START_TIMEOUT_S:g} s")
+        verdict = cast(Verified, verdicts[0])
+        if verdict["problem"]:
+            problem, file = verdict["problem"], verdict["file"]
+            return MemoryState(
+                kind="memory_state", slot=-1, small_state={}, problem=problem, file=file
+            )
+        self._link.ask(Release(kind="release", slot=slot))
+        return found
+
+    def _found(self, answer: Message) -> None:
+        self._state = cast(MemoryState, answer)
+        if self._state["slot"] >= 0:
+            self._link.prepare_next(self._state["slot"])
+
+
 def restore(
     link: DaemonLink,
     plan: RestorePlan,
     state: RestoredInto,
     device: torch.device,
     world: Group | None = None,
+    look: MemoryLook | None = None,
 ) -> RestoredState:
     """Load the planned state; all ranks of ``world`` call it together (None: a rank alone).
+
+    ``look`` has asked for the first of the planned states already.
 
     Raises:
         RestoreRefused: the daemon cannot give it (damaged or missing file, lost memory), or another
@@ -64,8 +129,10 @@ def restore(
     first: RestoreRefused | None = None
     passed_over: list[str] = []
     for candidate in plan.candidates():
+        if look is None or look.plan != candidate:
+            look = MemoryLook(link, candidate)
         try:
-            found = _restore(link, candidate, state, device, world)
+            found = _restore(link, look, state, device, world)
         except RestoreRefused as refused:
             # The first one's refusal is the one that the plan's step is refused for.
             first = first or refused
@@ -80,21 +147,21 @@ def restore(
 
 def _restore(
     link: DaemonLink,
-    plan: RestorePlan,
+    look: MemoryLook,
     state: RestoredInto,
     device: torch.device,
     world: Group | None,
 ) -> RestoredState:
     """One of the planned states; raises as :func:`restore`."""
+    plan, timeline = look.plan, Timeline()
+    found = look.load(state, device, timeline)
+    held = found["slot"] >= 0
     if world is None or world.size == 1:
-        return _alone(link, plan, state, device)
-    timeline, votes = Timeline(), Votes(world, device)
-    with timeline.part("memory"):
-        request = LookInMemory(kind="restore_memory", plan=plan.to_mapping())
-        found = cast(MemoryState, link.ask(request, START_TIMEOUT_S))
-        held = found["slot"] >= 0
         if held:
-            _load(link, found["slot"], state, device)
+            return RestoredState(found["small_state"], RestoreSource.MEMORY, 0, timeline)
+        return _alone(link, plan, found, state, timeline)
+    votes = Votes(world, device)
+    with timeline.part("others"):
         in_memory = [bool(row[0]) for row in votes.numbers(held)]
     if all(in_memory):
         return RestoredState(found["small_state"], RestoreSource.MEMORY, 0, timeline)
@@ -110,9 +177,17 @@ def _restore(
 
 
 def _alone(
-    link: DaemonLink, plan: RestorePlan, state: RestoredInto, device: torch.device
+    link: DaemonLink,
+    plan: RestorePlan,
+    found: MemoryState,
+    state: RestoredInto,
+    timeline: Timeline,
 ) -> RestoredState:
-    timeline = Timeline()
+    """A rank alone, whose memory does not have the state: from storage."""
+    if not plan.manifest_uri:
+        refused = _not_in_memory(found)
+        refused.damage = found["problem"] if found["file"] else ""
+        raise refused
     with timeline.part("restore"):
         request = Restore(kind="restore", plan=plan.to_mapping())
         answer = cast(Restored | Refused, link.ask(request, START_TIMEOUT_S))
@@ -120,18 +195,27 @@ def _alone(
             kind, error = answer["error_kind"], answer["error"]
             damage = error if kind == "CHECKPOINT_CORRUPT" else ""
             raise RestoreRefused(kind, error, answer["file"], damage)
-        _load(link, answer["slot"], state, device)
+        _load(link, answer["slot"], state, state.state_image().device)
+        link.ask(Release(kind="release", slot=answer["slot"]))
     source = RestoreSource(answer["source"])
-    return RestoredState(answer["small_state"], source, answer["bytes_read"], timeline)
+    damage = found["problem"] if found["file"] else ""
+    return RestoredState(answer["small_state"], source, answer["bytes_read"], timeline, damage)
 
 
 def _load(link: DaemonLink, slot: int, state: RestoredInto, device: torch.device) -> None:
-    if device.type == "cuda":
-        link.prepare_next(slot, PINNED_WITHIN_S)  # from pinned memory the copy is six times as fast
-    state.load_from(link.slot(slot))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the copy must end before the slot is released
-    link.ask(Release(kind="release", slot=slot))
+    """Copy a slot into the state, each part as soon as it is pinned, and wait for the copies."""
+    if device.type != "cuda":
+        state.load_from(link.slot(slot))
+        return
+    # From pinned memory the copy is six times as fast.
+    link.prepare_next(slot)
+    deadline_s = time.monotonic() + PINNED_WITHIN_S
+
+    def ready(stop: int) -> None:
+        link.wait_for_bytes(slot, stop, max(0.0, deadline_s - time.monotonic()))
+
+    state.load_from(link.slot(slot), ready)
+    torch.cuda.synchronize(device)  # the copy must end before the slot is released
 
 
 def _not_in_memory(found: MemoryState) -> RestoreRefused:

@@ -35,15 +35,14 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.copy_check import CopyCheck
 from megascale_trainer.daemon_link import (
     LONGEST_HOLD_S,
-    START_TIMEOUT_S,
     DaemonLink,
-    RankRegistration,
 )
-from megascale_trainer.host_copy import CopyEnd, HostCopies
+from megascale_trainer.host_copy import CopyEnd, HostCopies, Landed, LandingNotes
+from megascale_trainer.replica_rounds import ReplicaRounds
 from megascale_trainer.snapshot_schedule import SnapshotSchedule, ToSeal, Votes
 
 ACQUIRE_RETRY_S = 0.2
-# Small slots are prepared by then; with large ones the first steps run beside it.
+# Small slots are prepared by then; large ones only behind the first step, which would be slower.
 PREPARE_WAIT_S, SMALL_SLOTS_BYTES = 2.0, 1 << 30
 
 
@@ -56,8 +55,11 @@ class TrainingState(Protocol):
     def state_image(self) -> torch.Tensor:
         """The states' bytes on the device, uint8, as they lie in a slot."""
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
-        """Copy the state into ``slot`` (uint8, host), on the current stream."""
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = ...) -> None:
+        """Copy the state into ``slot`` (uint8, host) from its start on, on the current stream.
+
+        ``landed`` is called behind each part with the number of bytes until there.
+        """
 
 
 @dataclass(slots=True)
@@ -88,36 +90,28 @@ class StoreState:
 class Snapshotter:
     """The snapshots of one rank; ``link`` is its connection to its node's checkpoint daemon.
 
-    Raises:
-        OSError: the daemon is not running, or refuses the registration; the message has its reason.
+    It has registered there. ``replicas``: the ranks vote on which of them are copied to peers.
     """
 
     def __init__(
         self,
-        socket_path: str,
-        registration: RankRegistration,
+        link: DaemonLink,
         state: TrainingState,
         device: torch.device,
         *,
-        collective_timeout_s: float,
         verified_share: float = 0.0,
+        replicas: bool = False,
     ) -> None:
+        self.replicas = ReplicaRounds(enabled=replicas)
         self._state, self._device, self._verified_share = state, device, verified_share
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._host_copies = HostCopies()
+        self._host_copies, self._landing_notes = HostCopies(), LandingNotes(device)
         self._schedule = SnapshotSchedule()
         self._copies: dict[int, _Copy] = {}
         self._said_hung = False
         self.store, self._time_unanswered = StoreState(), False
         self.skipped = 0
-        self.link = DaemonLink(
-            socket_path,
-            registration,
-            state.shard_layout(),
-            device,
-            collective_timeout_s=collective_timeout_s,
-        )
-        self.link.connect(START_TIMEOUT_S)
+        self.link = link
         if self.link.slots_bytes <= SMALL_SLOTS_BYTES:
             self.link.wait_prepared(PREPARE_WAIT_S)
 
@@ -136,7 +130,7 @@ class Snapshotter:
             self._ask(step)
             if self._schedule.awaited(step):
                 self._read_answers(LONGEST_HOLD_S)
-        return self._schedule.vote(step)
+        return self._schedule.vote(step) + self.replicas.vote(step)
 
     def reserve_or_wait(self, step: int, timeout_s: float) -> int:
         """As :meth:`reserve`, but wait for a busy slot: the last step delays no other."""
@@ -149,12 +143,19 @@ class Snapshotter:
             time.sleep(ACQUIRE_RETRY_S)
 
     def take(
-        self, step: int, small_state: dict[str, Any], *, votes: int, persist: bool = True
+        self,
+        step: int,
+        small_state: dict[str, Any],
+        *,
+        votes: int,
+        persist: bool = True,
+        replicate: bool = False,
     ) -> bool:
         """After ``step``: start the copy into the reserved slot, or skip if ``votes`` is above 0.
 
-        ``votes`` ranks must skip. It is sealed after :meth:`settle`, and persisted where all ranks
-        agree to ``persist`` it. Returns whether a snapshot was started.
+        ``votes`` ranks must skip. It is sealed after :meth:`settle`, and persisted, or copied to
+        the peers, where all ranks agree to ``persist`` or ``replicate`` it. Returns whether a
+        snapshot was started.
         """
         if votes:
             self._skip(f"step {step}: no snapshot, {votes} ranks have no slot")
@@ -162,19 +163,22 @@ class Snapshotter:
             if slot is not None:
                 self._give_back(slot)
             return False
-        slot = self._schedule.launch(step, persist=persist)
+        slot = self._schedule.launch(step, persist=persist, replicate=replicate)
         # The daemon ended after the vote: the other ranks take their part, and the step cannot be
         # committed without this one's. Training goes on.
         if slot is None:
             self._skip(f"step {step}: no snapshot here, the slot is lost")
+            if replicate:
+                self.replicas.lost()
             return False
         checks: list[CopyCheck] = []
-        ended = self._copy(self.link.slot(slot), step, checks)
+        ended = self._copy(slot, step, checks)
         self._copies[step] = _Copy(small_state, ended, checks)
         return True
 
     def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
         """The result of ``step`` was read: complete its snapshot's small state and finite flag."""
+        self.link.prepare_all()
         if step in self._copies:
             self._copies[step].small_state |= small_state
             self._schedule.settle(step, finite=finite)
@@ -210,10 +214,12 @@ class Snapshotter:
             pace = cast(Pace, message)
             self._time_unanswered = False
             self.store = StoreState(pace["persisting"], pace["persist_s"])
+            self.replicas.answered(question, ended=pace["replica_ended"])
 
         # One at a time: a daemon that is slow to answer gets no queue of them.
         if self._time_unanswered or not self._usable():
             return
+        question = self.replicas.question
         try:
             self.link.post(StepTime(kind="step_time", step=step, time_s=time_s), answered)
             self._time_unanswered = True
@@ -279,10 +285,13 @@ class Snapshotter:
             small_state=copy.small_state,
             finite=sealed.finite,
             persist=sealed.persist,
+            replicate=sealed.replicate,
             problem="".join(check.problem() for check in copy.checks),
         )
         try:
             self.link.post(message)
+            if sealed.replicate:
+                self.replicas.sealed()
         except OSError as error:
             self._lost(error)
 
@@ -316,11 +325,13 @@ class Snapshotter:
         self.skipped += 1
         print(f"{why} ({self.skipped} skipped so far)", flush=True)
 
-    def _copy(self, slot: torch.Tensor, step: int, checks: list[CopyCheck]) -> CopyEnd:
+    def _copy(self, index: int, step: int, checks: list[CopyCheck]) -> CopyEnd:
         """Start the copy and its check, which is added to ``checks``."""
+        slot = self.link.slot(index)
+        landed = self._landing_notes.into(self.link.landing_word(index))
 
         def copy() -> None:
-            self._state.state_copy_to(slot)
+            self._state.state_copy_to(slot, landed)
             checks.append(CopyCheck(self._state.state_image(), slot, self._verified_share, step))
 
         if self._stream is None:
@@ -337,6 +348,7 @@ class Snapshotter:
     def _lost(self, error: OSError) -> None:
         self._join_copies()
         self._schedule.lose()
+        self.replicas.lost()
         self._copies.clear()
         self._said_hung = False
         self.store, self._time_unanswered = StoreState(), False

@@ -16,27 +16,35 @@ import enum
 from dataclasses import dataclass
 
 MUST_SKIP = 1
-# A rank whose store is still busy with the state before adds this instead. The sum over any number
-# of ranks below it keeps both counts apart, and is exact in float64.
-STORE_BUSY = 1 << 20
-# Rank 0 adds this when the job is to save and end early. Together the three stay exact.
-LEAVE = 1 << 40
+# A rank whose store is still busy with the state before adds this instead, and one whose last copy
+# to its peer has not ended the next. The sum over any number of ranks below the first keeps the
+# counts apart, and is exact in float64.
+STORE_BUSY = 1 << 17
+REPLICA_BUSY = 1 << 34
+# Rank 0 adds this when the job is to save and end early. Together the four stay exact.
+LEAVE = 1 << 51
+MOST_INTERVAL_IN_FLIGHT = 2  # steps: a snapshot is asked for before the one before was decided
 MOST_STEPS_AHEAD = 8  # a slot is asked for that long before the vote, so that the answer is there
 
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """The sum of the ranks' votes: how many must skip, how many stores are busy, an early end."""
+    """The sum of the ranks' votes.
+
+    How many must skip, how many stores and how many copies to peers are busy; an early end.
+    """
 
     must_skip: int
     store_busy: int
+    replica_busy: int = 0
     leave: bool = False
 
     @classmethod
     def of(cls, total: int) -> Votes:
         """The inverse of the sum."""
         counts, leave = total % LEAVE, total >= LEAVE
-        return cls(counts % STORE_BUSY, counts // STORE_BUSY, leave)
+        counts, replica_busy = counts % REPLICA_BUSY, counts // REPLICA_BUSY
+        return cls(counts % STORE_BUSY, counts // STORE_BUSY, replica_busy, leave)
 
 
 class Cadence:
@@ -125,6 +133,7 @@ class _Snapshot:
     slot: int = -1
     store_ready: bool = True
     persist: bool = True
+    replicate: bool = False
     copied: bool = False
     finite: bool | None = None
 
@@ -137,6 +146,7 @@ class ToSeal:
     slot: int
     finite: bool
     persist: bool
+    replicate: bool = False
 
 
 class SnapshotSchedule:
@@ -144,9 +154,12 @@ class SnapshotSchedule:
 
     def __init__(self) -> None:
         self._steps: dict[int, _Snapshot] = {}
+        self._skipped: list[int] = []  # since the last snapshot that was taken
 
     def ask(self, step: int) -> bool:
         """Whether a slot must be asked for now: not asked before, or refused before."""
+        if self._abstains():
+            return False
         known = self._steps.get(step)
         if known is not None and known.phase is not Phase.REFUSED:
             return False
@@ -175,6 +188,9 @@ class SnapshotSchedule:
     def vote(self, step: int) -> int:
         """This rank's vote on the snapshot of ``step``; without a slot by now it must skip."""
         known = self._steps.get(step)
+        if self._abstains():
+            self._skipped.clear()
+            return MUST_SKIP
         if known is None or known.phase is not Phase.GRANTED:
             self._steps.pop(step, None)
             return MUST_SKIP
@@ -183,14 +199,16 @@ class SnapshotSchedule:
     def skip(self, step: int) -> int | None:
         """All ranks skip ``step``; returns the slot to give back."""
         known = self._steps.pop(step, None)
+        self._skipped.append(step)
         return known.slot if known is not None and known.phase is Phase.GRANTED else None
 
-    def launch(self, step: int, *, persist: bool) -> int | None:
+    def launch(self, step: int, *, persist: bool, replicate: bool = False) -> int | None:
         """All ranks take ``step``: the slot to copy into; None where this rank has lost its own."""
         known = self._steps.get(step)
+        self._skipped.clear()
         if known is None or known.phase is not Phase.GRANTED:
             return None
-        known.phase, known.persist = Phase.COPYING, persist
+        known.phase, known.persist, known.replicate = Phase.COPYING, persist, replicate
         return known.slot
 
     def copied(self, step: int) -> None:
@@ -220,8 +238,19 @@ class SnapshotSchedule:
             known = self._steps[step]
             if known.copied and known.finite is not None:
                 del self._steps[step]
-                return ToSeal(step, known.slot, known.finite, known.persist)
+                return ToSeal(step, known.slot, known.finite, known.persist, known.replicate)
         return None
+
+    def _abstains(self) -> bool:
+        """Whether no rank takes part in the next vote, after two that were skipped.
+
+        With one free slot, asked for at every step before the last was given back, a rank gets it
+        at every second step; others may get theirs at those between, and all would skip for ever.
+        After a vote without any slot all ask at the same step again. All ranks skip the same steps,
+        so they abstain from the same vote.
+        """
+        last = self._skipped[-2:]
+        return len(last) == 2 and last[1] - last[0] <= MOST_INTERVAL_IN_FLIGHT
 
     def lose(self) -> None:
         """The daemon is gone, and with it every slot."""

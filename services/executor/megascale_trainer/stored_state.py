@@ -10,7 +10,7 @@ whose source fails takes part in the exchanges until the next vote, in which all
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -49,8 +49,8 @@ class RestoredInto(Protocol):
     def state_image(self) -> torch.Tensor:
         """The state itself as it lies in a slot, uint8 on the device."""
 
-    def load_from(self, slot: torch.Tensor) -> None:
-        """Take the state from ``slot`` (uint8, host)."""
+    def load_from(self, slot: torch.Tensor, ready: Callable[[int], object] = ...) -> None:
+        """Take the state from ``slot`` (uint8, host); ``ready`` waits for its bytes up to one."""
 
 
 class StoredStateReader:
@@ -99,6 +99,7 @@ class StoredStateReader:
         opened = cast(StoredState | None, self._ask(request))
         if opened is not None:
             self._slot = opened["slot"]
+            self._link.prepare_next(self._slot)
         return opened
 
     def _plan(self, restored: RestorePlan, files: int, in_memory: Sequence[bool]) -> Rounds:

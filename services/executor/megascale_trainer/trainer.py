@@ -9,7 +9,7 @@ the device; :meth:`StepResult.read` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.host_copy import CopyEnd, parts
+from megascale_trainer.host_copy import CopyEnd, Landed, parts
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
@@ -130,6 +130,16 @@ class StepResult:
         )
 
 
+def layout_of_rank(config: JobConfig, rank: int) -> ShardLayout:
+    """How the state of a rank lies in a slot, before its trainer is built.
+
+    Raises:
+        ValueError: sizes or names that this build or this node's packages refuse.
+    """
+    states = optimizer_factory(config.optimizer.name).state_names
+    return shard_layout(parameter_table(config, rank), tuple(states))
+
+
 class Trainer:
     """One rank of a training job. ``step`` is the number of completed steps.
 
@@ -152,7 +162,7 @@ class Trainer:
         self._copied: CopyEnd | None = None
         self._table = parameter_table(config, rank)
         dtype = DTYPES[config.training.precision]
-        place = (self._table, dtype, device, groups.tp, groups.dp)
+        place = (self._table, dtype, device, groups.tp, groups.dp, groups.ends)
         overlapped = config.parallelism.overlap.dp
         self._buffers = (
             OverlappedBuffers(*place, micro_batches=config.micro_batches)
@@ -268,6 +278,16 @@ class Trainer:
         entropy, _, weight = sums.tolist()
         return float(entropy / weight) if weight > 0 else float("nan")
 
+    def logits(self, batch: MicroBatch) -> torch.Tensor:
+        """[B, S, V] of a batch, for a job of one rank; S is model.sequence_length."""
+        hidden = None
+        with torch.no_grad():
+            for stage in self._pipeline.chunks:
+                hidden = stage.forward(hidden, batch)
+            assert hidden is not None
+            logits = stage.logits(hidden)
+        return logits.transpose(0, 1)[..., : self.config.model.vocab_size]
+
     def states(self) -> dict[str, torch.Tensor]:
         """This rank's flat float32 shard of each optimizer state, by name; views."""
         return dict(zip(self._state_names, self._states.unbind(), strict=True))
@@ -283,15 +303,16 @@ class Trainer:
         """
         return self._states.view(-1).view(torch.uint8)
 
-    def state_copy_to(self, slot: torch.Tensor) -> None:
+    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes], on the current stream.
 
-        The slot may be on any device.
+        The slot may be on any device. ``landed`` is enqueued behind each part of the copy.
         """
         image = self.state_image()
         self._check_slot(slot)
         for start, stop in parts(0, image.numel()):
             slot[start:stop].copy_(image[start:stop], non_blocking=True)
+            landed(stop)
 
     def wait_before_update(self, copied: CopyEnd) -> None:
         """Have the next update held until ``copied``; on CUDA by the device, not the host.
@@ -300,8 +321,10 @@ class Trainer:
         """
         self._copied = copied
 
-    def load_from(self, slot: torch.Tensor) -> None:
-        """Take the states from ``slot``, uint8 [slot_bytes].
+    def load_from(
+        self, slot: torch.Tensor, ready: Callable[[int], object] = lambda stop: None
+    ) -> None:
+        """Take the states from ``slot``, uint8 [slot_bytes]; ``ready`` waits for bytes up to one.
 
         What no piece of the layout describes (padding) becomes zero. From pinned memory the copies
         are only enqueued, on the current stream.
@@ -315,11 +338,17 @@ class Trainer:
         for piece in sorted(self._layout.pieces, key=lambda piece: piece.slot_offset_bytes):
             end = piece.slot_offset_bytes + piece.size_bytes
             for start, stop in parts(piece.slot_offset_bytes, end):
+                ready(stop)
                 image[start:stop].copy_(slot[start:stop], non_blocking=True)
 
-    def finish_load(self, step: int) -> None:
-        """Set the number of completed steps; publish the loaded parameters to all replicas."""
+    def finish_load(self, step: int, *, weights_only: bool = False) -> None:
+        """Set the number of completed steps; publish the loaded parameters to all replicas.
+
+        ``weights_only`` forgets the optimizer's other states: they begin anew.
+        """
         self.step = step
+        if weights_only:
+            self._states[1:].zero_()
         self._publish()
 
     def settle(self) -> None:

@@ -30,6 +30,8 @@ class Figures:
         self.detected_s: list[float] = []
         self.submitted_at_s = 0.0
         self.best_step = 0
+        self.suspended_s = 0.0  # of the main job, by order
+        self._suspended_at_s = 0.0
         self._open: list[_Fault] = []
 
     def struck(self, node: str) -> None:
@@ -44,6 +46,10 @@ class Figures:
     def phase(self, job: Any, was: JobPhase | None) -> None:
         """A job has changed its phase."""
         now_s = self._world.now_s
+        if job.name == MAIN_JOB and job.phase is JobPhase.SUSPENDED:
+            self._suspended_at_s = now_s
+        elif job.name == MAIN_JOB and was is JobPhase.SUSPENDED:
+            self.suspended_s += now_s - self._suspended_at_s
         if job.phase is JobPhase.STOPPING and was is not None:
             mine = [fault for fault in self._open if fault.node in _nodes(job)]
             if mine:
@@ -55,10 +61,13 @@ class Figures:
             self.recoveries += 1
 
     def ettr(self) -> float:
-        """Productive time of the main job over wall time, from its submission until now."""
+        """Productive time of the main job over wall time, from its submission until now.
+
+        The time for which somebody had it suspended does not count.
+        """
         world = self._world
         best = max([self.best_step, *(gang.step() for gang in world.gangs_of(MAIN_JOB))])
-        wall_s = world.now_s - self.submitted_at_s
+        wall_s = world.now_s - self.submitted_at_s - self.suspended_s
         return best * world.step_s(MAIN_JOB) / wall_s if wall_s > 0 else 0.0
 
 

@@ -35,7 +35,9 @@ def _guarded(setup: Setup) -> Result:
         import traceback
 
         traceback.print_exc(file=sys.stderr)
-        return Result(setup.seed, broken=f"simulation: {type(error).__name__}: {error}")
+        return Result(
+            setup.seed, setup.point, broken=f"simulation: {type(error).__name__}: {error}"
+        )
 
 
 def shortest(setup: Setup, rule: str, limit_s: float = 120.0) -> tuple[Fault, ...]:

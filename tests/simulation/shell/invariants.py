@@ -11,12 +11,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from tests.harness.fake_etcd import Connection
+from tests.simulation.shell.bounds import Bounds
 from tests.simulation.shell.figures import Figures
+from tests.simulation.shell.nodes import PREPARING
 
 from megascale.v1 import checkpoint_pb2, link_pb2
 from megascale_common.etcd import rpc_pb2
 from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster, Disposition, JobPhase
+from megascale_driver.core.state import Cluster, Disposition, JobPhase, Liveness
 from megascale_driver.journal import records
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 LEADER = b"driver/leader"
 # Of one fault: detection, a stop that is not confirmed, the next attempt.
 AFTERMATH_S = 300.0
-STALE_RUN_S = 60.0  # for which a node that can be reached may still run an older attempt
+NAMED_S = 6.0  # after the grace of a new leader, until its next look at the queue
 
 
 class Invariants:
@@ -38,6 +40,7 @@ class Invariants:
         self._world = world
         self.broken = ""
         self.figures = Figures(world)
+        self.bounds = Bounds(world)
         self.log: list[str] = []  # the decision log
         self._epochs: dict[str, tuple[int, int]] = {}  # of each term
         self._seqs: dict[str, int] = {}
@@ -114,18 +117,26 @@ class Invariants:
         world = self._world
         if any(line.reason != "CHECKPOINT_COMMITTED" for line in audit):
             world.touched()
-        offset_s = driver.clock_offset_s
         for line in audit:
             self.log.append(f"{line.log} {line.seq} {line.reason} {line.subject} {line.attempt}")
-            self._line(line, offset_s)
+            if line.reason == "BREAKER_RESET" and line.policy == "manual":
+                self._inferred.clear()
+            self._line(line, new)
+            if line.reason == "PREEMPTION_ORDERED":
+                self._preempted(line.log, new)
+        self.bounds.committed(driver, old, new, audit)
         if old.jobs is not new.jobs or old.nodes is not new.nodes:
-            self._one_place_each(new)
+            self._spares_ready(driver, new)
+        if old.jobs is not new.jobs:
+            places = [_places(state) for state in (old, new)]
+            if places[0] != places[1]:
+                self._one_place_each(new)
             for name, job in new.jobs.items():
                 before = old.jobs.get(name)
                 if before is not job:
                     self._job(before, job)
 
-    def _line(self, line: Audit, offset_s: float) -> None:
+    def _line(self, line: Audit, new: Cluster) -> None:
         world = self._world
         if line.reason in ("NODE_EVICTED", "NODE_DEAD", "NODE_CORDONED", "HANG_SUSPECTED"):
             complete = line.actor and line.subject and line.message
@@ -140,40 +151,56 @@ class Invariants:
             if silent_s < limit_s and len(line.evidence) < 2:
                 self.breaks("I8", f"{node.name} is dead after {silent_s} s on one signal")
             if line.log:
-                self._mass(line)
+                self._mass(line, new)
         lost = line.reason in ("NODE_EVICTED", "NODE_DEAD") and line.policy != "manual"
         if lost and line.log and node.trouble_until_s < world.now_s and world.calm:
             self.figures.false_evictions += 1
             if not self._touched_lately(line.log):
                 self.breaks("I8", f"{node.name} is healthy: {line.message}")
 
-    def _mass(self, line: Audit) -> None:
+    def _preempted(self, job: str, state: Cluster) -> None:
+        """I11: a job is displaced only for one of higher priority that waits."""
+        mine = state.jobs[job].config.priority
+        if not any(
+            j.phase is JobPhase.QUEUED and j.config.priority > mine for j in state.jobs.values()
+        ):
+            self.breaks("I11", f"{job} is displaced, and nobody of higher priority waits")
+        self.excused_s[job] = self._world.now_s + 600.0
+
+    def _mass(self, line: Audit, new: Cluster) -> None:
         """I5: inferred deaths of nodes that run jobs stay within the breaker's limit."""
         world = self._world
-        since_s = world.now_s - world.policy.breaker_window_s + 10.0
+        # By the clocks of the drivers: one that is set forward ends the window.
+        since_s = line.at_s - world.policy.breaker_window_s + 10.0
         name = line.subject.removeprefix("nodes/")
-        # The silent nodes of one switch count as one, once they have been silent for long.
-        if float(line.evidence[0].digest.split()[-2]) >= world.policy.dead_uncorroborated_after_s:
+        # The nodes of a switch that is lost count as one.
+        if world.nodes[name].switch in {trip.switch for trip in new.breaker.switches if trip.lost}:
             name = world.nodes[name].switch
         self._inferred = [item for item in self._inferred if item[0] > since_s]
-        self._inferred.append((world.now_s, name))
+        self._inferred.append((line.at_s, name))
         limit = max(int(world.policy.breaker_share * len(world.nodes)), world.policy.breaker_nodes)
         lost = {who for _, who in self._inferred}
         if len(lost) > limit:
             self.breaks("I5", f"{sorted(lost)} are dead by silence: {line.message}")
 
     def _one_place_each(self, state: Cluster) -> None:
-        """I4: a node is active, spare, quarantined or draining, and one of them only."""
+        """I4: a node is active or a spare, of one job only."""
         active = [s.node for job in state.jobs.values() if job.active for s in job.slots]
         spares = [name for job in state.jobs.values() for name in job.spares]
         places = active + spares
         if len(places) != len(set(places)):
             twice = sorted({name for name in places if places.count(name) > 1})
             self.breaks("I4", f"in two places: {twice}")
-        for name in spares:
+
+    def _spares_ready(self, driver: SimDriver, state: Cluster) -> None:
+        """I4: a spare could start now; a new leader has time to find out that it is alive."""
+        alive = self._world.now_s + driver.clock_offset_s < state.grace_until_s + NAMED_S
+        for name in (name for job in state.jobs.values() for name in job.spares):
             node = state.nodes.get(name)
             if node is None or node.disposition in (Disposition.QUARANTINED, Disposition.DRAINING):
                 self.breaks("I4", f"spare {name} is {node and node.disposition}")
+            elif not alive and not (node.liveness is Liveness.ALIVE and node.connected):
+                self.breaks("I4", f"spare {name} is {node.liveness}, linked: {node.connected}")
 
     def _job(self, before: Any, job: Any) -> None:
         figures = self.figures
@@ -190,12 +217,16 @@ class Invariants:
             self._placement(job)
 
     def _placement(self, job: Any) -> None:
-        """A new attempt is on nodes that could start: linked, schedulable, not given up."""
+        """A new attempt is on nodes that could start: schedulable, and idle in truth."""
         leader = self._world.leader()
         for slot in job.slots:
             node = leader.engine.state.nodes.get(slot.node) if leader is not None else None
             if node is not None and node.disposition is not Disposition.SCHEDULABLE:
                 self.breaks("I4", f"{job.name} is placed on {slot.node}: {node.disposition}")
+            real = self._world.nodes[slot.node]
+            if real.incarnation == slot.incarnation and real.job:
+                held = f"attempt {real.attempt} of {real.job} in phase {real.phase}"
+                self.breaks("I4", f"{job.name} is placed on {slot.node}, which has {held}")
 
     def _touched_lately(self, job: str) -> bool:
         return self.excused_s.get(job, 0.0) > self._world.now_s
@@ -225,13 +256,14 @@ class Invariants:
             self.breaks("I3", f"attempt {key} has two rank tables")
         if world.storage_of(wanted.job).opened != wanted.attempt:
             self.breaks("I3", f"{node.name} starts attempt {key}, which is not open")
-        for other in world.nodes.values():
-            if other is node or other.job != wanted.job or other.attempt >= wanted.attempt:
-                continue
+        older = [gang for gang in world.gangs_of(wanted.job) if gang.attempt < wanted.attempt]
+        # Of a gang whose workers have ended after a save the members stay known.
+        members = [each for gang in older for each in gang.members.values() if each.gang is gang]
+        for other in members:
             link = other.link
             reachable = other.up and not other.paused and link is not None and link.greeted
             well = reachable and other.trouble_until_s < world.now_s and world.calm
-            if other.trains and well:
+            if other is not node and other.trains and well:
                 self.breaks("I3", f"{other.name} still runs attempt {other.attempt} beside {key}")
 
     def opened(
@@ -252,6 +284,12 @@ class Invariants:
                     node = world.nodes[slot.node]
                     if held != wanted and node.up and node.trouble_until_s < world.now_s:
                         self.breaks("I7", f"{slot.node} holds {held}, not {wanted}")
+        key = request.job, request.attempt
+        late = [
+            n.name for n in world.nodes.values() if (n.job, n.attempt, n.phase) == (*key, PREPARING)
+        ]
+        if late:
+            self.breaks("I7", f"attempt {key} opens while {late} still prepare")
         if request.attempt > self._heads.get(request.job, 0):
             self.breaks("I6", f"attempt {request.attempt} opens before it is committed")
 
@@ -272,6 +310,11 @@ class Invariants:
         if any(self._world.nodes[name].trouble_until_s > self._world.now_s for name in gang.nodes):
             return
         self.breaks("I11", f"attempt {gang.key} trained and was stopped on {node.name}")
+
+
+def _places(state: Cluster) -> list[tuple[int, int]]:
+    """Changes when the nodes of an active job, or its spares, do."""
+    return [(id(job.slots) * job.active, id(job.spares)) for job in state.jobs.values()]
 
 
 def _keys_put(request: Any) -> list[bytes]:

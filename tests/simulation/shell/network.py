@@ -142,7 +142,11 @@ class Network:
 
     def delay_s(self) -> float:
         """How long a message takes."""
-        return self.random.uniform(0.0005, 0.004) + self.slow_s * self.random.random()
+        return self.random.uniform(0.0005, 0.004) + self.slowdown_s()
+
+    def slowdown_s(self) -> float:
+        """How much longer than usual a message takes now."""
+        return self.slow_s * self.random.random() if self.slow_s else 0.0
 
 
 class Link:
@@ -158,12 +162,19 @@ class Link:
         self._held: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
         self._free_at_s = [0.0, 0.0]
         self._cut_since_s = 0.0
+        # Constant: how many heartbeats a skipped stretch had must not change who is heard first.
+        self._delay_s = node.draw(0.0005, 0.004)
         network.links[self] = None
         self._task = driver.process.spawn(self._serve())
 
     def send(self, request: link_pb2.ConnectRequest) -> None:
         """A message to the driver."""
-        self._transport(0, lambda: self._requests.push(request))
+        self._transport(0, lambda: self._to_driver(request))
+
+    def _to_driver(self, request: link_pb2.ConnectRequest) -> None:
+        if request.WhichOneof("message") == "heartbeat" and not self._task.done():
+            self.network.world.invariants.bounds.heard(self)
+        self._requests.push(request)
 
     def report_steps(self, job: str, record: types_pb2.StepRecord) -> None:
         """A call with one step record."""
@@ -225,7 +236,8 @@ class Link:
             self._held[way].append(work)
             return
         now_s = self.network.world.loop.time()
-        self._free_at_s[way] = max(self._free_at_s[way] + 1e-6, now_s + self.network.delay_s())
+        delay_s = self._delay_s + self.network.slowdown_s()
+        self._free_at_s[way] = max(self._free_at_s[way] + 1e-6, now_s + delay_s)
         self.network.world.later(self._free_at_s[way] - now_s, work)
 
     async def _serve(self) -> None:
@@ -239,7 +251,18 @@ class Link:
             self._transport(1, self._closed_by_driver)
 
     async def _write(self, message: link_pb2.ConnectResponse) -> None:
+        if message.HasField("heartbeat_ack") and self._acknowledged():
+            return
         self._transport(1, lambda: self._to_node(message))
+
+    def _acknowledged(self) -> bool:
+        """Give the node an acknowledgement at once, where its delay and order change nothing."""
+        network, node = self.network, self.node
+        if node.paused or not network.passes(self.driver.name, node.name):
+            return False
+        if self.open and node.boots == self.boots:
+            node.acknowledged(self)
+        return True
 
     def _to_node(self, message: link_pb2.ConnectResponse) -> None:
         if self.open and self.node.boots == self.boots:
@@ -282,6 +305,16 @@ class Channel:
         return call
 
     def unary_stream(self, method: str, *_: Any, **__: Any) -> Callable[..., Any]:
+        """The callable of a method that answers with several messages, all at once."""
+        call = self.unary_unary(method)
+
+        async def stream(request: Any, timeout: float | None = None, **_: Any) -> Any:
+            for part in await call(request, timeout):
+                yield part
+
+        return stream
+
+    def stream_unary(self, method: str, *_: Any, **__: Any) -> Callable[..., Any]:
         """The callable of a method that nothing here serves."""
 
         def call(*_: Any, **__: Any) -> Any:
@@ -289,7 +322,7 @@ class Channel:
 
         return call
 
-    stream_unary = stream_stream = unary_stream
+    stream_stream = stream_unary
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -33,7 +33,7 @@ class SimNode:
         self.boots = 1
         self.protocol = 1 if name.endswith("7") else 2  # some agents are of an old build
         self.up, self.paused, self.gpu_lost = True, False, False
-        self.slowness = 1.0
+        self._slowness = 1.0
         self.hangs: set[tuple[str, int]] = set()  # attempts that its workers hold up
         self.log_storm = False
         self.random = random.Random(f"{world.seed}-{name}")
@@ -53,6 +53,7 @@ class SimNode:
         self.job, self.attempt = "", 0
         self.ranks: tuple[int, ...] = ()
         self.failure = ""
+        self.finished_step = 0
         self.workers: list[link_pb2.WorkerStatus] = []
         self.checks: list[types_pb2.CheckResult] = []
         self.epoch = (0, 0)
@@ -79,6 +80,19 @@ class SimNode:
     def trains(self) -> bool:
         """Whether worker processes exist."""
         return self.phase in (STARTING, RUNNING)
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long its workers take for a step."""
+        return self._slowness
+
+    @slowness.setter
+    def slowness(self, times: float) -> None:
+        if self.gang is not None:
+            self.gang.moved()
+        self._slowness = times
+        if self.gang is not None:
+            self.gang.moved()
 
     def draw(self, lowest: float, highest: float) -> float:
         """A number from the node's own generator: what others do does not change it."""
@@ -120,6 +134,8 @@ class SimNode:
         if self.gang is not None:
             self.gang.stands_still()
         self.paused = True
+        if self.gang is not None:
+            self.gang.moved()
 
     def resume(self) -> None:
         """Go on after :meth:`pause`."""
@@ -128,9 +144,18 @@ class SimNode:
         if self.gang is not None:
             self.gang.settle()
         self.paused = False
+        if self.gang is not None:
+            self.gang.moved()
         held, self._held = self._held, []
         for work, arguments in held:
             self.later(0.0, work, *arguments)
+
+    def hang(self) -> None:
+        """Its workers hold up those of the other nodes, until the attempt ends."""
+        if self.gang is not None:
+            self.gang.stands_still()
+            self.hangs.add(self.gang.key)
+            self.gang.moved()
 
     def kill_worker(self, kind: str = "", status: int = -9, error: str = "") -> None:
         """One worker process ends."""
@@ -143,11 +168,13 @@ class SimNode:
         """All workers have met and restored."""
         if self.gang is gang and self.phase == STARTING:
             self._enter(RUNNING)
+            self._advance()
 
     def workers_finished(self, gang: Gang) -> None:
         """All workers have done their steps."""
         if self.gang is gang and self.phase == RUNNING:
             self.gang = None
+            self.finished_step = gang.last
             self._enter(FINISHED)
 
     def worker_failed(self, gang: Gang, kind: str, status: int, error: str) -> None:
@@ -245,10 +272,15 @@ class SimNode:
                 return
             link.greeted = True
             self._beat(link)
-            if self.gang is not None and self.gang.first is self:
+            if self.gang is not None and 0 in self.ranks:
                 self.report_step(self.gang)
         elif kind == "desired_state":
             self._obey(message.desired_state)
+
+    def acknowledged(self, link: Link) -> None:
+        """The driver has taken in a heartbeat."""
+        if self.link is link and self.up:
+            self._heard_s = self.world.loop.time()
 
     def _see_epoch(self, epoch: tuple[int, int]) -> bool:
         """Refuse a lower epoch than one seen before, by ending the session."""
@@ -286,6 +318,8 @@ class SimNode:
             self._prepare(wanted)
         elif wanted.phase == link_pb2.DESIRED_PHASE_START and self.phase == PREPARED:
             self._start(wanted)
+        elif self.phase == RUNNING and self.gang is not None and 0 in self.ranks:
+            self.gang.ordered(wanted.leave)
 
     def _stop(self) -> None:
         gang, self.gang = self.gang, None
@@ -296,12 +330,14 @@ class SimNode:
     def _idle(self, wanted: link_pb2.DesiredState) -> None:
         if self._wanted is wanted:
             self.job, self.attempt, self.workers, self.checks = "", 0, [], []
+            self.finished_step = 0
             self._enter(IDLE)
 
     def _prepare(self, wanted: link_pb2.DesiredState) -> None:
         assignment = wanted.assignment
         self.job, self.attempt = assignment.job, assignment.attempt
         self.ranks, self.workers, self.checks = tuple(assignment.ranks), [], []
+        self.finished_step = 0
         self._enter(PREPARING)
         self.later(self.draw(0.5, 3.0), self._prepared, self.job, self.attempt)
 
@@ -387,6 +423,7 @@ class SimNode:
             checks=self.checks,
             store_endpoint=self.endpoint if self.job else "",
             checkpoints=self._checkpoints(),
+            finished_step=self.finished_step,
         )
         beat.sent_at.FromNanoseconds(int((self.world.now_s + self.clock_offset_s) * 1e9))
         if self.log_storm:

@@ -6,7 +6,7 @@ A request goes to one driver after another under one request_id until it is answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -32,6 +32,7 @@ class Operators:
         self._numbers = 0
         self.busy = 0
         self.answers: list[tuple[str, str]] = []  # method, code
+        self.configs: dict[str, job_config.JobConfig] = {}  # of every job that was submitted
         self.repeats = 0.0  # chance that a request is sent once more
 
     def submit(
@@ -48,16 +49,20 @@ class Operators:
         world = self._world
         world.submitted(name, step_s, nodes * world.devices)
         config = job_of(name, nodes, world.devices, steps, spares, priority)
+        self.configs[name] = config
         self.send("SubmitJob", driver_pb2.SubmitJobRequest(spec=job_spec.to_proto(config)))
 
-    def send(self, method: str, request: Any) -> None:
-        """Send a request until it is answered; later answers of repetitions do not count."""
+    def send(self, method: str, request: Any, then: Callable[[], None] | None = None) -> None:
+        """Send a request until it is answered, ``then`` do something.
+
+        Later answers of repetitions do not count.
+        """
         self._numbers += 1
         if "request_id" in type(request).DESCRIPTOR.fields_by_name and not request.request_id:
             request.request_id = f"{method}-{self._numbers}"
         self.busy += 1
         self._world.touched()
-        self._outside(self._until_answered(method, request))
+        self._outside(self._until_answered(method, request, then))
 
     def _outside(self, work: Coroutine[Any, Any, None]) -> None:
         world = self._world
@@ -65,7 +70,9 @@ class Operators:
         self._tasks = [*getattr(self, "_tasks", []), task]
         self._tasks = [item for item in self._tasks if not item.done()]
 
-    async def _until_answered(self, method: str, request: Any) -> None:
+    async def _until_answered(
+        self, method: str, request: Any, then: Callable[[], None] | None
+    ) -> None:
         world = self._world
         began_s = world.now_s
         try:
@@ -86,6 +93,8 @@ class Operators:
             self.answers.append((method, "GIVEN_UP"))
         finally:
             self.busy -= 1
+            if then is not None:
+                then()
 
     async def _repeat(self, driver: Any, method: str, request: Any, code: str) -> None:
         """Send a request again: under its id it is carried out once, and answered the same."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import structlog
-from tests.simulation.shell.faults import DAY_S, Fault, Weather, history
+from tests.simulation.shell.drills import Drills
+from tests.simulation.shell.faults import DAY_S, Fault, history
 from tests.simulation.shell.figures import MAIN_JOB
 from tests.simulation.shell.loop import DeadlockError
 from tests.simulation.shell.settled import check_settled
@@ -17,11 +19,16 @@ from tests.simulation.shell.world import World, host_of
 
 SETTLE_S = 2400.0  # after the last fault: a start deadline, a hang, and the breaker's window
 MAIN_STEP_S = 10.0
+GARBAGE = 200_000  # objects between two collections, which would cost a tenth of a run
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a seed runs with. ``spares`` of the main job; ``faults`` replaces the seed's own."""
+    """What a seed runs with. ``faults`` replaces the seed's own.
+
+    ``spares`` of the main job, 0: one for 16 nodes. ``main``: nodes of the main job, with exactly
+    ``spares``; 0: what leaves room for the spares and for small jobs.
+    """
 
     seed: int
     nodes: int = 64
@@ -29,6 +36,8 @@ class Setup:
     rate: float = 0.0
     storms: float = 4.0
     spares: int = 0
+    main: int = 0
+    point: int = 0  # of a sweep: which of its setups this is
     skip: bool = True
     faults: tuple[Fault, ...] | None = None
     most_steps: int = 100_000_000  # callbacks; more are going round in circles
@@ -39,6 +48,7 @@ class Result:
     """What became of a seed. ``digest`` is of its decision log, ``broken`` the rule or empty."""
 
     seed: int
+    point: int = 0
     broken: str = ""
     digest: str = ""
     ettr: float = 0.0
@@ -49,6 +59,7 @@ class Result:
     cpu_s: float = 0.0
     faults: list[Fault] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    answers: list[tuple[str, str]] = field(default_factory=list)  # of requests: method, code
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -59,6 +70,7 @@ def run_seed(setup: Setup) -> Result:
     """Run one history to its end, or to the first rule that breaks."""
     structlog.configure(processors=[_drop])
     began_s = time.process_time()
+    gc.set_threshold(GARBAGE)
     world = World(setup.seed, setup.nodes, skip=setup.skip)
     world.loop.most_steps = setup.most_steps
     faults = list(
@@ -81,6 +93,7 @@ def run_seed(setup: Setup) -> Result:
     log = "\n".join(found.log)
     return Result(
         seed=setup.seed,
+        point=setup.point,
         broken=found.broken,
         digest=hashlib.sha256(log.encode()).hexdigest()[:16],
         ettr=figures.ettr(),
@@ -91,14 +104,15 @@ def run_seed(setup: Setup) -> Result:
         cpu_s=time.process_time() - began_s,
         faults=faults,
         log=found.log,
+        answers=world.operators.answers,
     )
 
 
 async def _live(world: World, setup: Setup, faults: list[Fault]) -> None:
-    weather = Weather(world, faults)
-    spares = setup.spares or max(1, setup.nodes // 16)
+    weather = Drills(world, faults)
+    spares = setup.spares if setup.spares or setup.main else max(1, setup.nodes // 16)
     await world.run(20.0)
-    main = setup.nodes - 2 * spares - 2
+    main = setup.main or setup.nodes - 2 * spares - 2
     world.operators.submit(
         MAIN_JOB, main, steps=10_000_000, step_s=MAIN_STEP_S, spares=spares, priority=1
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from tests.harness.fake_etcd_store import rpc_error
 from tests.simulation.shell.loop import current_process
+from tests.simulation.shell.nodes import IDLE
 
 from megascale.v1 import checkpoint_pb2, executor_pb2, link_pb2, types_pb2
 
@@ -31,6 +32,7 @@ class Services:
         self._handlers: dict[str, Callable[[SimNode, Any], Any]] = {
             "GetNodeStatus": self._status,
             "OpenAttempt": self._open_attempt,
+            "CheckGroup": self._check_group,
             "CheckStorage": lambda node, request: checkpoint_pb2.CheckStorageResponse(),
         }
 
@@ -94,6 +96,22 @@ class Services:
         self, node: SimNode, request: executor_pb2.GetNodeStatusRequest
     ) -> executor_pb2.GetNodeStatusResponse:
         return executor_pb2.GetNodeStatusResponse(hello=node.hello())
+
+    def _check_group(
+        self, node: SimNode, request: executor_pb2.CheckGroupRequest
+    ) -> list[executor_pb2.CheckGroupResponse]:
+        """What a node streams: where rank 0 listens, then the result; a lost GPU fails it."""
+        if node.phase != IDLE:
+            raise rpc_error(grpc.StatusCode.FAILED_PRECONDITION, "the node has an attempt")
+        if request.incarnation != node.incarnation:
+            raise rpc_error(grpc.StatusCode.FAILED_PRECONDITION, "the agent was restarted")
+        bad = node.gpu_lost
+        verdict = types_pb2.CHECK_VERDICT_FAIL if bad else types_pb2.CHECK_VERDICT_PASS
+        found = types_pb2.CheckResult(name="group_all_reduce", target="cuda:0", verdict=verdict)
+        parts = [executor_pb2.CheckGroupResponse(checks=[found])]
+        if not request.first_rank:
+            parts.insert(0, executor_pb2.CheckGroupResponse(store_endpoint=node.endpoint))
+        return parts
 
     def _open_attempt(
         self, node: SimNode, request: checkpoint_pb2.OpenAttemptRequest

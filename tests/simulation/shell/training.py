@@ -18,6 +18,9 @@ SNAPSHOT_STEPS = 10
 COMMIT_DELAY_S = 20.0
 MEET_TIMEOUT_S = 120.0
 COLLECTIVE_TIMEOUT_S = 600.0
+# An order to save and end: of the step whose votes carry it, and of the commit that is waited for.
+STEPS_AHEAD = 2
+SAVE_S = 8.0
 
 
 @dataclass
@@ -44,7 +47,11 @@ class Gang:
         self.broken_at_s = 0.0
         self.sealed = 0
         self.committed = 0
+        self.last = steps  # the step after which the workers end
         self.step_s = world.step_s(job)
+        self._order = self._failed = ""  # to save and end: rank 0's, and the one that failed
+        self._present = 0  # ranks that are there
+        self._pace: tuple[bool, float] | None = None  # stalled, slowness; None: look again
         self._mark_s = 0.0
         self._still_since_s = 0.0
         self._done = float(restore)
@@ -58,7 +65,7 @@ class Gang:
     @property
     def complete(self) -> bool:
         """Whether every rank is there."""
-        return sum(len(node.ranks) for node in self.members.values()) == self.ranks
+        return self._present == self.ranks
 
     @property
     def first(self) -> SimNode | None:
@@ -68,7 +75,20 @@ class Gang:
     @property
     def stalled(self) -> bool:
         """Whether a worker holds the others up."""
-        return any(node.holds_up(self.key) for node in self.members.values())
+        return self._look()[0]
+
+    def moved(self) -> None:
+        """A node has changed how it works: bring the steps up to now, and look again."""
+        self.settle()
+        self._pace = None
+
+    def _look(self) -> tuple[bool, float]:
+        """Whether a worker holds the others up, and how slow the slowest is."""
+        if self._pace is None:
+            key, nodes = self.key, self.members.values()
+            held = any(node.holds_up(key) for node in nodes)
+            self._pace = held, max((node.slowness for node in nodes), default=1.0)
+        return self._pace
 
     @property
     def gone(self) -> bool:
@@ -80,7 +100,8 @@ class Gang:
         """Whether nothing but steps would happen to it."""
         if self.gone:
             return True
-        return self.running and not (self.broken or self.stalled)
+        leaves = self.last < self.steps or self._order not in ("", self._failed)
+        return self.running and not (self.broken or self.stalled or leaves)
 
     def report_now(self) -> None:
         """Have rank 0's node report the newest step, as after a stretch that was skipped."""
@@ -90,15 +111,17 @@ class Gang:
 
     def step(self) -> int:
         """The newest completed step now."""
-        return min(self.steps, int(self._now_done() + 1e-9))
+        return min(self.last, int(self._now_done() + 1e-9))
 
     def join(self, node: SimNode) -> None:
         """A node's workers have started."""
         if self.broken:
             node.worker_failed(self, "COLLECTIVE", 1, "connection closed by peer")
             return
+        self._present += len(node.ranks)
         self.members[node.name] = node
         self.nodes.add(node.name)
+        self._pace = None
         if self.complete and not self.running:
             self.world.later(self.world.draw(1.0, 3.0), self._run)
 
@@ -108,6 +131,8 @@ class Gang:
             return
         self.settle()
         del self.members[node.name]
+        self._present -= len(node.ranks)
+        self._pace = None
         if loud:
             self._break()
 
@@ -115,10 +140,10 @@ class Gang:
         """Bring steps, seals and commits up to now; call it before anything changes the pace."""
         self._done = self._now_done()
         self._mark_s = self.world.now_s
-        newest = min(self.steps, int(self._done + 1e-9))
+        newest = min(self.last, int(self._done + 1e-9))
         sealed = newest - newest % SNAPSHOT_STEPS
-        if newest >= self.steps:
-            sealed = self.steps
+        if newest >= self.last:
+            sealed = self.last
         if sealed > max(self.sealed, self.base):
             self.sealed = sealed
             for node in self.members.values():
@@ -139,7 +164,7 @@ class Gang:
         until = self._done - COMMIT_DELAY_S / self.step_s
         step = int(until) - int(until) % SNAPSHOT_STEPS
         if self.finished:
-            step = self.steps
+            step = self.last
         if step > max(self.base, self.committed) and not self.broken and not self.fenced():
             self.committed = step
             if step > storage.committed[0]:
@@ -148,9 +173,8 @@ class Gang:
     def _now_done(self) -> float:
         if not self.running or self.broken or self.stalled or not self._mark_s:
             return self._done
-        slow = max((node.slowness for node in self.members.values()), default=1.0)
         passed_s = self.world.now_s - self._mark_s
-        return min(float(self.steps), self._done + passed_s / (self.step_s * slow))
+        return min(float(self.last), self._done + passed_s / (self.step_s * self._look()[1]))
 
     def _run(self) -> None:
         if self.broken or self.running or not self.complete:
@@ -161,7 +185,7 @@ class Gang:
             node.workers_run(self)
         self.world.invariants.gang_runs(self)
         self._report()
-        self._watch_end()
+        self._watch_end(self.last)
 
     def _report(self) -> None:
         """Rank 0's node reports the newest step, about once per step."""
@@ -173,23 +197,54 @@ class Gang:
             first.report_step(self)
         self.world.later(max(2.0, self.step_s), self._report)
 
-    def _watch_end(self) -> None:
-        if self.broken or self.finished:
+    def _watch_end(self, last: int) -> None:
+        if self.broken or self.finished or last != self.last:
             return
-        left_s = (self.steps - self._now_done()) * self.step_s
+        left_s = (last - self._now_done()) * self.step_s
         if left_s > 0.0:
-            self.world.at(self.world.now_s + max(1.0, left_s), self._watch_end)
+            self.world.at(self.world.now_s + max(1.0, left_s), self._watch_end, last)
             return
         self.settle()
-        self.world.later(3.0, self._finish)
+        self.world.later(SAVE_S if last < self.steps else 3.0, self._finish, last)
 
-    def _finish(self) -> None:
-        if self.broken:
+    def _finish(self, last: int) -> None:
+        if self.broken or self.finished or last != self.last:
+            return
+        if last < self.steps and not self._can_save():
+            self.settle()
+            self._failed, self.last = self._order, self.steps
+            self._watch_end(self.last)
             return
         self.finished = True
         self._commit()
         for node in list(self.members.values()):
             node.workers_finished(self)
+
+    def ordered(self, order: str) -> None:
+        """Rank 0's workers have this order to save and end, or none: it rides in their next vote.
+
+        The step of that vote is known on all ranks; so is the one after which they end, and nothing
+        takes it back. If that cannot be saved, they train on, and the order has failed.
+        """
+        if order == self._order:
+            return
+        self._order = order
+        if order and order != self._failed:
+            self.world.later(self.step_s, self._voted, order)
+
+    def _voted(self, order: str) -> None:
+        ends = self.broken or self.finished or self.last < self.steps
+        if order != self._order or order == self._failed or ends:
+            return
+        self.settle()
+        self.last = min(self.steps, self.step() + STEPS_AHEAD)
+        self._watch_end(self.last)
+
+    def _can_save(self) -> bool:
+        """Whether the checkpoint of the last step is committed."""
+        first = self.first
+        away = first is None or first.draw(0.0, 1.0) < self.world.open_failures
+        return not (away or self.fenced())
 
     def _meeting_overdue(self) -> None:
         if not self.running and not self.broken:

@@ -33,12 +33,13 @@ from tests.simulation.shell.training import Gang, Storage
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_driver import leadership, node_calls, probes
+from megascale_driver.analysis.progress import MIN_STEP_TIMES
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import JobPhase, Liveness
 
-QUIET_S = 30.0  # without any change before a stretch is skipped
+QUIET_S = 12.0  # without any change before a stretch is skipped
 GRID_S = 10.0  # a skip is a multiple of it: heartbeats and steps keep their places
-LANDING_S = 12.0  # before the next event a skip ends
+LANDING_S = 6.0  # before the next event a skip ends: a heartbeat of each node, and more
 NODES_PER_SWITCH = 8
 
 
@@ -159,6 +160,11 @@ class World:
         for job in state.jobs.values():
             if job.phase in waiting:
                 return f"job {job.name} is {job.phase}"
+            if job.active and job.current.leaving is not None:
+                return f"job {job.name} is to leave its nodes"
+            # A driver has to know the steps of a job before their number stops telling it apart.
+            if job.phase is JobPhase.RUNNING and len(job.step_times) < MIN_STEP_TIMES:
+                return f"job {job.name} has done few steps"
         for name, known in state.nodes.items():
             if known.liveness is Liveness.SUSPECT:
                 return f"node {name} is suspected"

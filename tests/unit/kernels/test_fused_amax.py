@@ -11,7 +11,7 @@ from tests.harness.kernels import DEVICE, blank, weight
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import attention_mask
 from megascale_kernels.quantize import amax_of, norm_bound, scale_of
-from megascale_kernels.rotary import Heads, rotary_table
+from megascale_kernels.rotary import Heads, rotary_frequencies, rotary_table
 
 pytest.importorskip("triton")
 
@@ -69,7 +69,10 @@ def test_of_a_block_and_its_gradient(activation: Activation | None, bias: bool) 
     inputs, kept = _seen(_random(SEQUENCE, BATCH, HEADS.width + wide))
     shift = weight(_random(HEADS.width + wide, seed=4)) if bias else None
     position = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
-    table, mask = rotary_table(position, HEADS.size, 10_000.0), attention_mask(SEQUENCE)
+    table, mask = (
+        rotary_table(position, rotary_frequencies(HEADS.size, 10_000.0, DEVICE)),
+        attention_mask(SEQUENCE),
+    )
     y = block_inner(inputs, shift, HEADS, activation, table, mask, find_amax=True)
     assert torch.equal(_noted(y), amax_of(y))
     torch.autograd.backward(y, _random(*y.shape, seed=5))

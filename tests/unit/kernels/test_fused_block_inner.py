@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megascale_kernels import block_inner as plain
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import AttentionMask, attention_mask
-from megascale_kernels.rotary import Heads, RotaryTable, rotary_table
+from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable, rotary_frequencies, rotary_table
 from megascale_trainer.weights import Weight
 
 pytest.importorskip("triton")
@@ -25,7 +25,7 @@ TOLERANCE = 3e-6 if DEVICE.type == "cpu" else 1e-3
 
 def _table(size: int) -> RotaryTable:
     position = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
-    return rotary_table(position, size, 10_000.0)
+    return rotary_table(position, rotary_frequencies(size, 10_000.0, DEVICE))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -81,6 +81,38 @@ def test_block_inner(
     for ours, theirs in zip(found, computed(plain, torch.float64, again=False), strict=True):
         assert relative_error(ours, theirs) < TOLERANCE
     assert found[0].is_contiguous()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("heads", "turned"), [(Heads(4, 2, 6), True), (Heads(3, 1, 7), False)])
+def test_heads_of_q_and_k_are_normalised(heads: Heads, turned: bool, recompute: bool) -> None:
+    from megascale_kernels.fused import block_inner as fused
+
+    generator = torch.Generator().manual_seed(9)
+    inputs = torch.randn(SEQUENCE, BATCH, heads.width + FFN, generator=generator).to(DEVICE)
+    out = heads.query * heads.size + FFN
+    gradient = torch.randn(SEQUENCE, BATCH, out, generator=generator).to(DEVICE)
+    weights = [1 + torch.randn(heads.size, generator=generator).to(DEVICE) for _ in range(2)]
+    mask = attention_mask(SEQUENCE, window=5, device=DEVICE)
+    table = _table(heads.size) if turned else None
+
+    def computed(module: object, dtype: torch.dtype, *, again: bool) -> list[torch.Tensor]:
+        def run(leaves: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
+            norms = HeadNorms(bound[0], bound[1], 1e-5)
+            arguments = (None, heads, "gelu", table, mask, norms)
+            function = module.block_inner  # type: ignore[attr-defined]
+            kept: torch.Tensor = (
+                checkpoint(function, leaves[0], *arguments, use_reentrant=False)
+                if again
+                else function(leaves[0], *arguments)
+            )
+            return kept
+
+        return gradients_of(run, [inputs], weights, [gradient], dtype)
+
+    found = computed(fused, torch.float32, again=recompute)
+    for ours, theirs in zip(found, computed(plain, torch.float64, again=False), strict=True):
+        assert relative_error(ours, theirs) < TOLERANCE
 
 
 @pytest.mark.parametrize("window", [0, 5])

@@ -7,7 +7,13 @@ import torch
 from tests.harness.kernels import COMPILED_ROWS as ROWS
 from tests.harness.kernels import DEVICE, blank, relative_error
 
-from megascale_kernels.rotary import Heads, RotaryTable, rotary_table, split_heads
+from megascale_kernels.rotary import (
+    Heads,
+    RotaryTable,
+    rotary_frequencies,
+    rotary_table,
+    split_heads,
+)
 
 pytest.importorskip("triton")
 
@@ -68,7 +74,7 @@ COMPILED = {
 def _table(sequence: int, size: int) -> RotaryTable:
     generator = torch.Generator().manual_seed(6)
     position = torch.randint(0, 5000, (BATCH, sequence), generator=generator)
-    return rotary_table(position.to(DEVICE), size, 10_000.0)
+    return rotary_table(position.to(DEVICE), rotary_frequencies(size, 10_000.0, DEVICE))
 
 
 @pytest.mark.parametrize("bias", [True, False])

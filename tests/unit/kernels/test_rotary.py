@@ -5,16 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascale_kernels.rotary import apply_rotary, rotary_table
+from megascale_kernels.rotary import (
+    HeadNorms,
+    Heads,
+    apply_rotary,
+    llama3_frequencies,
+    rotary_frequencies,
+    rotary_table,
+    split_heads,
+)
+from megascale_trainer.weights import Weight
 
 THETA = 10_000.0
+CPU = torch.device("cpu")
+FREQUENCIES = rotary_frequencies(16, THETA, CPU)
 
 
 def test_rotary() -> None:
     generator = torch.Generator().manual_seed(4)
     position = torch.randint(0, 200_000, (2, 9), generator=generator)
     x = torch.randn(9, 2, 3, 16, generator=generator)
-    out = apply_rotary(x, rotary_table(position, 16, THETA))
+    out = apply_rotary(x, rotary_table(position, FREQUENCIES))
     frequency = THETA ** (-torch.arange(8, dtype=torch.float64) / 8)
     angle = position.t()[:, :, None, None] * frequency
     turned = torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(
@@ -31,7 +42,7 @@ def test_scores_depend_on_distance_alone() -> None:
 
     def score(query_position: int, key_position: int) -> torch.Tensor:
         tables = (
-            rotary_table(torch.tensor([[p]]), 16, THETA) for p in (query_position, key_position)
+            rotary_table(torch.tensor([[p]]), FREQUENCIES) for p in (query_position, key_position)
         )
         return sum_product(
             *(apply_rotary(t, table) for t, table in zip((q, k), tables, strict=True))
@@ -46,4 +57,40 @@ def test_scores_depend_on_distance_alone() -> None:
 
 def test_an_odd_head_is_refused() -> None:
     with pytest.raises(ValueError, match="even head size, got 15"):
-        rotary_table(torch.zeros(1, 1, dtype=torch.int64), 15, THETA)
+        rotary_frequencies(15, THETA, CPU)
+
+
+def test_llama3_divides_low_frequencies_and_keeps_high_ones() -> None:
+    """The wavelengths of Llama 3.1: factor 8, from 8192 tokens on below, to 2048 above."""
+    frequencies = rotary_frequencies(128, 500_000.0, CPU)
+    changed = llama3_frequencies(frequencies, 8.0, 1.0, 4.0, 8192)
+    wavelength = 2 * torch.pi / frequencies
+    ratio = frequencies / changed
+    assert torch.equal(ratio[wavelength < 2048], torch.ones_like(ratio[wavelength < 2048]))
+    torch.testing.assert_close(
+        ratio[wavelength > 8192], torch.full_like(ratio[wavelength > 8192], 8.0)
+    )
+    between = ratio[(wavelength >= 2048) & (wavelength <= 8192)]
+    assert len(between) > 4
+    assert (between.diff() > 0).all()
+    assert between.min() > 1.0
+    assert between.max() < 8.0
+
+
+def test_heads_are_normalised_before_they_are_turned() -> None:
+    generator = torch.Generator().manual_seed(6)
+    heads = Heads(2, 1, 16)
+    position = torch.arange(5).expand(3, -1)
+    inputs = torch.randn(5, 3, heads.width, generator=generator)
+    query, key = (
+        Weight(torch.rand(16, generator=generator).requires_grad_(), torch.zeros(16))
+        for _ in range(2)
+    )
+    table = rotary_table(position, FREQUENCIES)
+    q, k, v = split_heads(inputs, heads, table, HeadNorms(query, key, 1e-6))
+    plain_q, plain_k, plain_v = split_heads(inputs, heads, None)
+    for found, plain, weight in ((q, plain_q, query), (k, plain_k, key)):
+        size = plain.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+        normed = (plain / size * weight.value).permute(2, 0, 1, 3)
+        torch.testing.assert_close(found, apply_rotary(normed, table).permute(1, 2, 0, 3))
+    assert torch.equal(v, plain_v)

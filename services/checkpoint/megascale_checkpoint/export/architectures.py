@@ -39,6 +39,7 @@ class Architecture:
         activations: the values of hidden_act that fit; the first one is written.
         windows: ``none``: full attention; ``uniform``: one window for all layers; ``mixed``: each
             layer has that window or none.
+        head_dim: whether heads may be of another width than hidden_size / heads.
         bias: of projections: ``set``: config.json says it in ``bias_fields``.
         bias_fields: those fields, each with the architecture's default.
         norm_bias: whether norms have a bias; ``head_bias``: whether the head has.
@@ -50,12 +51,13 @@ class Architecture:
 
     name: str
     model_type: str
-    needs: Mapping[str, str]
+    needs: Mapping[str, str | bool]
     layer_names: Mapping[str, str]
     epsilon: str
     final_norm: str = "model.norm"
     activations: tuple[str, ...] = ("silu", "swish")
     windows: Literal["none", "uniform", "mixed"] = "none"
+    head_dim: bool = False
     bias: Literal["none", "set", "always"] = "none"
     bias_fields: Mapping[str, bool] = field(default_factory=dict)
     norm_bias: bool = False
@@ -65,6 +67,9 @@ class Architecture:
     absent: Mapping[str, Any] = field(default_factory=dict)
 
 
+_HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+# Fields of trainer.model that are off but where an architecture needs them.
+_OFF = ("attention_bias", "qk_norm")
 _HEADS_ALIKE = {"num_key_value_heads": None}  # as many as query heads
 _LLAMA_LIKE = {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm"}
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # three names of the tanh form
@@ -77,6 +82,7 @@ ARCHITECTURES = (
         needs=_LLAMA_LIKE,
         layer_names={**_GATED, **_TWO_NORMS},
         epsilon="rms_norm_eps",
+        head_dim=True,
         bias="set",
         bias_fields={"attention_bias": False, "mlp_bias": False},
         absent={**_HEADS_ALIKE, "rope_theta": 10_000.0},
@@ -88,6 +94,7 @@ ARCHITECTURES = (
         layer_names={**_GATED, **_TWO_NORMS},
         epsilon="rms_norm_eps",
         windows="uniform",
+        head_dim=True,
         absent={"sliding_window": 4096},
     ),
     Architecture(
@@ -97,7 +104,27 @@ ARCHITECTURES = (
         layer_names={**_GATED, **_TWO_NORMS},
         epsilon="rms_norm_eps",
         windows="mixed",
+        head_dim=True,
         absent={"sliding_window": 4096},
+    ),
+    Architecture(
+        name="Qwen2ForCausalLM",
+        model_type="qwen2",
+        needs={**_LLAMA_LIKE, "attention_bias": True},
+        layer_names={**_GATED, **_TWO_NORMS},
+        epsilon="rms_norm_eps",
+        fixed={"use_sliding_window": False},
+        absent={**_HEADS_ALIKE, "rope_theta": 10_000.0, "use_sliding_window": False},
+    ),
+    Architecture(
+        name="Qwen3ForCausalLM",
+        model_type="qwen3",
+        needs={**_LLAMA_LIKE, "qk_norm": True},
+        layer_names={**_GATED, **_TWO_NORMS, **_HEAD_NORMS},
+        epsilon="rms_norm_eps",
+        head_dim=True,
+        fixed={"use_sliding_window": False, "attention_bias": False},
+        absent={"rope_theta": 10_000.0, "use_sliding_window": False, "attention_bias": False},
     ),
     Architecture(
         name="CohereForCausalLM",
@@ -179,10 +206,22 @@ class Misfit:
 def misfits(architecture: Architecture, model: ModelConfig) -> list[Misfit]:
     """Every field of trainer.model for which ``architecture`` has no place."""
     found = [
-        Misfit(name, getattr(model, name), needed)
+        Misfit(name, getattr(model, name), str(needed).lower())
         for name, needed in architecture.needs.items()
         if getattr(model, name) != needed
     ]
+    found += [
+        Misfit(name, "true", "false")
+        for name in _OFF
+        # Biases of all projections include those of q, k and v.
+        if getattr(model, name)
+        and name not in architecture.needs
+        and not (name == "attention_bias" and model.bias)
+    ]
+    if model.tie_embeddings and architecture.head_bias:
+        found.append(Misfit("tie_embeddings", "true", "false"))
+    if model.head_size * model.heads != model.hidden_size and not architecture.head_dim:
+        found.append(Misfit("head_dim", model.head_dim, "hidden_size / heads"))
     if model.positions != "rope":
         found.append(Misfit("positions", model.positions, "rope"))
     if model.bias and architecture.bias == "none":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, asdict, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,21 +61,28 @@ FormatTo = Annotated[
     typer.Option(
         "--format",
         help="hf: Hugging Face transformers, weights alone; dcp: torch.distributed.checkpoint, "
-        "with optimizer states; megatron is not built.",
+        "with optimizer states; megatron: Megatron-core's format torch, weights alone.",
     ),
 ]
 Step = Annotated[
     int | None, typer.Option(min=0, help="Its step; default: the newest complete one.")
 ]
 WeightDtype = Annotated[
-    Dtype | None, typer.Option(help="Of hf's weights, by default bf16; dcp is always in fp32.")
+    Dtype | None,
+    typer.Option(help="Of the weights of hf and megatron, by default bf16; dcp is always in fp32."),
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tp", min=1, max=99, help="Tensor-parallel size that megatron's files fit.")
+]
+PipelineParallel = Annotated[
+    int, typer.Option("--pp", min=1, max=999, help="Pipeline-parallel size that they fit.")
 ]
 JobFile = Annotated[
     Path | None,
     typer.Option(
         "--job",
         metavar="FILE",
-        help="The job's file, for hf of a checkpoint that an earlier version wrote.",
+        help="The job's file, for hf and megatron of a checkpoint that an earlier version wrote.",
     ),
 ]
 Model = Annotated[
@@ -97,6 +106,8 @@ def export_checkpoint(
     step: Step = None,
     dtype: WeightDtype = None,
     job: JobFile = None,
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
     as_json: AsJson = False,
 ) -> None:
     """Write a complete checkpoint in the form of other software, without a cluster.
@@ -108,17 +119,24 @@ def export_checkpoint(
     dcp: a folder for torch.distributed.checkpoint.load on any layout, with the
     keys "model", "optimizer" and "step".
 
+    megatron: a folder for Megatron-core's --load with --ckpt-format torch and
+    --no-load-optim --no-load-rng, or for its tools/checkpoint/convert.py:
+    serial block, for --tp and --pp.
+
     Every byte read is compared with its checksum, one parameter at a time is
-    in memory, and FOLDER appears when it is complete.
+    in memory (megatron: one stage), and FOLDER appears when it is complete.
 
     Example: megascale checkpoint export /data/example --to out --format hf
     """
-    _refuse(form, dtype)
+    _refuse(form, dtype, tp, pp)
     stored = open_checkpoint(uri, step)
     manifest = stored.manifest
     with bar(f"step {manifest.step} of {manifest.job}", quiet=as_json) as progress:
         if form is ExportFormat.HF:
             facts = _hugging_face(stored, model_of(stored, job), to, dtype or Dtype.BF16, progress)
+        elif form is ExportFormat.MEGATRON:
+            model, kept = model_of(stored, job), dtype or Dtype.BF16
+            facts = _megatron(stored, model, to, kept, (tp, pp), progress)
         else:
             facts = _dcp(stored, to, progress)
     facts |= {"format": form.value, "folder": str(to.absolute())}
@@ -126,7 +144,8 @@ def export_checkpoint(
     if as_json:
         typer.echo(json.dumps(facts))
         return
-    what = facts.get("architecture") or f"torch.distributed.checkpoint ({', '.join(stored.states)})"
+    states = ", ".join(stored.states)
+    what = facts.get("architecture") or f"torch.distributed.checkpoint ({states})"
     typer.echo(
         f"step {facts['step']} of job {facts['job']} is in {to}: {what}, {facts['dtype']}, "
         f"{facts['size_bytes'] / 2**20:.1f} MiB"
@@ -156,7 +175,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
             "manifest_uri": done.manifest_uri,
             "architecture": done.foreign.architecture.name,
             "parameters": done.parameters,
-            "head_is_copy_of_embedding": done.foreign.tied,
+            "head_is_copy_of_embedding": done.foreign.copied,
             "model": asdict(done.foreign.model),
         }
         typer.echo(json.dumps(facts))
@@ -165,8 +184,8 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
         f"# {done.foreign.architecture.name} with {done.parameters:,} parameters is the checkpoint "
         f"of step 0 in {to}"
     )
-    if done.foreign.tied:
-        typer.echo("# Its head was tied to the embedding; a job trains a copy of its own.")
+    if done.foreign.copied:
+        typer.echo("# Its head was a scaled embedding; a job trains a scaled copy of its own.")
     typer.echo("# Put this into the job file:")
     section = {
         "trainer": {"model": _fields(done.foreign.model)},
@@ -175,16 +194,26 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
     typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
 
 
-def _refuse(form: ExportFormat, dtype: Dtype | None) -> None:
+def import_for_job(folder: Path, uri: str) -> dict[str, Any]:
+    """Import a Hugging Face model for `megascale init --from-hf`: its fields of trainer.model.
+
+    Raises:
+        ServiceError: as ``megascale checkpoint import``.
+    """
+    from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+
+    with bar(f"import of {folder}", quiet=False) as progress:
+        done = import_hugging_face(folder, uri, progress)
+    return {"architecture": done.foreign.architecture.name, "model": _fields(done.foreign.model)}
+
+
+def _refuse(form: ExportFormat, dtype: Dtype | None, tp: int, pp: int) -> None:
     """Raise RequestError for what cannot be exported."""
-    if form is ExportFormat.MEGATRON:
-        raise invalid(
-            "--format",
-            "megatron is not built: Megatron's files differ with its version and with the layout "
-            "that is to read them",
-            "export with --format hf and convert that with Megatron's loader of Hugging Face "
-            "models (its tools/checkpoint/convert.py), or with --format dcp",
-        )
+    for name, size in (("--tp", tp), ("--pp", pp)):
+        if form is not ExportFormat.MEGATRON and size != 1:
+            raise invalid(
+                name, f"{form.value} is read into any layout", "leave it out, or use megatron"
+            )
     if form is ExportFormat.DCP and dtype is Dtype.BF16:
         raise invalid(
             "--dtype",
@@ -206,24 +235,52 @@ def _hugging_face(
     }
 
 
-def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
+def _megatron(
+    stored: ParameterReader,
+    model: ModelConfig,
+    to: Path,
+    dtype: Dtype,
+    cut: tuple[int, int],
+    progress: Report,
+) -> dict[str, Any]:
+    from megascale_checkpoint.export.megatron_layout import Cut
+
+    with _needs_torch(ExportFormat.MEGATRON):
+        from megascale_checkpoint.export.megatron import export_megatron
+    size = export_megatron(stored, model, to, dtype.value, Cut(*cut), progress)
+    name = f"Megatron-core GPT, tp {cut[0]}, pp {cut[1]}"
+    return {"architecture": name, "dtype": dtype.value, "size_bytes": size}
+
+
+@contextmanager
+def _needs_torch(form: ExportFormat) -> Iterator[None]:
     try:
-        from megascale_checkpoint.export.dcp import export_dcp
+        yield
     except ImportError as error:
         raise ServiceError(
-            f"--format dcp needs torch ({error}): pip install 'megascale[executor]'",
+            f"--format {form.value} needs torch ({error}): pip install 'megascale[executor]'",
             reason="NOT_INSTALLED",
         ) from error
+
+
+def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
+    with _needs_torch(ExportFormat.DCP):
+        from megascale_checkpoint.export.dcp import export_dcp
     size = export_dcp(stored, to, progress)
     return {"states": list(stored.states), "dtype": "fp32", "size_bytes": size}
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
     """The fields of trainer.model that are not at their default."""
-    chosen = {each.name: getattr(model, each.name) for each in fields(model)}
-    defaults = {each.name: each.default for each in fields(model)}
+    required = [each.name for each in fields(model) if _is_required(each)]
+    chosen = asdict(model)
+    defaults = asdict(ModelConfig(**{name: chosen[name] for name in required}))
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in chosen.items()
-        if value != defaults[name]
+        if name in required or value != defaults[name]
     }
+
+
+def _is_required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING

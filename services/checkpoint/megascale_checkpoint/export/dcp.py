@@ -5,7 +5,7 @@ with the logical names of the parameter table. Pickle is what this format consis
 ``.metadata``, and the envelope of each tensor, which loads with weights_only): it is written here
 and never read.
 
-This is the one module of the checkpoint service that imports torch.
+Of the checkpoint service this module and the export to Megatron alone import torch.
 """
 
 from __future__ import annotations

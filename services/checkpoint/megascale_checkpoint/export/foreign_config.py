@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_checkpoint.export.architectures import ARCHITECTURES, Architecture
-from megascale_common.job.config import ModelConfig
+from megascale_common.job.config import ModelConfig, RopeScalingConfig
 from megascale_common.service.errors import RequestError, invalid
+
+_LLAMA3 = {
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_sequence_length": "original_max_position_embeddings",
+}
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _ROPE = "rope_parameters"  # since version 5 of transformers; before, its fields stood at the root
@@ -22,19 +28,19 @@ _ROPE = "rope_parameters"  # since version 5 of transformers; before, its fields
 class ForeignModel:
     """A Hugging Face model that a job can train.
 
-    ``head_scale`` multiplies the head's weights, for a job has no scale of logits; ``tied``: the
-    head is the embedding, of which a job gets a copy.
+    ``head_scale`` multiplies the head's weights, for a job has no scale of logits; ``copied``: the
+    head is an embedding that such a scale keeps from being the same table.
     """
 
     architecture: Architecture
     model: ModelConfig
     head_scale: float
-    tied: bool
+    copied: bool
 
 
 def config_values(architecture: Architecture, model: ModelConfig, dtype: str) -> dict[str, Any]:
     """config.json for ``model``; ``dtype`` is bf16 or fp32."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    rope = _rope_values(model)
     if "partial_rotary_factor" in architecture.fixed:
         rope["partial_rotary_factor"] = architecture.fixed["partial_rotary_factor"]
     values = {
@@ -53,7 +59,9 @@ def config_values(architecture: Architecture, model: ModelConfig, dtype: str) ->
         architecture.epsilon: model.norm_epsilon,
         "rope_theta": model.rope_theta,
         _ROPE: rope,
-        "tie_word_embeddings": False,
+        # Its name before version 5 of transformers.
+        **({"rope_scaling": rope} if model.rope_scaling.kind != "none" else {}),
+        "tie_word_embeddings": model.tie_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -69,6 +77,16 @@ def config_values(architecture: Architecture, model: ModelConfig, dtype: str) ->
     if architecture.model_type == "cohere":
         values["logit_scale"] = 1.0
     return values
+
+
+def _rope_values(model: ModelConfig) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if scaling.kind != "none":
+        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        rope |= {foreign: getattr(scaling, name) for name, foreign in _LLAMA3.items()}
+    return rope
 
 
 def _window_values(architecture: Architecture, model: ModelConfig) -> dict[str, Any]:
@@ -103,11 +121,13 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
     _check_fixed(found, values)
     heads, hidden = _whole(values, "num_attention_heads"), _whole(values, "hidden_size")
     head_dim = values.get("head_dim") or hidden // heads
-    _need(
-        "head_dim", head_dim, head_dim * heads == hidden, f"hidden_size / heads, {hidden}/{heads}"
-    )
+    alike = head_dim * heads == hidden
+    _need("head_dim", head_dim, alike or found.head_dim, f"hidden_size / heads, {hidden}/{heads}")
     layers = _whole(values, "num_hidden_layers")
     window, layer_windows = _windows(found, values, layers)
+    scale = float(values.get("logit_scale", 0.0625)) if model_type == "cohere" else 1.0
+    # Versions of transformers differ in what an absent field means; the files say it.
+    tied = bool(values.get("tie_word_embeddings", not head_stored))
     model = ModelConfig(
         layers=layers,
         hidden_size=hidden,
@@ -118,17 +138,17 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         kv_heads=_key_value_heads(values, heads),
         bias=_bias(found, values),
         norm_bias=found.norm_bias or found.needs["norm"] == "rmsnorm",  # the default: of no effect
-        rope_theta=_rope_theta(values),
+        rope_theta=_number(values, "rope_theta"),
+        rope_scaling=_rope_scaling(values),
+        head_dim=0 if alike else head_dim,
+        tie_embeddings=tied and scale == 1.0,
         window=window,
         layer_windows=layer_windows,
         norm_epsilon=_number(values, found.epsilon),
         initializer_std=float(values.get("initializer_range", 0.02)),
-        **found.needs,  # type: ignore[arg-type]  # block, mlp and norm
+        **found.needs,  # type: ignore[arg-type]  # block, mlp, norm and what is on
     )
-    scale = values.get("logit_scale", 0.0625) if model_type == "cohere" else 1.0
-    # Versions of transformers differ in what an absent field means; the files say it.
-    tied = values.get("tie_word_embeddings", not head_stored)
-    return ForeignModel(found, model, float(scale), bool(tied))
+    return ForeignModel(found, model, scale, copied=tied and scale != 1.0)
 
 
 def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:
@@ -142,11 +162,22 @@ def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:
     _need("quantization_config", "set", quantized is None, "to be absent: unquantized weights")
 
 
-def _rope_theta(values: Mapping[str, Any]) -> float:
-    scaling = values.get("rope_scaling") or {}
-    kind = values.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    _need("rope_type", kind, kind == "default", "'default': a job's positions are not scaled")
-    return _number(values, "rope_theta")
+def _rope_scaling(values: Mapping[str, Any]) -> RopeScalingConfig:
+    # Its fields stand in rope_parameters (merged into values), before version 5 in rope_scaling.
+    values = {**(values.get("rope_scaling") or {}), **values}
+    kind = values.get("rope_type") or values.get("type") or "default"
+    _need("rope_type", kind, kind in ("default", "linear", "llama3"), "default, linear or llama3")
+    if kind == "default":
+        return RopeScalingConfig()
+    if kind == "linear":
+        return RopeScalingConfig(kind="linear", factor=_number(values, "factor"))
+    return RopeScalingConfig(
+        kind="llama3",
+        factor=_number(values, "factor"),
+        low_frequency_factor=_number(values, "low_freq_factor"),
+        high_frequency_factor=_number(values, "high_freq_factor"),
+        original_sequence_length=_whole(values, "original_max_position_embeddings"),
+    )
 
 
 def _key_value_heads(values: Mapping[str, Any], heads: int) -> int:
@@ -170,7 +201,8 @@ def _windows(
     architecture: Architecture, values: Mapping[str, Any], layers: int
 ) -> tuple[int, tuple[int, ...]]:
     """window and layer_windows of the job."""
-    window = values.get("sliding_window") or 0
+    unused = values.get("use_sliding_window") is False
+    window = 0 if unused else values.get("sliding_window") or 0
     kinds = values.get("layer_types") or []
     if architecture.windows == "none" or not isinstance(window, int):
         _need("sliding_window", window, window == 0, "null")

@@ -15,10 +15,9 @@ from megascale_checkpoint.export.new_folder import new_folder
 from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.safetensors_files import TensorToWrite, write_files
 from megascale_checkpoint.export.stored import ParameterReader
-from megascale_checkpoint.export.tensors import Transfer, parameter_shapes, transfers
+from megascale_checkpoint.export.tensors import Transfer, check_model, transfers
 from megascale_checkpoint.export.values import narrow, to_foreign
 from megascale_common.job.config import ModelConfig
-from megascale_common.service.errors import RequestError
 
 SHARD_BYTES = 5_000_000_000  # of transformers' own save_pretrained
 NAMES = {"bf16": "BF16", "fp32": "F32"}
@@ -50,7 +49,7 @@ def export_hugging_face(
         OSError: a file cannot be read or written.
     """
     architecture = choose(model)
-    check_model(stored, model)
+    check_model(stored.shapes, model)
     done, total = 0, stored.size_bytes(("master",))
 
     def make(transfer: Transfer) -> memoryview:
@@ -73,19 +72,3 @@ def export_hugging_face(
         ):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     return Exported(architecture, len(tensors), size)
-
-
-def check_model(stored: ParameterReader, model: ModelConfig) -> None:
-    """Raise RequestError where the checkpoint's parameters are not those of ``model``."""
-    wanted = parameter_shapes(model)
-    for name in sorted({*wanted, *stored.shapes}):
-        here, there = wanted.get(name), stored.shapes.get(name)
-        if here != there:
-            raise RequestError(
-                f"--job: {name} is {_shown(there)} in the checkpoint and {_shown(here)} in the "
-                "model; give the file of the job that wrote it"
-            )
-
-
-def _shown(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else f"of shape {list(shape)}"

@@ -63,9 +63,10 @@ def import_hugging_face(
     config = _json(folder / "config.json")
     foreign = read_config(config, head_stored=_FOREIGN_HEAD in tensors)
     wanted = transfers(foreign.architecture, foreign.model)
-    if foreign.tied:
-        wanted = tuple(_tied(each, wanted) for each in wanted)
-    _check(folder, wanted, tensors, tied=foreign.tied)
+    if foreign.copied:
+        wanted = tuple(_copied(each, wanted) for each in wanted)
+    tied = foreign.copied or foreign.model.tie_embeddings
+    _check(folder, wanted, tensors, tied=tied)
     parameters = [
         Parameter(each.logical, _logical_shape(each), partial(_read, each, tensors, foreign))
         for each in wanted
@@ -118,7 +119,7 @@ def _json(path: Path) -> Mapping[str, Any]:
     return values
 
 
-def _tied(transfer: Transfer, wanted: tuple[Transfer, ...]) -> Transfer:
+def _copied(transfer: Transfer, wanted: tuple[Transfer, ...]) -> Transfer:
     """The head is read from the embedding."""
     if transfer.logical != HEAD:
         return transfer

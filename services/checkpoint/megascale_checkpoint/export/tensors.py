@@ -6,7 +6,7 @@ vocabulary and of the FFN exists only in a rank's memory, so it is neither expor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +51,22 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     except ValueError as error:
         raise RequestError(str(error)) from error
     return {piece.name: piece.global_shape for piece in table.slices}
+
+
+def check_model(stored: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
+    """Raise RequestError where the checkpoint's parameters are not those of ``model``."""
+    wanted = parameter_shapes(model)
+    for name in sorted({*wanted, *stored}):
+        here, there = wanted.get(name), stored.get(name)
+        if here != there:
+            raise RequestError(
+                f"--job: {name} is {_shown(there)} in the checkpoint and {_shown(here)} in the "
+                "model; give the file of the job that wrote it"
+            )
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else f"of shape {list(shape)}"
 
 
 def transfers(architecture: Architecture, model: ModelConfig) -> tuple[Transfer, ...]:

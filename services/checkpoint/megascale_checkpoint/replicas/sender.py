@@ -1,18 +1,21 @@
-"""Copies what is sealed on this node to the peer that the registration names.
+"""Copies what all ranks have decided to copy to the peer that the registration names.
 
-After every change it compares what is sealed with what was sent: of each rank the newest snapshot,
-and once more in a new attempt, whose peers may be others. A copy in progress is let to its end, and
-then the newest is taken: one that takes longer than the interval becomes whole all the same.
+After every change it looks for slots that are marked so (:mod:`megascale_checkpoint.slots`): the
+steps that the ranks vote for, and in a new attempt, whose peers may be others, the one that it goes
+on from. A copy in progress is let to its end, however many snapshots follow meanwhile. One that
+fails is tried again, because the others of that step are of no use without it; but not where the
+one before it failed, too: all ranks wait.
 
-A copy costs no snapshot as long as another slot is free. The first that is in the way of one gives
-its slot up, which is a failure that the job shows; the next keeps its own while bytes go out, and
-the snapshot is skipped. What is read of a slot that is written (before the thread has seen the end)
-does not have the checksums that the receiver compares.
+The slot is held meanwhile. Only of two slots none can be: the first copy that is in the way of a
+snapshot gives its slot up, which is a failure that the job shows; the next keeps its own while
+bytes go out, and the snapshot is skipped. What is read of a slot that is written (before the thread
+has seen the end) does not have the checksums that the receiver compares.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -41,6 +44,7 @@ log = logs.get("replicas")
 SENDERS = 16  # threads: the ranks of a node
 MAX_ERROR_CHARS = 500
 STILL_S = 1.0  # a copy of which nothing has gone out for so long keeps no slot
+RETRY_AFTER_S = (0.5, 2.0)  # pauses before a copy that failed is tried again
 
 
 class SealedRank(Protocol):
@@ -93,6 +97,8 @@ class _Transfer:
     task: asyncio.Task[None] | None = None
     stopped: bool = False
     overtaken: bool = False
+    failed: bool = False
+    ends: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is stopped
 
     def must_end(self) -> bool:
         """Whether the slot is kept for it: the copy before had to give its own up."""
@@ -100,6 +106,7 @@ class _Transfer:
 
     def stop(self) -> None:
         self.stopped = True
+        self.ends.set()
         self.cancelled.cancel()
         if self.connection is not None:
             self.connection.shut()
@@ -107,6 +114,8 @@ class _Transfer:
 
 class ReplicaSender:
     """Sends for all jobs of the node; they share one token bucket."""
+
+    retry_after_s = RETRY_AFTER_S
 
     def __init__(self, token: str, changed: Signal) -> None:
         self._token, self._changed = token, changed
@@ -116,7 +125,7 @@ class ReplicaSender:
         self.totals: dict[str, SentTotals] = {}
 
     def consider(self, jobs: Iterable[SealedJob]) -> None:
-        """Start and stop transfers, so that the newest snapshot of every rank gets its replica."""
+        """Start and stop transfers, so that what the ranks have decided on gets its replica."""
         present = {}
         for job in jobs:
             for rank, snapshots in job.ranks.items():
@@ -141,30 +150,52 @@ class ReplicaSender:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _consider_rank(self, place: tuple[str, int], snapshots: SealedRank) -> None:
-        given = snapshots.registration
-        seals = [seal for seal in snapshots.table.sealed() if seal.layout_digest == given.digest]
-        last = self._transfers.get(place)
+        given, last = snapshots.registration, self._transfers.get(place)
         if last is not None and last.task is not None:
             last.overtaken = last.overtaken or last.slot.seal is not last.seal
             if last.overtaken or last.attempt < given.attempt:
                 last.stop()  # its end is a change, and then the newer one is started
             return
-        if not seals:
+        slot = snapshots.table.to_replicate()
+        if slot is None or slot.seal is None:
             return
-        if last is not None and (last.attempt, last.seal.age) >= (given.attempt, seals[-1].age):
-            return  # tried once in this attempt; a copy that failed is not tried again
-        slot = snapshots.table.find(seals[-1].attempt, seals[-1].step, seals[-1].layout_digest)
-        if slot is not None:
-            keeps = last is not None and last.overtaken
-            transfer = _Transfer(seals[-1], given.attempt, slot, keeps)
-            self._transfers[place] = transfer
-            slot.copied = transfer.must_end
-            # A view of its own: while it is there, the memory stays mapped.
-            image = memoryview(snapshots.memories[slot.index].view)
-            transfer.task = asyncio.create_task(self._send(given, image, transfer))
+        transfer = _Transfer(slot.seal, given.attempt, slot, last is not None and last.overtaken)
+        self._transfers[place] = transfer
+        slot.copied = transfer.must_end
+        # A view of its own: while it is there, the memory stays mapped.
+        image = memoryview(snapshots.memories[slot.index].view)
+        pauses_s = () if last is not None and last.failed else self.retry_after_s
+        transfer.task = asyncio.create_task(self._send_all(snapshots, image, transfer, pauses_s))
+
+    async def _send_all(
+        self,
+        snapshots: SealedRank,
+        image: memoryview,
+        transfer: _Transfer,
+        pauses_s: tuple[float, ...],
+    ) -> None:
+        """One state, tried again after each pause."""
+        given, slot = snapshots.registration, transfer.slot
+        try:
+            await self._send(given, image, transfer)
+            for pause_s in pauses_s:
+                if transfer.failed and not transfer.stopped:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(transfer.ends.wait(), pause_s)
+                if transfer.failed and not transfer.stopped:
+                    await self._send(given, image, transfer)
+        finally:
+            transfer.task = None
+            if slot.seal is transfer.seal:  # else it is in use for another step by now
+                slot.copied = None
+                # Where the next attempt goes on from this state, its copy is still to come.
+                superseded = snapshots.registration.attempt > transfer.attempt
+                slot.replicate = slot.replicate and superseded
+            self._changed.notify()
 
     async def _send(self, given: RegisteredRank, image: memoryview, transfer: _Transfer) -> None:
         state = _state(given, transfer.seal, len(image))
+        transfer.failed = False
         totals = self.totals.setdefault(given.job, SentTotals())
         began_s = time.monotonic()
         try:
@@ -178,11 +209,7 @@ class ReplicaSender:
         except Exception as error:
             log.exception("defect while sending a replica", job=given.job, step=state.key.step)
             self._failed(totals, state.key, transfer, error)
-        finally:
-            transfer.task = None
-            if transfer.slot.seal is transfer.seal:  # else it is in use for another step by now
-                transfer.slot.copied = None
-            self._changed.notify()
+        self._changed.notify()
 
     def _send_now(
         self, given: RegisteredRank, state: SealedState, image: memoryview, transfer: _Transfer
@@ -216,6 +243,7 @@ class ReplicaSender:
     def _failed(
         self, totals: SentTotals, key: StateKey, transfer: _Transfer, error: Exception
     ) -> None:
+        transfer.failed = True
         if transfer.stopped and not transfer.overtaken:
             return  # the attempt, or the daemon, ends
         text = str(error)
@@ -225,8 +253,9 @@ class ReplicaSender:
                 "give more of checkpoint.max_replicate_mib_per_s, more steps between snapshots, or "
                 "more checkpoint.slots"
             )
-        totals.failures += 1
         reported = replace(key, attempt=transfer.attempt)  # the state may be of an earlier one
+        if totals.failure is None or totals.failure.key != reported:  # a retry is no further one
+            totals.failures += 1
         totals.failure = Failure(reported, text[:MAX_ERROR_CHARS])
         log.warning("no replica", job=key.job, rank=key.rank, step=key.step, error=text)
 

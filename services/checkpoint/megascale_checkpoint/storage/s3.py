@@ -1,8 +1,10 @@
 """S3Storage: a prefix of a bucket of S3, or of a server that has its conditional writes.
 
 Nothing is overwritten: every object is written with ``If-None-Match: *``, which the server decides
-atomically, also at the end of a multipart upload. Each write carries an id of its own in the
-object's metadata, so that a write whose reply was lost is known from one that lost the race.
+atomically, also at the end of a multipart upload. Some servers, such as Ceph's, have the condition
+for single objects alone: there an upload first takes its name with an empty object. Each write
+carries an id of its own in the object's metadata, so that a write whose reply was lost is known
+from one that lost the race.
 
 Settings, as boto3 reads them: credentials from the environment, ``~/.aws/credentials`` or the
 machine's role, the region (``AWS_DEFAULT_REGION``) and the endpoint (``AWS_ENDPOINT_URL``). Ours:
@@ -19,6 +21,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,6 +45,8 @@ TRIES = 3  # of one request, for a connection that fails and for an answer of 5x
 CONFLICT_TRIES = 3
 UNFINISHED = "."  # names() leaves out what starts with it: objects of check()
 _WRITER = "megascale-writer"  # key of the metadata
+# By settings and bucket: whether completing a multipart upload heeds If-None-Match.
+_CONDITIONAL_COMPLETION: dict[tuple[tuple[tuple[str, str], ...], str], bool] = {}
 
 
 class S3Storage:
@@ -73,7 +78,7 @@ class S3Storage:
         if not self.create(path, b"check"):
             raise OSError(errno.EEXIST, "a name that no other writer chooses is taken", self._uri)
         try:
-            if self.create(path, b"other") or self._completes_over(path):
+            if self.create(path, b"other"):
                 raise invalid(
                     "checkpoint.uri",
                     f"the server of {self._uri} ignores If-None-Match, which commits need",
@@ -191,9 +196,9 @@ class S3Storage:
                 raise
             return found
 
-    def _put(self, key: str, data: bytes) -> bool:
+    def _put(self, key: str, data: bytes, writer: str = "") -> bool:
         """Write one object if its name is free; False when another writer has taken it."""
-        writer = uuid.uuid4().hex
+        writer = writer or uuid.uuid4().hex
         with mapped(self._name(key)):
             for tries_left in reversed(range(CONFLICT_TRIES)):
                 try:
@@ -221,10 +226,13 @@ class S3Storage:
 
     def _upload(self, key: str, first: bytearray, rest: Iterator[bytearray]) -> int:
         writer = uuid.uuid4().hex
+        claim = "" if self._completes_conditionally() else f"{writer}-claim"
         with mapped(self._name(key)):
             upload = self._begin(key, writer)
             try:
                 parts, size = self._send_parts(key, upload, first, rest)
+                if claim and not self._put(key, b"", claim):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._name(key))
                 try:
                     self._complete(key, upload, parts)
                 except ClientError as error:
@@ -236,8 +244,15 @@ class S3Storage:
                         raise
             except BaseException:
                 self._abort(key, upload, quietly=True)
+                self._give_back(key, claim)
                 raise
         return size
+
+    def _give_back(self, key: str, claim: str) -> None:
+        """Free a name that a failed upload has taken; nobody else can have written it since."""
+        with suppress(Exception):  # as with the upload: the first error is the one to report
+            if claim and self._wrote(key, claim):
+                self._client.delete_object(Bucket=self._bucket, Key=key)
 
     def _begin(self, key: str, writer: str) -> str:
         answer = self._client.create_multipart_upload(
@@ -294,6 +309,18 @@ class S3Storage:
             MultipartUpload={"Parts": parts},
             IfNoneMatch="*",
         )
+
+    def _completes_conditionally(self) -> bool:
+        """Whether the server refuses to complete an upload over an object; found out once."""
+        place = (_environment(), self._bucket)
+        if place not in _CONDITIONAL_COMPLETION:
+            path = f"{UNFINISHED}check-{uuid.uuid4().hex}"
+            self.create(path, b"check")
+            try:
+                _CONDITIONAL_COMPLETION[place] = not self._completes_over(path)
+            finally:
+                self.delete(path)
+        return _CONDITIONAL_COMPLETION[place]
 
     def _completes_over(self, path: str) -> bool:
         """Whether the server completes a multipart upload over an object that stands there."""

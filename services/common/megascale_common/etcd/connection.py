@@ -25,7 +25,8 @@ from megascale_common.service.backoff import Backoff
 
 T = TypeVar("T")
 
-# etcd closes connections that ping more often than every 5 s (--grpc-keepalive-min-time).
+# etcd closes connections with GOAWAY too_many_pings that ping more often than every 5 s
+# (--grpc-keepalive-min-time), and, after two more, those that ping at all while no call is open.
 KEEPALIVE_INTERVAL_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
 # A page of large values, or a watch response; etcd itself caps one request at 1.5 MiB.
@@ -38,7 +39,7 @@ RETRY_BACKOFF_MAX_S = 1.0
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", int(KEEPALIVE_INTERVAL_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
-    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", int(RECONNECT_BACKOFF_MIN_S * 1000)),
     # Despite its name, how long one attempt to connect may take.

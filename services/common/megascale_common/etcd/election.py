@@ -5,6 +5,7 @@ stop a leader that was paused from completing a write that it began before the p
 token inside every write's transaction (`guard`) can.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from megascale_common.etcd.protocol import Etcd
 class Leadership:
     """A won election. `create_revision` is the fencing token; stop when `lease.lost` is set.
 
-    The lease does not detect that somebody deleted the key by hand: a fenced write that is rejected
-    because `guard` failed means that leadership is over, too.
+    The lease does not detect that somebody deleted the key by hand: `deposed` does, and a fenced
+    write that is rejected because `guard` failed means that leadership is over, too.
     """
 
     client: Etcd
@@ -40,6 +41,19 @@ class Leadership:
     def guard(self) -> CreateRevisionEquals:
         """The compare that every write of this leader carries."""
         return CreateRevisionEquals(self.key, self.create_revision)
+
+    async def deposed(self, interval_s: float) -> None:
+        """Return once the key is gone or another's, though the lease may live; looks now and then.
+
+        Without it a leader that has nothing to write would lead on beside the next one, and hold
+        everybody who is linked to it.
+        """
+        while True:
+            await asyncio.sleep(interval_s)
+            with contextlib.suppress(EtcdError):  # no answer says nothing; the lease counts
+                holder = await self.client.get(self.key)
+                if holder is None or holder.create_revision != self.create_revision:
+                    return
 
     async def resign(self) -> None:
         """Delete the key at once, so that the next leader need not wait; then revoke the lease."""

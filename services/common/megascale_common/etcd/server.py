@@ -7,6 +7,7 @@ with this one, a laptop or a single host needs nothing else installed.
 import asyncio
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,6 +23,8 @@ from megascale_common.etcd.errors import EtcdError, EtcdUnavailable
 from megascale_common.node.process import armed_command, child_environment
 
 PROGRAM_VARIABLE = "MEGASCALE_ETCD"
+_LOWEST_PORT, _PORTS_TRIED = 15_000, 100
+_PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PORT_ATTEMPTS = 5  # a free port may be taken before etcd binds it
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
@@ -49,10 +52,36 @@ def find_etcd() -> str:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that is free at the moment."""
+    """A port that nothing listens on now, outside of those that the system gives to connections.
+
+    Else a connection may get the port of a server that is down, which then cannot start again.
+    """
+    candidates = range(_LOWEST_PORT, max(_LOWEST_PORT, _first_of_connections()))
+    for port in random.sample(candidates, min(_PORTS_TRIED, len(candidates))):
+        if (found := _bound(host, port)) is not None:
+            return found
+    found = _bound(host, 0)
+    assert found is not None, "the system has no port left"
+    return found
+
+
+def _first_of_connections() -> int:
+    """The lowest port that the system gives to connections; 0 where it does not say."""
+    try:
+        return int(_PORTS_OF_CONNECTIONS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _bound(host: str, port: int) -> int | None:
+    """``port`` (0: any), if it could be bound just now."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return None
+        found: int = probe.getsockname()[1]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from megascale_common.job import reading, validation
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
+from megascale_common.job.stored import ADDED, stored_values
 
 # The fields of a job that stand under `trainer` in a job file; the tree has them at its root.
 TRAINER_SECTIONS = (
@@ -36,6 +37,7 @@ Block = Literal["parallel", "serial"]
 Mlp = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["rope", "learned"]
+RopeScalingKind = Literal["none", "linear", "llama3"]
 Precision = Literal["bf16", "fp32", "fp8"]
 Fp8Format = Literal["hybrid", "e4m3"]
 Recompute = Literal["none", "selective", "full"]
@@ -44,6 +46,24 @@ Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 DivergenceAction = Literal["stop", "continue"]
 CheckpointInterval = Literal["steps", "auto"]
+SpareRule = Literal["count", "auto"]
+CheckpointLoad = Literal["full", "weights"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScalingConfig:
+    """How rotary frequencies differ from those of ``rope_theta``; lengths are in tokens.
+
+    ``linear``: all are divided by ``factor``. ``llama3``: those whose wavelength is above
+    ``original_sequence_length / low_frequency_factor`` are; those below
+    ``original_sequence_length / high_frequency_factor`` stay; between them they are blended.
+    """
+
+    kind: RopeScalingKind = "none"
+    factor: float = 1.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_sequence_length: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +71,8 @@ class ModelConfig:
     """A decoder-only transformer.
 
     ``ffn_size`` 0 means 4 * hidden_size; ``kv_heads`` 0 means heads; ``window`` 0 means full causal
-    attention.
+    attention; ``head_dim`` 0 means hidden_size / heads. ``attention_bias`` gives q, k and v a bias
+    where ``bias`` gives none; ``qk_norm`` normalises every head of q and of k.
     """
 
     layers: int
@@ -73,6 +94,10 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     initializer_std: float = 0.02
     layer_windows: tuple[int, ...] = ()
+    head_dim: int = field(default=0, metadata=ADDED)
+    attention_bias: bool = field(default=False, metadata=ADDED)
+    qk_norm: bool = field(default=False, metadata=ADDED)
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig, metadata=ADDED)
 
     def window_of(self, layer: int) -> int:
         """Sliding window of one layer in tokens; 0 is full causal attention."""
@@ -91,7 +116,7 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.heads
+        return self.head_dim or self.hidden_size // self.heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,9 +262,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelemetryConfig:
-    """Records for other tools: TensorBoard event files in the attempt's folder on rank 0's node."""
+    """Trackers that get the step records, in the job's folder where rank 0 runs."""
 
     tensorboard: bool = False
+    wandb: bool = field(default=False, metadata=ADDED)
+    mlflow: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,8 +279,9 @@ class CheckpointConfig:
     Each snapshot has ``replicas`` (0 or 1) copies on another node; a node sends at most
     ``max_replicate_mib_per_s`` (0: any). ``slots`` is the number of staging slots; at 0 the daemon
     chooses it. ``load_uri`` is the folder of another job's checkpoints, from which this job starts
-    while it has none of its own. A job whose last step is not saved within ``final_timeout_s``
-    fails, unless ``require_final`` is off. The three ``keep_...`` are rules of which checkpoints
+    while it has none of its own; with ``load`` weights it takes the parameters alone. A job whose
+    last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is off. The
+    three ``keep_...`` are rules of which checkpoints
     are kept; without any, all are. ``max_write_mib_per_s`` bounds what the ranks of one node write
     to storage; 0 is no bound. With ``interval`` auto the run decides how often it persists, from
     what a save costs it and from ``device_mtbf_hours``, the hours of a device between two failures.
@@ -275,9 +303,10 @@ class CheckpointConfig:
     verify_d2h: float = 0.01
     replicas: int = 0
     max_replicate_mib_per_s: float = 0.0
-    interval: CheckpointInterval = "steps"
-    device_mtbf_hours: float = 50_000.0
-    max_step_slowdown: float = 0.05
+    interval: CheckpointInterval = field(default="steps", metadata=ADDED)
+    device_mtbf_hours: float = field(default=50_000.0, metadata=ADDED)
+    max_step_slowdown: float = field(default=0.05, metadata=ADDED)
+    load: CheckpointLoad = field(default="full", metadata=ADDED)
 
     @property
     def memory_interval_steps(self) -> int:
@@ -287,7 +316,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig:
-    """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job.
+    """Limits of automatic recovery; ``spare_nodes``: of spares, unless ``spares`` is auto.
 
     A run counts as diverged after ``divergence_steps`` steps in a row (0: never; half of the job's
     steps where that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
@@ -302,6 +331,17 @@ class RecoveryConfig:
     on_non_finite: DivergenceAction = "stop"
     loss_rise_factor: float = 3.0
     on_loss_rise: DivergenceAction = "continue"
+    spares: SpareRule = field(default="count", metadata=ADDED)
+    repair_hours: float = field(default=7.5, metadata=ADDED)
+    spare_probability: float = field(default=0.99, metadata=ADDED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeConfig:
+    """Code of the job's own: a folder ("": what is installed), of that digest if one is given."""
+
+    path: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,6 +360,7 @@ class JobConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    code: CodeConfig = field(default_factory=CodeConfig, metadata=ADDED)
     tenant: str = "default"
     owner: str = ""
     priority: int = 0
@@ -403,8 +444,8 @@ def to_mapping(config: JobConfig) -> dict[str, Any]:
 
 
 def to_json(config: JobConfig) -> str:
-    """Canonical JSON of ``config``: sorted keys, no spaces; equal configs give equal text."""
-    return json.dumps(to_mapping(config), sort_keys=True, separators=(",", ":"))
+    """Canonical JSON of ``config``, without fields that are ADDED and at their defaults."""
+    return json.dumps(stored_values(config), sort_keys=True, separators=(",", ":"))
 
 
 def _read(values: Any) -> tuple[JobConfig | None, list[JobProblem]]:

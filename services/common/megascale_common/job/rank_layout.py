@@ -9,7 +9,7 @@ one pipeline stage are contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -100,3 +100,13 @@ class RankLayout:
                 seen.update(group)
                 found.append(group)
         return found
+
+
+def readers_of(ranks: Sequence[int], layout: RankLayout) -> dict[int, tuple[int, int]]:
+    """(reader, readers) of each rank: its index among the node's ranks of its dp coordinate."""
+    by_dp: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_dp.setdefault(layout.coordinates(rank).dp, []).append(rank)
+    return {
+        rank: (index, len(group)) for group in by_dp.values() for index, rank in enumerate(group)
+    }

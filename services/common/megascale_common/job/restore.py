@@ -30,6 +30,8 @@ class RestoreSource(enum.StrEnum):
 class RestorePlan:
     """``step`` as attempt ``written_by_attempt`` wrote it; attempt 0 if another job wrote it.
 
+    At step 0 the parameters alone are taken, from a checkpoint of any step of another job.
+
     ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none. With one,
     ranks whose memory does not hold the step read storage. ``manifest_xxh3`` is the hash that the
     COMMIT record has of it, "" where that is not known (a plan of an earlier version).

@@ -18,6 +18,7 @@ _LIMITS = {
     "trainer.model.hidden_size": 2**20,
     "trainer.model.heads": 2**16,
     "trainer.model.kv_heads": 2**16,
+    "trainer.model.head_dim": 2**16,
     "trainer.model.ffn_size": 2**20,
     "trainer.model.vocab_size": 2**24,
     "trainer.model.sequence_length": 2**24,
@@ -64,6 +65,7 @@ def sizes(config: JobConfig) -> Iterator[JobProblem]:
     for name, value in {
         "trainer.model.ffn_size": model.ffn_size,
         "trainer.model.kv_heads": model.kv_heads,
+        "trainer.model.head_dim": model.head_dim,
     }.items():
         if value < 0:
             yield JobProblem(
@@ -112,12 +114,16 @@ def limits(config: JobConfig) -> Iterator[JobProblem]:
 def model(config: JobConfig) -> Iterator[JobProblem]:
     """Relations between the model's sizes."""
     model = config.model
-    if model.hidden_size % model.heads:
+    if model.hidden_size % model.heads and not model.head_dim:
         multiple = model.hidden_size // model.heads * model.heads or model.heads
         yield JobProblem(
             "trainer.model.hidden_size",
             f"{model.hidden_size} is not a multiple of trainer.model.heads = {model.heads}",
-            f"use {multiple} or another multiple",
+            f"use {multiple} or another multiple, or give trainer.model.head_dim",
+        )
+    elif model.positions == "rope" and model.head_dim % 2:
+        yield JobProblem(
+            "trainer.model.head_dim", f"{model.head_dim} is odd; rope rotates pairs", "make it even"
         )
     elif model.positions == "rope" and model.head_size % 2:
         yield JobProblem(
@@ -140,11 +146,49 @@ def model(config: JobConfig) -> Iterator[JobProblem]:
             yield JobProblem(
                 f"trainer.model.{name}", f"{value} is out of range", "give a number between 0 and 1"
             )
+    if model.attention_bias and not model.bias and model.block == "parallel":
+        yield JobProblem(
+            "trainer.model.attention_bias",
+            "the parallel block has one bias for q, k, v and the feed-forward layer",
+            "set trainer.model.bias: true, or trainer.model.block: serial",
+        )
+    yield from _rotation(config)
+
+
+def _rotation(config: JobConfig) -> Iterator[JobProblem]:
+    """Angles of rotary embedding."""
+    model = config.model
     if not (math.isfinite(model.rope_theta) and model.rope_theta > 1):
         yield JobProblem(
             "trainer.model.rope_theta",
             f"{model.rope_theta} is out of range",
             "give a number above 1",
+        )
+    scaling, path = model.rope_scaling, "trainer.model.rope_scaling"
+    if scaling.kind == "none":
+        return
+    if model.positions != "rope":
+        yield JobProblem(
+            f"{path}.kind",
+            f"{scaling.kind} with positions: {model.positions}",
+            "leave rope_scaling out, or set trainer.model.positions: rope",
+        )
+    if not (math.isfinite(scaling.factor) and scaling.factor >= 1):
+        yield JobProblem(f"{path}.factor", f"{scaling.factor} is out of range", "give 1 or more")
+    if scaling.kind != "llama3":
+        return
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    if not (math.isfinite(high) and 0 < low < high):
+        yield JobProblem(
+            f"{path}.high_frequency_factor",
+            f"{high} is not above low_frequency_factor = {low}, which is above 0",
+            "give those of the model, such as 4 and 1",
+        )
+    if not 0 < scaling.original_sequence_length <= _LIMITS["trainer.model.sequence_length"]:
+        yield JobProblem(
+            f"{path}.original_sequence_length",
+            f"{scaling.original_sequence_length} is out of range",
+            "give the tokens of the sequences that the model was first trained on, such as 8192",
         )
 
 
@@ -222,7 +266,3 @@ def not_built(config: JobConfig) -> Iterator[JobProblem]:
         value = getattr(parallel, name)
         if value > 1:
             yield JobProblem(f"trainer.parallelism.{name}", f"{value} is not built yet", "use 1")
-    if config.model.tie_embeddings:
-        yield JobProblem(
-            "trainer.model.tie_embeddings", "tied embeddings are not built yet", "use false"
-        )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # config imports this module
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
 _MAX_PATH = 4096  # the kernel's own limit
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")  # S3's own rule
 _MAX_SOURCES = 1024
@@ -30,6 +31,8 @@ _MAX_COLLECTIVE_TIMEOUT_S = 86_400
 _MAX_REPLICATE_MIB_PER_S = 1e6
 _MAX_FINAL_TIMEOUT_S = 3600
 _MAX_MTBF_HOURS = 1e9
+_MAX_REPAIR_HOURS = 8760.0
+_MAX_SPARE_PROBABILITY = 0.999999
 _MIN_HOURS, _MAX_HOURS = 0.02, 24 * 366
 _MAX_MIB_PER_S = 2**20  # a TiB per second
 _SHA256_DIGITS = 64
@@ -61,6 +64,7 @@ def validate(config: JobConfig) -> list[JobProblem]:
         *_evaluation(config),
         *_checkpoint(config),
         *_recovery(config),
+        *_code(config),
     ]
 
 
@@ -294,6 +298,30 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "give a folder, or use interval 0",
         )
     yield from _storage("checkpoint.uri", checkpoint.uri)
+    yield from _loading(checkpoint)
+    yield from _replicas(checkpoint)
+    if not 0 <= checkpoint.verify_d2h <= 1:
+        yield JobProblem(
+            "checkpoint.verify_d2h",
+            f"{checkpoint.verify_d2h:g} is out of range",
+            "give 0 to 1, a share of the bytes of a snapshot",
+        )
+    if checkpoint.slots != 0 and not 2 <= checkpoint.slots <= 8:
+        yield JobProblem(
+            "checkpoint.slots",
+            f"{checkpoint.slots} is out of range",
+            "give 2 to 8, or leave it out",
+        )
+    if not 1 <= checkpoint.final_timeout_s <= _MAX_FINAL_TIMEOUT_S:
+        yield JobProblem(
+            "checkpoint.final_timeout_s",
+            f"{checkpoint.final_timeout_s:g} is out of range",
+            f"give 1 to {_MAX_FINAL_TIMEOUT_S} seconds",
+        )
+    yield from _retention(checkpoint)
+
+
+def _loading(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
     yield from _storage("checkpoint.load_uri", checkpoint.load_uri)
     if checkpoint.load_uri and not checkpoint.uri:
         yield JobProblem(
@@ -307,26 +335,12 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "is checkpoint.uri itself",
             "give another job's folder: a job resumes from its own without load_uri",
         )
-    yield from _replicas(checkpoint)
-    if not 0 <= checkpoint.verify_d2h <= 1:
+    if checkpoint.load == "weights" and not checkpoint.load_uri:
         yield JobProblem(
-            "checkpoint.verify_d2h",
-            f"{checkpoint.verify_d2h:g} is out of range",
-            "give 0 to 1, a share of the bytes of a snapshot",
+            "checkpoint.load",
+            "is weights, and checkpoint.load_uri names no checkpoint to take them from",
+            "give a load_uri, or leave load out",
         )
-    if checkpoint.slots != 0 and not 2 <= checkpoint.slots <= 6:
-        yield JobProblem(
-            "checkpoint.slots",
-            f"{checkpoint.slots} is out of range",
-            "give 2 to 6, or leave it out",
-        )
-    if not 1 <= checkpoint.final_timeout_s <= _MAX_FINAL_TIMEOUT_S:
-        yield JobProblem(
-            "checkpoint.final_timeout_s",
-            f"{checkpoint.final_timeout_s:g} is out of range",
-            f"give 1 to {_MAX_FINAL_TIMEOUT_S} seconds",
-        )
-    yield from _retention(checkpoint)
 
 
 def _auto(checkpoint: CheckpointConfig) -> bool:
@@ -411,6 +425,24 @@ def _folder(uri: str) -> str:
     return posixpath.normpath(uri.removeprefix("file://"))
 
 
+def _code(config: JobConfig) -> Iterator[JobProblem]:
+    code = config.code
+    if code.path and not code.path.startswith("/"):
+        yield JobProblem(
+            "code.path", f"{code.path!r} is relative", "give an absolute path that all nodes see"
+        )
+    if ":" in code.path:
+        yield JobProblem("code.path", f"{code.path!r} has a colon", "give one folder")
+    if code.sha256 and not _SHA256.fullmatch(code.sha256):
+        yield JobProblem(
+            "code.sha256", f"{code.sha256!r} is no digest", "give 64 digits of 0-9 and a-f"
+        )
+    if code.sha256 and not code.path:
+        yield JobProblem(
+            "code.path", "empty although code.sha256 is set", "give the folder that has the code"
+        )
+
+
 def _recovery(config: JobConfig) -> Iterator[JobProblem]:
     recovery = config.recovery
     counts = ("max_restarts", "max_restarts_without_progress", "spare_nodes", "divergence_steps")
@@ -418,6 +450,24 @@ def _recovery(config: JobConfig) -> Iterator[JobProblem]:
         value = getattr(recovery, name)
         if value < 0:
             yield JobProblem(f"recovery.{name}", f"{value} is negative", "give 0 or more")
+    if recovery.spares == "auto" and recovery.spare_nodes:
+        yield JobProblem(
+            "recovery.spare_nodes",
+            f"{recovery.spare_nodes} is given, and recovery.spares is auto",
+            "give one of the two",
+        )
+    if not 0 < recovery.repair_hours <= _MAX_REPAIR_HOURS:
+        yield JobProblem(
+            "recovery.repair_hours",
+            f"{recovery.repair_hours:g} is out of range",
+            f"give more than 0 up to {_MAX_REPAIR_HOURS:g} hours until a lost node is back",
+        )
+    if not 0.5 <= recovery.spare_probability <= _MAX_SPARE_PROBABILITY:
+        yield JobProblem(
+            "recovery.spare_probability",
+            f"{recovery.spare_probability:g} is out of range",
+            f"give 0.5 to {_MAX_SPARE_PROBABILITY}",
+        )
     factor = recovery.loss_rise_factor
     if factor != 0 and not 1 < factor <= _MAX_LOSS_RISE:
         yield JobProblem(

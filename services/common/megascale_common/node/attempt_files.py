@@ -1,8 +1,9 @@
-"""Where an attempt's files are below a node's folder: one rule for agent and driver. Pure."""
+"""Where an attempt's files are below a node's folder: one rule for all who name them. Pure."""
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 TRACE_PREFIX = "trace-"  # with a dot before it while it is being written
 
@@ -16,3 +17,28 @@ def trace_file(job: str, attempt: int, first_step: int, last_step: int, rank: in
     """A rank's trace of the steps ``first_step`` to ``last_step``."""
     name = f"{TRACE_PREFIX}steps-{first_step}-{last_step}-rank-{rank:05d}.json.gz"
     return attempt_folder(job, attempt) / name
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFolder:
+    """Files of one attempt of a job on this node."""
+
+    path: Path
+
+    def log(self, rank: int) -> Path:
+        """Output of a rank."""
+        return self.path / f"rank-{rank:05d}.log"
+
+    def status_page(self, rank: int) -> Path:
+        """Status page of a rank."""
+        return self.path / f"status-{rank:05d}.page"
+
+    @property
+    def config(self) -> Path:
+        """The job as the loader reads it."""
+        return self.path / "config.json"
+
+    @property
+    def loader_log(self) -> Path:
+        """Output of the data loader."""
+        return self.path / "loader.log"

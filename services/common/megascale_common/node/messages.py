@@ -16,14 +16,16 @@ Agent and worker, over the socket passed with Fork:
     worker: Running, then StepDone per step (from one rank per job: see ``reports``), then Failed or
         Finished.
     agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
-    agent: Leave or Stay at any time; the workers end early together, each with Finished.
+    agent: Leave or Stay at any time; the workers end early together, each with Finished, or, if
+        they cannot save, train on, each with NotLeft.
     agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from
         inside a hung call.
     Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
     several only); the forked process answers SelfChecked and exits.
 Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
     Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
-    those of :mod:`megascale_common.node.restore_messages`,
+    those of :mod:`megascale_common.node.restore_messages`, those of a run by hand
+    (:mod:`megascale_common.node.opening_messages`),
     Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained,
     StepTime -> Pace.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the
@@ -114,6 +116,7 @@ class Assignment(TypedDict):
     rank_table: NotRequired[str]  # digest of the attempt's rank table; empty: the driver gave none
     rank: int
     local_rank: int
+    local_ranks: NotRequired[int]  # of this node; absent: taken for one
     device_kind: Literal["cpu", "cuda"]
     device_index: int
     config: dict[str, Any]
@@ -133,14 +136,16 @@ class Assignment(TypedDict):
 
 
 class SelfCheck(TypedDict):
-    """Agent to a forked process: check the device, and the path to the other ranks of this node.
+    """Agent to a forked process: check the device, and the path to the other ranks of the check.
 
-    ``rank`` and ``world_size`` count the ranks of this check.
+    ``rank`` and ``world_size`` count the ranks of this check: of this node, or of a group of nodes
+    that meet at ``store_host``.
     """
 
     kind: Literal["self_check"]
     rank: int
     world_size: int
+    store_host: str
     store_port: int
     device_kind: Literal["cpu", "cuda"]
     device_index: int
@@ -221,6 +226,14 @@ class Stay(TypedDict):
     kind: Literal["stay"]
 
 
+class NotLeft(TypedDict):
+    """Worker to agent: the order ``id`` failed, as the state could not be saved; it trains on."""
+
+    kind: Literal["not_left"]
+    id: str
+    problem: str
+
+
 class Profiled(TypedDict):
     """Worker to agent: what became of a trace; ``detail`` gives the reason when there is none."""
 
@@ -262,7 +275,8 @@ class Register(TypedDict):
     ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict; of its
     pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
     leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
-    reserved, copied or unsettled at the same time (default 1). ``max_write_mib_per_s`` bounds what
+    reserved, copied or unsettled at the same time (default 1), and shares its memory between the
+    ``local_ranks`` of the node (default 1). ``max_write_mib_per_s`` bounds what
     the daemon writes for the job (0, the default, is no bound). It writes slower while steps take
     longer beside it by more than ``max_step_slowdown``, a share (0, the default, is never).
     """
@@ -277,6 +291,7 @@ class Register(TypedDict):
     committer_endpoint: str
     slots: int
     in_flight: NotRequired[int]
+    local_ranks: NotRequired[int]
     max_write_mib_per_s: NotRequired[float]
     max_step_slowdown: NotRequired[float]
     replicas: NotRequired[ReplicaOrders]
@@ -293,11 +308,16 @@ class Pieces(TypedDict):
 
 
 class Registered(TypedDict):
-    """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices."""
+    """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices.
+
+    Byte ``landing_at`` of a slot's file is where the worker's copy keeps, as a 64-bit number, how
+    many bytes from the slot's start have landed: checksums follow it. It may stay 0.
+    """
 
     kind: Literal["registered"]
     slots: int
     slot_bytes: int
+    landing_at: int
 
 
 class Restore(TypedDict):
@@ -355,8 +375,9 @@ class Seal(TypedDict):
 
     ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves
     the state as it was. It is the same on all ranks. A state that is not finite is not kept.
-    ``persist`` false keeps it in memory only; default true. ``problem``: the copy is not what was
-    on the device, and is not kept.
+    ``persist`` false keeps it in memory only; default true. ``replicate``: all ranks copy this one
+    to their peers, and keep it until the next such step has been decided; default false.
+    ``problem``: the copy is not what was on the device, and is not kept.
     """
 
     kind: Literal["seal"]
@@ -365,6 +386,7 @@ class Seal(TypedDict):
     small_state: dict[str, Any]
     finite: bool
     persist: NotRequired[bool]
+    replicate: NotRequired[bool]
     problem: NotRequired[str]
 
 
@@ -397,11 +419,15 @@ class StepTime(TypedDict):
 
 
 class Pace(TypedDict):
-    """Daemon to worker: whether it persists now for the job, and how long that last took here."""
+    """Daemon to worker: whether it persists now for the job, and how long that last took here.
+
+    ``replica_ended``: nothing of this rank is being copied to a peer, or waits for that.
+    """
 
     kind: Literal["pace"]
     persisting: bool
     persist_s: float
+    replica_ended: bool
 
 
 class Drain(TypedDict):
@@ -433,7 +459,7 @@ class RequestFailed(TypedDict):
 
 
 TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
-WorkerMessage: TypeAlias = Running | StepDone | Profiled | Failed | Finished
+WorkerMessage: TypeAlias = Running | StepDone | Profiled | NotLeft | Failed | Finished
 DaemonRequest: TypeAlias = (
     Register | Pieces | Restore | Acquire | Seal | Release | Drain | StepTime | RestoreRequest
 )

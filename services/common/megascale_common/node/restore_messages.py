@@ -5,24 +5,29 @@ is not there is read from storage by all ranks together: each opens the checkpoi
 of its share of the files, and then its windows, as
 :mod:`megascale_common.sizes.read_plan` has planned for all.
 
-    LookInMemory -> MemoryState, OpenStored -> StoredState | Refused,
+    LookInMemory -> MemoryState, Verify -> Verified, OpenStored -> StoredState | Refused,
     ReadIndex -> StoredIndex | Refused, ReadStored -> DidRead | Refused.
     Release ends the use of a slot that MemoryState or StoredState named.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 INDEX_UNITS = 4000  # that one StoredIndex describes: below 1 MiB
 MOST_READS = 4000  # that one ReadStored asks for
 
 
 class LookInMemory(TypedDict):
-    """Worker to daemon: is the state of ``plan`` sealed in a slot of this rank, and undamaged?"""
+    """Worker to daemon: is the state of ``plan`` sealed in a slot of this rank, and undamaged?
+
+    With ``verified_later`` (default false) the answer does not wait for the checksums: the worker
+    may copy what is in the slot meanwhile, and asks for the verdict before it uses it.
+    """
 
     kind: Literal["restore_memory"]
     plan: dict[str, Any]
+    verified_later: NotRequired[bool]
 
 
 class MemoryState(TypedDict):
@@ -34,6 +39,23 @@ class MemoryState(TypedDict):
     kind: Literal["memory_state"]
     slot: int
     small_state: dict[str, Any]
+    problem: str
+    file: str
+
+
+class Verify(TypedDict):
+    """Worker to daemon, after LookInMemory with ``verified_later``: is the state undamaged?"""
+
+    kind: Literal["restore_verify"]
+
+
+class Verified(TypedDict):
+    """Daemon to worker: ``problem`` is "" or what is wrong with the slot that ``file`` names.
+
+    A damaged slot is no longer the worker's to release.
+    """
+
+    kind: Literal["verified"]
     problem: str
     file: str
 
@@ -91,5 +113,5 @@ class DidRead(TypedDict):
     bytes_read: int
 
 
-RestoreRequest: TypeAlias = LookInMemory | OpenStored | ReadIndex | ReadStored
-RestoreAnswer: TypeAlias = MemoryState | StoredState | StoredIndex | DidRead
+RestoreRequest: TypeAlias = LookInMemory | Verify | OpenStored | ReadIndex | ReadStored
+RestoreAnswer: TypeAlias = MemoryState | Verified | StoredState | StoredIndex | DidRead

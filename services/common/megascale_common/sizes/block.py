@@ -71,12 +71,14 @@ class Tensor:
     """A stored tensor: rows of its parameters by ``columns``; without columns it is a vector.
 
     Norms and biases are vectors: they do not decay. What no rank splits is replicated over tp.
+    ``tied``: the first and the last unit store the same parameter, each under a name of its own.
     """
 
     name: str
     kind: Kind
     parameters: tuple[LogicalParameter, ...]
     columns: int = 0
+    tied: bool = False
 
     @property
     def decays(self) -> bool:
@@ -129,7 +131,7 @@ def embedding_unit(model: ModelConfig) -> Unit:
     """Token embedding, split over tp by rows; learned positions, held whole."""
     std, hidden = model.initializer_std, model.hidden_size
     tokens = LogicalParameter("embedding", Extent(model.vocab_size, "padded"), "normal", std)
-    tables = [Tensor("embedding", "weight", (tokens,), hidden)]
+    tables = [Tensor("embedding", "weight", (tokens,), hidden, tied=model.tie_embeddings)]
     if model.positions == "learned":
         rows = Extent(model.sequence_length, "whole")
         positions = LogicalParameter("positions", rows, "normal", std)
@@ -156,14 +158,16 @@ def layer_unit(model: ModelConfig) -> Unit:
     ffn_out = LogicalParameter("ffn_out", ffn, "normal", out_std)
     attended = Kept(query, recomputed=True)  # the result of attention
     rotated = tuple(Kept(part.rows, recomputed=True) for part in heads)
+    norms, normed = _head_norms(model, query, key_value)
     # torch's own operators keep silu(gate) as well
     silu = (Kept(ffn, recomputed=True, torch_only=True),) if model.mlp == "swiglu" else ()
     if model.block == "parallel":
         # Rotated q, k and v stand beside the input GEMM's result, which the activation still needs;
         # in the serial block they take its place.
-        inner = Operator(keeps=(attended, *rotated, *silu), attention_width=query.size)
+        keeps = (attended, *rotated, *normed, *silu)
+        inner = Operator(norms, keeps, attention_width=query.size)
         return _sub_block(model, "", (*heads, *widths), inner, (attention_out, ffn_out))
-    attention = Operator(keeps=(attended,), attention_width=query.size)
+    attention = Operator(norms, (attended, *normed), attention_width=query.size)
     activation = Operator(keeps=silu)
     return (
         *_sub_block(model, "attention_", heads, attention, (attention_out,)),
@@ -178,9 +182,10 @@ def head_unit(model: ModelConfig) -> Unit:
     beside them. The input of the final norm is not counted: it is small beside the logits.
     """
     vocabulary = Extent(model.vocab_size, "padded")
-    weight = LogicalParameter("head", vocabulary, "normal", model.initializer_std)
+    name = "embedding" if model.tie_embeddings else "head"
+    weight = LogicalParameter(name, vocabulary, "normal", model.initializer_std)
     head = Operator(
-        (Tensor("head", "weight", (weight,), model.hidden_size),),
+        (Tensor("head", "weight", (weight,), model.hidden_size, tied=model.tie_embeddings),),
         keeps=(
             Kept(Extent(model.hidden_size, "whole")),
             Kept(vocabulary),
@@ -206,8 +211,9 @@ def _sub_block(
     hidden = Extent(model.hidden_size, "whole")
     into = [Tensor(f"{kind}in", "weight", inputs, hidden.size)]
     out_of = [Tensor(f"{kind}out", "weight", outputs, hidden.size)]
-    if model.bias:
+    if model.bias or (model.attention_bias and kind == "attention_"):
         into.append(Tensor(f"{kind}in", "bias", tuple(map(_zeros, inputs))))
+    if model.bias:
         for part in outputs:
             bias = LogicalParameter(part.name, hidden, "zeros")
             out_of.append(Tensor(part.name, "bias", (bias,)))
@@ -221,6 +227,20 @@ def _sub_block(
         inner,
         Operator(tuple(out_of), columns, gemm=True),
     )
+
+
+def _head_norms(
+    model: ModelConfig, query: Extent, key_value: Extent
+) -> tuple[tuple[Tensor, ...], tuple[Kept, ...]]:
+    """Norms of every head of q and of k, one weight for all heads, and what they keep."""
+    if not model.qk_norm:
+        return (), ()
+    size = Extent(model.head_size, "whole")
+    names = ("q_norm", "k_norm")
+    tensors = tuple(
+        Tensor(name, "weight", (LogicalParameter(name, size, "ones"),)) for name in names
+    )
+    return tensors, tuple(Kept(rows, recomputed=True) for rows in (query, key_value))
 
 
 def _norm(model: ModelConfig, name: str) -> Operator:

@@ -11,9 +11,10 @@ flattened global parameter, and the merged output projection is still one GEMM.
 
 A pipeline stage keeps two flat buffers. ``sharded`` is cut over tp; ``replicated`` (norms,
 row-parallel biases, learned positions) is held whole by every tp rank, and its gradients are
-partial sums until they are summed over tp. Each buffer is cut into buckets of whole layers in the
-order of forward, padded so that the dp ranks own equal, aligned shards (ZeRO-2 of MegaScale section
-3.1). Units of all offsets and sizes here are elements.
+partial sums until they are summed over tp. With tied embeddings the first and the last stage keep
+the table in a third one, ``tied``, and sum its gradients between them. Each buffer is cut into
+buckets of whole layers in the order of forward, padded so that the dp ranks own equal, aligned
+shards (ZeRO-2 of MegaScale section 3.1). Units of all offsets and sizes here are elements.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ class ParameterSlice:
     def global_offset(self) -> int:
         """Index of the box's first value in the flattened parameter: boxes are whole rows."""
         return self.start[0] * math.prod(self.global_shape[1:])
+
+
+def stands_for(at: Coordinates, replicated_over: tuple[Axis, ...]) -> bool:
+    """Whether a rank counts for what is replicated over these axes: one rank of each group does."""
+    return ("tp" not in replicated_over or at.tp == 0) and (
+        "pp" not in replicated_over or at.pp == 0
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ image of a rank's optimizer shard in a snapshot slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.rank_layout import Axis
@@ -20,6 +21,7 @@ from megascale_common.sizes.parameter_slices import (
     ParameterSlice,
     ParameterTable,
     StoredTensor,
+    stands_for,
 )
 
 ALIGNMENT = 64  # elements: 128 bytes of bf16, as wide loads and cuBLAS require
@@ -28,7 +30,7 @@ ALIGNMENT = 64  # elements: 128 bytes of bf16, as wide loads and cuBLAS require
 DEFAULT_STATES = (MASTER, "exp_avg", "exp_avg_sq")
 # Every optimizer state is float32, and so is the gradient buffer that buckets are sized by.
 STATE_BYTES = 4
-SHARDED, REPLICATED = "sharded", "replicated"
+SHARDED, REPLICATED, TIED = "sharded", "replicated", "tied"
 
 
 def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
@@ -43,7 +45,7 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
     at = sizes.layout.coordinates(rank)
     chunks = model_chunks(config, at.pp)
     bucket_elements = config.training.bucket_mib * 2**20 // STATE_BYTES
-    layout = _Layout(at.tp, sizes.tp, bucket_elements, ALIGNMENT * sizes.dp)
+    layout = _Layout(at.tp, sizes.tp, sizes.pp, bucket_elements, ALIGNMENT * sizes.dp)
     layer = layer_unit(config.model)
     for chunk in chunks:
         if chunk.first:
@@ -86,8 +88,8 @@ def stage_layers(config: JobConfig) -> tuple[range, ...]:
 def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) -> ShardLayout:
     """How the rank's optimizer states lie in a slot: the flat shard of each, one after the other.
 
-    ``primary`` is true on exactly one rank for every value: tp rank 0 stands for what is replicated
-    over tp.
+    ``primary`` is true on exactly one rank for every value: rank 0 of an axis stands for what is
+    replicated over it.
     """
     pieces = []
     for number, state in enumerate(states):
@@ -104,7 +106,7 @@ def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) 
                     flat_start=start - piece.offset,
                     flat_stop=stop - piece.offset,
                     slot_offset_bytes=position * STATE_BYTES,
-                    primary=not piece.replicated_over or table.at.tp == 0,
+                    primary=stands_for(table.at, piece.replicated_over),
                 )
             )
     image_bytes = len(states) * table.shard_elements * STATE_BYTES
@@ -114,15 +116,16 @@ def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) 
 class _Layout:
     """Gives stored tensors their places in one tp rank's buffers.
 
-    Whole units go to buckets of at most ``limit`` elements, or to one unit's bucket.
+    Whole units go to buckets of at most ``limit`` elements, or to one unit's bucket. A tied tensor
+    is alone in its buffer, so that the ranks of both stages that hold it own the same shards.
     """
 
-    def __init__(self, tp_rank: int, tp: int, limit: int, bucket_multiple: int) -> None:
-        self._tp_rank, self._tp = tp_rank, tp
+    def __init__(self, tp_rank: int, tp: int, pp: int, limit: int, bucket_multiple: int) -> None:
+        self._tp_rank, self._tp, self._pp = tp_rank, tp, pp
         self._limit, self._multiple = limit, bucket_multiple
-        self._ends = {SHARDED: 0, REPLICATED: 0}
-        self._open: dict[str, list[str]] = {SHARDED: [], REPLICATED: []}
-        self._buckets: dict[str, list[Bucket]] = {SHARDED: [], REPLICATED: []}
+        self._ends = {SHARDED: 0, REPLICATED: 0, TIED: 0}
+        self._open: dict[str, list[str]] = {buffer: [] for buffer in self._ends}
+        self._buckets: dict[str, list[Bucket]] = {buffer: [] for buffer in self._ends}
         self.tensors: list[StoredTensor] = []
         self.slices: list[ParameterSlice] = []
 
@@ -132,6 +135,8 @@ class _Layout:
         for buffer in self._ends:
             mine = [tensor for tensor in tensors if _buffer(tensor) == buffer]
             size = sum(_align(tensor.elements(self._tp), ALIGNMENT) for tensor in mine)
+            if buffer == TIED and self._ends[TIED]:  # one stage is the first and the last
+                size = 0
             if self._ends[buffer] - self._bucket_start(buffer) + size > self._limit:
                 self._close_bucket(buffer)
             if mine:
@@ -145,15 +150,20 @@ class _Layout:
             self._close_bucket(buffer)
 
     def buffers(self) -> tuple[BufferPlan, ...]:
-        """Describe both buffers, whose buckets are all closed."""
+        """Describe the buffers, whose buckets are all closed; the tied one where there is one."""
         return tuple(
-            BufferPlan(buffer, end, tuple(self._buckets[buffer]), _replicated_over(buffer))
+            BufferPlan(buffer, end, tuple(self._buckets[buffer]), self._replicated_over(buffer))
             for buffer, end in self._ends.items()
+            if end or buffer != TIED
         )
 
     def _place(self, prefix: str, tensor: Tensor) -> None:
         buffer = _buffer(tensor)
         trailing = (tensor.columns,) if tensor.columns else ()
+        if buffer == TIED and self._ends[TIED]:  # one stage is the first and the last
+            [twin] = [stored for stored in self.tensors if stored.buffer == TIED]
+            self.tensors.append(replace(twin, name=f"{prefix}{tensor.name}.{tensor.kind}"))
+            return
         start, row = self._ends[buffer], 0
         for parameter in tensor.parameters:
             first, rows = parameter.rows.part(self._tp_rank, self._tp)
@@ -164,7 +174,7 @@ class _Layout:
                         global_shape=(parameter.rows.size, *trailing),
                         start=(first, *(0 for _ in trailing)),
                         stop=(first + rows, *trailing),
-                        replicated_over=_replicated_over(buffer),
+                        replicated_over=self._replicated_over(buffer),
                         buffer=buffer,
                         offset=start + row * (tensor.columns or 1),
                         decay=tensor.decays,
@@ -176,6 +186,11 @@ class _Layout:
         name = f"{prefix}{tensor.name}.{tensor.kind}"
         self.tensors.append(StoredTensor(name, (row, *trailing), buffer, start))
         self._ends[buffer] = start + _align(tensor.elements(self._tp), ALIGNMENT)
+
+    def _replicated_over(self, buffer: str) -> tuple[Axis, ...]:
+        if buffer == TIED:
+            return ("pp",) if self._pp > 1 else ()
+        return ("tp",) if buffer == REPLICATED else ()
 
     def _bucket_start(self, buffer: str) -> int:
         return self._buckets[buffer][-1].stop if self._buckets[buffer] else 0
@@ -190,11 +205,9 @@ class _Layout:
 
 
 def _buffer(tensor: Tensor) -> str:
+    if tensor.tied:
+        return TIED
     return REPLICATED if tensor.replicated else SHARDED
-
-
-def _replicated_over(buffer: str) -> tuple[Axis, ...]:
-    return ("tp",) if buffer == REPLICATED else ()
 
 
 def _align(value: int, multiple: int) -> int:
@@ -215,11 +228,7 @@ def _check(config: JobConfig) -> None:
             "trainer.parallelism.virtual_stages must be 1 where trainer.parallelism.pp is 1",
         ),
         (
-            model.tie_embeddings,
-            "trainer.model.tie_embeddings must be false: tied embeddings are not built yet",
-        ),
-        (
-            model.hidden_size % model.heads != 0,
+            model.hidden_size % model.heads != 0 and not model.head_dim,
             "trainer.model.hidden_size must be a multiple of trainer.model.heads",
         ),
         (

@@ -10,8 +10,8 @@ from megascale_common.job.config import CheckpointConfig
 # Beside those in flight: the newest sealed one, and the one that is being persisted.
 KEPT_SLOTS, LEAST_SLOTS, MOST_SLOTS = 2, 2, 8
 # At another node, for each rank of a job with checkpoint.replicas: a whole replica stands while the
-# next one arrives.
-REPLICA_SLOTS = 2
+# next one arrives. As long, its own node holds the same two states in slots of their own.
+REPLICA_SLOTS, HELD_FOR_REPLICAS = 2, 2
 
 
 def snapshots_in_flight(interval_steps: int) -> int:
@@ -26,7 +26,9 @@ def wanted_slots(checkpoint: CheckpointConfig) -> int:
     """Slots of a rank where memory allows; 0 for a job without checkpoints."""
     if not checkpoint.uri:
         return 0
-    return checkpoint.slots or snapshots_in_flight(checkpoint.memory_interval_steps) + KEPT_SLOTS
+    in_flight = snapshots_in_flight(checkpoint.memory_interval_steps)
+    held = HELD_FOR_REPLICAS if checkpoint.replicas else 0
+    return checkpoint.slots or in_flight + KEPT_SLOTS + held
 
 
 def wanted_replica_slots(checkpoint: CheckpointConfig) -> int:

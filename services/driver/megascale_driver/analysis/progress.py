@@ -10,8 +10,9 @@ A rank for which others wait, and which waits for none itself, holds the job up 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megascale_common.job.rank_layout import RankLayout
 
@@ -93,8 +94,7 @@ class Beat:
     statuses: tuple[RankStatus, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RankView:
+class RankView(NamedTuple):
     """A rank at its last known write; ``status`` is None if its page cannot be read."""
 
     rank: int
@@ -144,19 +144,24 @@ def standing(
     """
     views: list[RankView] = []
     newest_s = since_s
+    phases: set[str] = set()
     for beat in beats:
+        node, at_s = beat.node, beat.at_s
         known = {status.rank: status for status in beat.statuses}
         if not known:
             return None
         for rank in beat.ranks:
             status = known.get(rank)
+            if status is None:
+                views.append(RankView(rank, node, -math.inf, None))
+                continue
             # The page's age, measured on the node, against the arrival of the heartbeat: the clocks
             # of nodes and driver are never compared.
-            written_at_s = beat.at_s - status.age_s if status is not None else -math.inf
+            written_at_s = at_s - status.age_s
             newest_s = max(newest_s, written_at_s)
-            if status is None or status.phase != DONE:
-                views.append(RankView(rank, beat.node, written_at_s, status))
-    phases = {view.status.phase for view in views if view.status is not None}
+            if status.phase != DONE:
+                phases.add(status.phase)
+                views.append(RankView(rank, node, written_at_s, status))
     if not phases:
         return None
     still_s = max(0.0, min(beat.at_s for beat in beats) - newest_s)
@@ -183,7 +188,7 @@ def suspects(views: Sequence[RankView], layout: RankLayout) -> tuple[RankView, .
     return tuple(sorted(found, key=lambda view: (view.written_at_s, view.rank)))
 
 
-def _holding_up(views: Iterable[RankView], layout: RankLayout) -> set[int]:
+def _holding_up(views: Sequence[RankView], layout: RankLayout) -> set[int]:
     """Ends of the chains of waiting: ranks that wait for no rank, see :func:`suspects`.
 
     A rank inside no operation is one. So is a rank inside an operation that all members of its
@@ -194,10 +199,8 @@ def _holding_up(views: Iterable[RankView], layout: RankLayout) -> set[int]:
     itself whether it waits and whether it is waited for: linear in ranks.
     """
     groups: dict[str, _Named] = {}
-    views = list(views)
-    for view in views:
-        rank = view.rank
-        for count in view.status.operations if view.status is not None else ():
+    for rank, _, _, status in views:
+        for count in status.operations if status is not None else ():
             named = groups.get(count.group)
             if named is None:
                 named = groups[count.group] = _Named(count.group, layout)

@@ -18,6 +18,7 @@ from megascale_common.sizes.checkpoint_interval import best_interval_s, mtbf_s
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, rank_memory
 from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
+from megascale_common.sizes.spare_count import advised_spares, wanted_spares
 from megascale_common.sizes.staging import wanted_replica_slots, wanted_slots
 
 
@@ -107,8 +108,14 @@ def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], li
         remedy = f"use a tp of at most {devices_per_node}, or larger nodes (--devices-per-node)"
         return base, [JobProblem("trainer.parallelism.tp", problem, remedy)]
     nodes = -(-world_size // per_node)
-    spares = config.recovery.spare_nodes
-    return {**base, "nodes": nodes, "spare_nodes": spares, "nodes_wanted": nodes + spares}, []
+    spares = wanted_spares(config, nodes, per_node)
+    found = {
+        "nodes": nodes,
+        "spare_nodes": spares,
+        "spare_nodes_advised": advised_spares(config, nodes, per_node),
+        "nodes_wanted": nodes + spares,
+    }
+    return {**base, **found}, []
 
 
 def _memory(config: JobConfig, stages: list[RankMemory]) -> dict[str, Any]:

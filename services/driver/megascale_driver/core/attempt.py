@@ -6,10 +6,11 @@ A job keeps its newest attempt, also after it has ended: the next one is placed 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megascale_common.job.restore import RestorePlan
+from megascale_driver.analysis.group_search import Answer, Search
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
 from megascale_driver.core.storing import RIDES, VOLATILE, stored_as
 
@@ -90,18 +91,32 @@ class NodeSlot:
 
 
 class _SlotIndex:
-    """The slots of one attempt by node, built when first asked for."""
+    """The slots of one attempt by node, built when first asked for, and where a scan ended last.
 
-    __slots__ = ("_by_node", "slots")
+    Both are memory aids that no answer depends on, so the states that share them stay values.
+    """
+
+    __slots__ = ("_at", "_by_node", "slots")
 
     def __init__(self, slots: tuple[NodeSlot, ...]) -> None:
         self.slots = slots
         self._by_node: Mapping[str, NodeSlot] | None = None
+        self._at = 0
 
     def of(self, node: str) -> NodeSlot | None:
         if self._by_node is None:
             self._by_node = {slot.node: slot for slot in self.slots}
         return self._by_node.get(node)
+
+    def all(self, holds: Callable[[NodeSlot], bool]) -> bool:
+        # The slot that failed last fails again for most events. When it no longer does, the scan
+        # goes on behind it: a phase that n nodes enter one by one costs n steps in all, not n each.
+        slots, first = self.slots, self._at
+        for at in range(first, first + len(slots)):
+            self._at = at % len(slots)
+            if not holds(slots[self._at]):
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +125,22 @@ class FailureCount:
 
     count: int = 0
     device_hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Searching:
+    """The search for an unnamed culprit (core.searching), with the answers of its present round.
+
+    ``missing``: the groups of the round that have not answered; ``details``: what nodes said last.
+    """
+
+    search: Search
+    begun_at_s: float
+    round_at_s: float
+    missing: frozenset[int] = frozenset()
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    details: Mapping[str, str] = field(default_factory=dict)
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +157,8 @@ class Attempt:
     # The fleet's when the attempt started; of jobs with checkpoint.interval auto.
     failure_count: FailureCount = field(default_factory=FailureCount)
     faults: tuple[Fault, ...] = ()
+    # Of `recovery.spares: auto`: how many were missing when the log last said so.
+    spares_short: int = 0
     # Kept when the attempt has stopped for it: then the job holds none of its nodes any more.
     leaving: Leaving | None = None
     # Until then it is not displaced again, after it could not save.
@@ -150,6 +183,10 @@ class Attempt:
     observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
     # First step of the newest divergence that was logged; 0 without one.
     diverged_from: int = field(default=0, metadata=VOLATILE)
+    # Its values were not finite, and it ends for that: a device may have computed them wrong.
+    suspects_devices: bool = field(default=False, metadata=VOLATILE)
+    # The search for the node that broke it, if no fault names one.
+    searching: Searching | None = field(default=None, metadata=VOLATILE)
     _index: _SlotIndex = field(
         default_factory=lambda: _SlotIndex(()), metadata=VOLATILE, compare=False, repr=False
     )
@@ -161,3 +198,7 @@ class Attempt:
     def slot_of(self, node: str) -> NodeSlot | None:
         """The node's slot, if it has one."""
         return self._index.of(node)
+
+    def all_slots(self, holds: Callable[[NodeSlot], bool]) -> bool:
+        """Whether ``holds`` of every slot; O(1) as long as the same slot is what is waited for."""
+        return self._index.all(holds)

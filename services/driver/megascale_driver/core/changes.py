@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
-from megascale_driver.core.attempt import Attempt, FailureCount, Fault, Leaving
+from megascale_driver.core.attempt import Attempt, FailureCount, Fault, Leaving, Searching
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
@@ -64,6 +64,7 @@ class JobChanges(TypedDict, total=False):
     spares: tuple[str, ...]
     evicted: tuple[str, ...]
     attempts: tuple[AttemptRecord, ...]
+    opened_elsewhere: int
     refused_steps: tuple[int, ...]
     after_stop: JobPhase
     stop_reason: str
@@ -105,6 +106,7 @@ class AttemptChanges(TypedDict, total=False):
     failure_count: FailureCount
     faults: tuple[Fault, ...]
     leaving: Leaving | None
+    spares_short: int
     stays_until_s: float
     step: int
     last_step_at_s: float
@@ -119,3 +121,5 @@ class AttemptChanges(TypedDict, total=False):
     failed_copies: FailedCopies
     observed_hang_s: float
     diverged_from: int
+    suspects_devices: bool
+    searching: Searching | None

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from megascale_driver.core import unreadable
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.events import DeleteRequested
 from megascale_driver.core.state import Job
 
 # The keys of a job are deleted together, and a job may have thousands: few jobs in one decision.
 MAX_AT_ONCE = 4
+MAX_NAMED = 8  # nodes in a line of the log
 
 
 def delete(draft: Draft, event: DeleteRequested) -> None:
-    """Forget an ended job: its record, attempts and log; its checkpoints stay."""
+    """Forget an ended job: its record, attempts and log; its checkpoints stay.
+
+    One whose rows cannot be read goes as well, and its workers stop.
+    """
     job = draft.jobs.get(event.job)
-    if job is None:
+    if job is None and unreadable.key_of(event.job) in draft.unreadable:
+        _delete_unreadable(draft, event)
+    elif job is None:
         draft.refuse("JOB_NOT_FOUND")
     elif not job.terminal:
         draft.refuse("JOB_NOT_ENDED", f"job {job.name} is {job.phase.lower()}; cancel it first")
@@ -46,4 +53,25 @@ def _delete(draft: Draft, job: Job, why: str, actor: str) -> None:
         subject=f"jobs/{job.name}", actor=actor, policy="retention",
         outcome="its record and log are gone"
         + (f"; its checkpoints stay in {uri}" if uri else ""),
+    )  # fmt: skip
+
+
+def _delete_unreadable(draft: Draft, event: DeleteRequested) -> None:
+    """Remove the rows of a job that cannot be read, and order its nodes to be idle."""
+    key = unreadable.key_of(event.job)
+    names = [
+        name for name, node in draft.nodes.items()
+        if unreadable.job_on(draft.unreadable, node) == event.job
+    ]  # fmt: skip
+    problem = draft.unreadable[key]
+    draft.unreadable = {row: why for row, why in draft.unreadable.items() if row != key}
+    for name in names:
+        draft.command(name)
+    where = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+    draft.log(
+        "JOB_DELETED",
+        f"job {event.job}, which could not be read ({problem}), is deleted: {event.reason}",
+        subject=key, actor=event.actor, policy="retention",
+        outcome="its rows are gone, its checkpoints stay"
+        + (f"; its workers on {where} stop" if names else ""),
     )  # fmt: skip

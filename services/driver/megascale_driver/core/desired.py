@@ -36,11 +36,11 @@ def desired_of(node: Node, job: Job | None) -> Desired:
         DesiredPhase.START, job.name, job.attempt, job.current.store_endpoint, job.current.restore,
         job.current.committer_endpoint, _profile_on(node.name, job),
         job.current.replica_orders.of(node.name, slot.ranks), job.current.failure_count,
-        _leave(job),
+        leave_id(job),
     )  # fmt: skip
 
 
-def _leave(job: Job) -> str:
+def leave_id(job: Job) -> str:
     """Id of the order to save and end, while it stands."""
     leaving = job.current.leaving
     return f"{leaving.kind.lower()}-{leaving.since_s:.3f}" if leaving is not None else ""

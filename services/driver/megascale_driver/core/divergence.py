@@ -26,7 +26,7 @@ def diverged(draft: Draft, event: LossDiverged) -> None:
     rise = found.kind is DivergenceKind.LOSS_RISE
     stops = (recovery.on_loss_rise if rise else recovery.on_non_finite) == "stop"
     message = _message(job, found)
-    draft.attempt(job.name, diverged_from=found.first_step)
+    draft.attempt(job.name, diverged_from=found.first_step, suspects_devices=stops and not rise)
     draft.log(
         "LOSS_DIVERGED", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
         policy="recovery.on_loss_rise" if rise else "recovery.on_non_finite",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from megascale_driver.core import accounting
+from megascale_driver.core import accounting, unreadable
 from megascale_driver.core.attempt import Fault
 from megascale_driver.core.changes import AttemptChanges, JobChanges, NodeChanges
 from megascale_driver.core.desired import desired_of
@@ -18,7 +18,7 @@ from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.rules import mode_of
-from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
+from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root, Tenant
 
 DRIVER = "driver"
 
@@ -33,13 +33,16 @@ class Draft:
         self.nodes: Working[Node] = Working(state.nodes)
         self.jobs: Working[Job] = Working(state.jobs)
         self.requests: Working[Request] = Working(state.requests)
+        self.tenants: Working[Tenant] = Working(state.tenants)
         self.breaker: Breaker = state.breaker
         self.leader_since_s = state.leader_since_s
         self.grace_until_s = state.grace_until_s
         self.silence_hold_until_s = state.silence_hold_until_s
         # Silent nodes by switch, found once in an event (core.breaker).
         self.silent_switches: dict[str, list[str]] | None = None
-        self.queue_due_s = state.queue_due_s
+        self.queue_due_s, self.queue_decided_s = state.queue_due_s, state.queue_decided_s
+        self.forget_due_s = state.forget_due_s
+        self.unreadable = state.unreadable
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
         self._effects: list[Effect] = []
@@ -99,6 +102,14 @@ class Draft:
         """Refuse the request; ``detail`` explains it with the numbers of this case."""
         self.refusal, self.refusal_detail = refusal, detail
 
+    def refuse_unknown_job(self, name: str) -> None:
+        """Refuse the request for a job that is not in the state."""
+        problem = self.unreadable.get(unreadable.key_of(name))
+        if problem is None:
+            self.refuse("JOB_NOT_FOUND")
+        else:
+            self.refuse("JOB_UNREADABLE", unreadable.sentence(name, problem))
+
     def ask(self, effect: Effect) -> None:
         """Have an effect performed after the commit."""
         self._effects.append(effect)
@@ -149,15 +160,29 @@ class Draft:
             nodes=self.nodes.frozen(),
             jobs=self.jobs.frozen(),
             requests=self.requests.frozen(),
+            tenants=self.tenants.frozen(),
             breaker=self.breaker,
             log_seq=self._log_seq,
             leader_since_s=self.leader_since_s,
             grace_until_s=self.grace_until_s,
             silence_hold_until_s=self.silence_hold_until_s,
             queue_due_s=self.queue_due_s,
+            queue_decided_s=self.queue_decided_s,
+            forget_due_s=self.forget_due_s,
+            unreadable=self.unreadable,
         )
-        follows = (tuple(self._effects), tuple(self._commanded), tuple(self._audit))
+        commanded = tuple(name for name in self._commanded if not self._withheld(name))
+        follows = (tuple(self._effects), commanded, tuple(self._audit))
         return state, Outcome(*follows, self.refusal, self.refusal_detail)
+
+    def _withheld(self, name: str) -> bool:
+        """Whether the node may run a job that cannot be read: an order would stop its workers."""
+        node = self.nodes.get(name)
+        return (
+            node is not None
+            and unreadable.withheld(self.unreadable, node)
+            and self.holder_of(name) is None
+        )
 
     def _refresh_desired(self) -> None:
         # Only the nodes of jobs that have changed, and nodes with a new identity: this runs for

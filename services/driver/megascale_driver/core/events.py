@@ -13,6 +13,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.divergence import Divergence
 from megascale_driver.analysis.progress import RankStatus
+from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.state import Identity, Report
 
 
@@ -118,6 +119,28 @@ class RequestKey:
 
 
 @dataclass(frozen=True, slots=True)
+class _OfJob:
+    """What requests about a job have in common."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _OfNode:
+    """What requests about a node have in common."""
+
+    now_s: float
+    node: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class JobSubmitted:
     """A validated job."""
 
@@ -128,58 +151,29 @@ class JobSubmitted:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(_OfJob):
     """A client asked to cancel the job."""
 
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
-
 
 @dataclass(frozen=True, slots=True)
-class SuspendRequested:
+class SuspendRequested(_OfJob):
     """A client asked that the job save its state and free its nodes until it is resumed."""
 
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
-
 
 @dataclass(frozen=True, slots=True)
-class ResumeRequested:
+class ResumeRequested(_OfJob):
     """A client asked that a suspended job get nodes again."""
 
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
-
 
 @dataclass(frozen=True, slots=True)
-class DeleteRequested:
+class DeleteRequested(_OfJob):
     """A client asked to forget an ended job."""
 
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
-
 
 @dataclass(frozen=True, slots=True)
-class EvictRequested:
+class EvictRequested(_OfNode):
     """An operator asked to quarantine the node; unless ``now``, its job saves first."""
 
-    now_s: float
-    node: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
     now: bool = True
 
 
@@ -217,14 +211,8 @@ class UpdateRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainRequested:
+class DrainRequested(_OfNode):
     """An operator asked to empty the node; its job saves first."""
-
-    now_s: float
-    node: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +222,18 @@ class PolicyRequested:
     now_s: float
     rule: str
     mode: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaRequested:
+    """An operator set the devices that a tenant's jobs may hold; None: the driver's default."""
+
+    now_s: float
+    tenant: str
+    devices: int | None
     reason: str
     actor: str
     request: RequestKey | None = None
@@ -250,25 +250,13 @@ class BreakerResetRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class CordonRequested:
+class CordonRequested(_OfNode):
     """An operator asked to keep new work off the node."""
-
-    now_s: float
-    node: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class UncordonRequested:
+class UncordonRequested(_OfNode):
     """An operator asked to give a cordoned or quarantined node work again."""
-
-    now_s: float
-    node: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,14 +280,8 @@ class ProfileRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileCancelRequested:
+class ProfileCancelRequested(_OfJob):
     """A client asked to give up the job's profile in progress."""
-
-    now_s: float
-    job: str
-    reason: str
-    actor: str
-    request: RequestKey | None = None
 
 
 Mutation = (
@@ -312,6 +294,7 @@ Mutation = (
     | UpdateRequested
     | DrainRequested
     | PolicyRequested
+    | QuotaRequested
     | BreakerResetRequested
     | EvictRequested
     | CordonRequested
@@ -341,6 +324,7 @@ class OpenFailed:
     """The committer could not open the attempt.
 
     ``refused``: it evaluated the request and refused it, so calling again changes nothing.
+    ``newest`` is the attempt behind which the job has to go on, by its commit log; 0: none.
     """
 
     now_s: float
@@ -348,6 +332,7 @@ class OpenFailed:
     attempt: int
     error: str
     refused: bool = False
+    newest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +364,7 @@ Event = (
     | Mutation
     | AttemptOpened
     | OpenFailed
+    | GroupChecked
     | LossDiverged
     | RecordRefused
 )
@@ -426,6 +412,7 @@ class OpenAttempt:
     sealed_by_attempt: int
     refused_steps: tuple[int, ...]
     load_uri: str = ""
+    load_weights: bool = False
     keep_latest: int = 0
     keep_every_steps: int = 0
     keep_every_hours: float = 0.0
@@ -440,7 +427,7 @@ class Probe:
     endpoint: str
 
 
-Effect = OpenAttempt | Probe
+Effect = OpenAttempt | Probe | CheckGroup
 
 
 @dataclass(frozen=True, slots=True)

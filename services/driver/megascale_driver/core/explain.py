@@ -155,10 +155,15 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
             f"its last known step is {job.current.step}"
             f"{_failing_checkpoint(job, now_s)}{_failing_replicas(state, job)}"
-            f"{_auto_interval(job)}"
+            f"{_auto_interval(job)}{_short_of_spares(job)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text
+    if job.phase is JobPhase.STOPPING and (found := job.current.searching) and not found.over:
+        return (
+            f"job {name} has stopped attempt {job.attempt} because {job.stop_reason}; no fault "
+            f"names a node, so they check each other in groups (round {found.search.rounds})"
+        )
     if job.phase is JobPhase.STOPPING:
         return f"job {name} is stopping attempt {job.attempt} because {job.stop_reason}"
     return f"job {name} has {job.phase.lower()}: {job.reason}"
@@ -167,6 +172,11 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
 def _failing_replicas(state: Cluster, job: Job) -> str:
     problem = replicas.problem(job, state.nodes) if job.config.checkpoint.replicas else ""
     return f"; the newest snapshots have no replicas: {problem}" if problem else ""
+
+
+def _short_of_spares(job: Job) -> str:
+    missing = job.current.spares_short
+    return f"; {missing} more spares should stand by" if missing else ""
 
 
 def _auto_interval(job: Job) -> str:

@@ -32,6 +32,8 @@ from megascale_driver.core import (
     recovery,
     replicas,
     saving,
+    searching,
+    unreadable,
     updating,
 )
 from megascale_driver.core.attempt import FailureCount, Fault, FaultKind, NodeSlot
@@ -44,6 +46,7 @@ from megascale_driver.core.events import (
     OpenAttempt,
     OpenFailed,
 )
+from megascale_driver.core.plausible import MAX_ATTEMPT
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
@@ -58,6 +61,8 @@ from megascale_driver.core.state import (
 MAX_NAMED = 4  # nodes in a reason
 MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
 STARTED = frozenset({AttemptPhase.RUNNING, AttemptPhase.FINISHED})
+_PREPARED = frozenset({AttemptPhase.PREPARED})
+_FINISHED = frozenset({AttemptPhase.FINISHED})
 
 
 def submit(draft: Draft, event: JobSubmitted) -> None:
@@ -66,8 +71,8 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
     if name in draft.jobs:
         draft.refusal = "JOB_EXISTS"
         return
-    if (problem := draft.state.unreadable.get(f"jobs/{name}")) is not None:
-        draft.refuse("JOB_UNREADABLE", f"a job of that name is in etcd and unreadable: {problem}")
+    if unreadable.key_of(name) in draft.unreadable:
+        draft.refuse_unknown_job(name)
         return
     draft.jobs[name] = Job(
         name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
@@ -85,8 +90,11 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
 def cancel(draft: Draft, event: CancelRequested) -> None:
     """Stop the job's workers at once; a job that has ended stays as it is."""
     job = draft.jobs.get(event.job)
-    if job is None or job.terminal:
-        draft.refusal = "JOB_NOT_FOUND" if job is None else "JOB_ENDED"
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    if job.terminal:
+        draft.refuse("JOB_ENDED")
         return
     draft.log(
         "CANCEL_REQUESTED", f"{event.actor} asked to cancel the job: {event.reason}",
@@ -172,6 +180,14 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
     job = draft.jobs.get(event.job)
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
         return
+    if job.attempt <= event.newest < MAX_ATTEMPT:
+        # No fault of anything here: the job was run by hand, say, and goes on behind that.
+        why = (
+            f"attempt {event.newest} was opened elsewhere, by hand or before the job was "
+            f"submitted: attempt {event.newest + 1} goes on behind it"
+        )
+        stop(draft, draft.job(job.name, opened_elsewhere=event.newest), JobPhase.QUEUED, why)
+        return
     if event.refused and not job_faults.has_run(job):
         fault = Fault(FaultKind.BAD_JOB, job.slots[0].node, draft.now_s, event.error)
         draft.fault(job.name, fault)
@@ -212,10 +228,7 @@ def steps_seen(
 
 
 def _advance_preparing(draft: Draft, job: Job) -> None:
-    if any(
-        _report_phase(draft.nodes.get(slot.node), job) is not AttemptPhase.PREPARED
-        for slot in job.slots
-    ):
+    if not _all_in(draft, job, _PREPARED):
         return
     first = draft.nodes[job.slots[0].node]
     if not job.config.checkpoint.uri:
@@ -239,6 +252,7 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
                 sealed_by_attempt=attempt,
                 refused_steps=job.refused_steps,
                 load_uri=job.config.checkpoint.load_uri,
+                load_weights=job.config.checkpoint.load == "weights",
                 keep_latest=job.config.checkpoint.keep_latest,
                 keep_every_steps=job.config.checkpoint.keep_every_steps,
                 keep_every_hours=job.config.checkpoint.keep_every_hours,
@@ -267,14 +281,14 @@ def _start(
             committer_endpoint=committer_endpoint,
             replica_orders=ReplicaOrders(peers, targets, sources),
             failure_count=failure_rate.count(draft.jobs.values())
-            if job.config.checkpoint.interval == "auto"
+            if "auto" in (job.config.checkpoint.interval, job.config.recovery.spares)
             else FailureCount(),
         ),
     )
 
 
 def _advance_starting(draft: Draft, job: Job) -> None:
-    if all(_report_phase(draft.nodes.get(slot.node), job) in STARTED for slot in job.slots):
+    if _all_in(draft, job, STARTED):
         draft.job(
             job.name,
             phase=JobPhase.RUNNING,
@@ -288,10 +302,7 @@ def _advance_starting(draft: Draft, job: Job) -> None:
 
 
 def _advance_running(draft: Draft, job: Job) -> None:
-    if all(
-        _report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED
-        for slot in job.slots
-    ):
+    if _all_in(draft, job, _FINISHED):
         early = leaving.ended_early(draft, job)
         if early:
             stop(draft, draft.jobs[job.name], JobPhase.QUEUED, early)
@@ -351,10 +362,14 @@ def _why(job: Job) -> str:
 
 
 def _advance_stopping(draft: Draft, job: Job) -> None:
-    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm."""
-    waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
-    if waiting and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
+    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm.
+
+    Before that, if no fault names a culprit, its nodes check each other.
+    """
+    in_time = draft.now_s - job.timer_s < draft.policy.stop_timeout_s
+    if in_time and not job.current.all_slots(lambda s: _stopped(draft.nodes.get(s.node), s)):
         return
+    waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
     running = [slot.node for slot in waiting if _still_runs(draft.nodes[slot.node], job)]
     patience_s = draft.policy.stop_timeout_s + draft.policy.fence_timeout_s
     if running and draft.now_s - job.timer_s < patience_s:
@@ -380,6 +395,9 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
                 subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt,
                 policy="stop-deadline", outcome="it gets no work until it reports idle",
             )  # fmt: skip
+    if not waiting and searching.goes_on(draft, draft.jobs[job.name]):
+        return
+    job = draft.jobs[job.name]
     draft.log(
         "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
@@ -449,6 +467,11 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
     leaving.empty(draft, job)
     draft.job(job.name, phase=phase, reason=why, spares=())
     draft.log(reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt)
+
+
+def _all_in(draft: Draft, job: Job, phases: frozenset[AttemptPhase]) -> bool:
+    """Whether every node of the attempt reports one of these phases of it."""
+    return job.current.all_slots(lambda s: _report_phase(draft.nodes.get(s.node), job) in phases)
 
 
 def _report_phase(node: Node | None, job: Job) -> AttemptPhase | None:

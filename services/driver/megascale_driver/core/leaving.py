@@ -2,8 +2,9 @@
 
 A running job first saves: its workers take a snapshot after the same step, wait until it is
 committed, and end (Report.finished_step). Then the attempt stops, and the job is SUSPENDED or
-QUEUED without its nodes. If it cannot save, its workers train on, and after a time the order is
-withdrawn.
+QUEUED without its nodes. If it cannot save, its workers train on, and report that at once
+(Report.leave_failed); or nothing is heard in time. Then the order is withdrawn with the cause; a
+restart or the emptying of a node goes on without a save.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import replace
 
 from megascale_driver.core import nodes, profiles
 from megascale_driver.core.attempt import LeaveKind, Leaving
+from megascale_driver.core.desired import leave_id
 from megascale_driver.core.draft import DRIVER, Draft
-from megascale_driver.core.saving import without_failing
+from megascale_driver.core.saving import MAX_CAUSE, without_failing
 from megascale_driver.core.state import Disposition, Job, JobPhase
 
 # Beside checkpoint.final_timeout_s, which a save may take: time for the order to reach the workers
@@ -90,19 +92,43 @@ def expire(draft: Draft, job: Job) -> None:
         withdraw(draft, job, f"job {leaving.beside} no longer waits for its nodes")
         return
     limit_s = job.config.checkpoint.final_timeout_s + ORDER_S
-    if draft.now_s - leaving.since_s < limit_s:
+    why = _not_saved(draft, job)
+    if not why and draft.now_s - leaving.since_s >= limit_s:
+        why = f" within {limit_s:g} s"
+    elif not why:
         return
     if leaving.kind in STAYS or leaving.nodes:
-        _stop_unsaved(draft, job, leaving, limit_s)
+        _stop_unsaved(draft, job, leaving, why)
         return
-    withdraw(draft, job, f"it has not saved within {limit_s:g} s")
+    withdraw(draft, job, f"it could not save{why}")
     draft.attempt(job.name, stays_until_s=draft.now_s + draft.policy.save_again_s)
 
 
+def _not_saved(draft: Draft, job: Job) -> str:
+    """Why the order failed, if workers report that it did; a daemon's error has more detail."""
+    order = leave_id(job)
+    reports = [node.report for s in job.slots if (node := draft.nodes.get(s.node)) is not None]
+    found = [report for report in reports if report is not None]
+    problems = [r.leave_failed[1] for r in found if r.leave_failed[0] == order]
+    if not problems:
+        return ""
+    failures = (item.failure for r in found for item in r.progress if item.job == job.name)
+    errors = [f.error for f in failures if f is not None and f.attempt == job.attempt]
+    return f": {[*errors, *problems][0][:MAX_CAUSE]}"
+
+
 def withdraw(draft: Draft, job: Job, why: str) -> None:
-    """Take the order to leave back: the job keeps its nodes."""
+    """Take the order to leave back: the job keeps its nodes.
+
+    It still leaves if nodes of it are to be emptied: they wait for that.
+    """
     leaving = job.current.leaving
     assert leaving is not None
+    if leaving.nodes:
+        reason = f"{', '.join(leaving.nodes)} must be emptied"
+        draft.attempt(job.name, leaving=replace(leaving, kind=LeaveKind.DRAIN, beside=""))
+        draft.job(job.name, reason=f"attempt {job.attempt} saves its state, then stops: {reason}")
+        return
     draft.attempt(job.name, leaving=None)
     draft.job(job.name, reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes")
     draft.log(
@@ -110,6 +136,18 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
         job=job.name, attempt=job.attempt, policy=leaving.kind.lower(),
         outcome="training continues",
     )  # fmt: skip
+
+
+def stay(draft: Draft, name: str, why: str) -> None:
+    """A node that was to be emptied is not: its job stays, if it left for no other reason."""
+    job = draft.holder_of(name)
+    order = job.current.leaving if job is not None else None
+    if job is None or order is None or name not in order.nodes:
+        return
+    order = replace(order, nodes=tuple(other for other in order.nodes if other != name))
+    job = draft.attempt(job.name, leaving=order)
+    if order.kind is LeaveKind.DRAIN and not order.nodes and job.phase is JobPhase.RUNNING:
+        withdraw(draft, job, f"node {name} need not be emptied: {why}")
 
 
 def left(draft: Draft, job: Job) -> None:
@@ -151,10 +189,10 @@ def empty(draft: Draft, job: Job) -> None:
             nodes.quarantine(draft, name, why, actor=order.actor, policy="manual")
 
 
-def _stop_unsaved(draft: Draft, job: Job, order: Leaving, limit_s: float) -> None:
+def _stop_unsaved(draft: Draft, job: Job, order: Leaving, how: str) -> None:
     """The order stands although the job could not save: a node that must be emptied is."""
     profiles.attempt_ends(draft, job)
-    why = f"{order.reason}; it could not save within {limit_s:g} s"
+    why = f"{order.reason}; it could not save{how}"
     draft.job(
         job.name, phase=JobPhase.STOPPING, after_stop=JobPhase.QUEUED, stop_reason=why,
         reason=f"attempt {job.attempt} is being stopped: {why}",

@@ -10,16 +10,23 @@ A command can be lost with its driver; a decision that a node has acted upon can
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 from megascale_driver.core import (
     breaker,
     deleting,
     divergence,
+    forgetting,
     hang,
     jobs,
     liveness,
     nodes,
     orders,
     profiles,
+    quotas,
+    searching,
     suspending,
 )
 from megascale_driver.core.draft import Draft
@@ -45,6 +52,7 @@ from megascale_driver.core.events import (
     ProbeResult,
     ProfileCancelRequested,
     ProfileRequested,
+    QuotaRequested,
     RecordRefused,
     RequestKey,
     RestartRequested,
@@ -55,26 +63,54 @@ from megascale_driver.core.events import (
     UncordonRequested,
     UpdateRequested,
 )
+from megascale_driver.core.group_events import GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import schedule
 from megascale_driver.core.state import Cluster, Request
 
-_MUTATION_KINDS = {
-    JobSubmitted: "SubmitJob",
-    CancelRequested: "CancelJob",
-    SuspendRequested: "SuspendJob",
-    ResumeRequested: "ResumeJob",
-    DeleteRequested: "DeleteJob",
-    RestartRequested: "RestartJob",
-    UpdateRequested: "UpdateJob",
-    DrainRequested: "DrainNode",
-    PolicyRequested: "SetPolicy",
-    BreakerResetRequested: "ResetBreaker",
-    EvictRequested: "EvictNode",
-    CordonRequested: "CordonNode",
-    UncordonRequested: "UncordonNode",
-    ProfileRequested: "ProfileJob",
-    ProfileCancelRequested: "CancelProfile",
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A kind of request: its name, whom one is about, and what carries it out."""
+
+    kind: str
+    subject: Callable[[Any], str]
+    carry_out: Callable[[Draft, Any], None]
+
+
+def _of_job(event: Any) -> str:
+    return f"jobs/{event.job}"
+
+
+def _of_spec(event: Any) -> str:
+    return f"jobs/{event.config.name}"
+
+
+def _of_node(event: Any) -> str:
+    return f"nodes/{event.node}"
+
+
+def _of_cluster(_: Any) -> str:
+    return "cluster"
+
+
+_ORDERS: dict[type[Any], _Order] = {
+    JobSubmitted: _Order("SubmitJob", _of_spec, jobs.submit),
+    CancelRequested: _Order("CancelJob", _of_job, jobs.cancel),
+    SuspendRequested: _Order("SuspendJob", _of_job, suspending.suspend),
+    ResumeRequested: _Order("ResumeJob", _of_job, suspending.resume),
+    DeleteRequested: _Order("DeleteJob", _of_job, deleting.delete),
+    RestartRequested: _Order("RestartJob", _of_job, orders.restart),
+    UpdateRequested: _Order("UpdateJob", _of_spec, orders.update),
+    DrainRequested: _Order("DrainNode", _of_node, orders.drain),
+    PolicyRequested: _Order("SetPolicy", _of_cluster, orders.set_policy),
+    QuotaRequested: _Order("SetQuota", _of_cluster, quotas.order),
+    BreakerResetRequested: _Order("ResetBreaker", _of_cluster, orders.reset_breaker),
+    EvictRequested: _Order("EvictNode", _of_node, orders.drain),
+    CordonRequested: _Order("CordonNode", _of_node, nodes.set_disposition),
+    UncordonRequested: _Order("UncordonNode", _of_node, orders.uncordon),
+    ProfileRequested: _Order("ProfileJob", _of_job, profiles.request),
+    ProfileCancelRequested: _Order("CancelProfile", _of_job, profiles.cancel),
 }
 
 
@@ -119,6 +155,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         jobs.opened(draft, event)
     elif isinstance(event, OpenFailed):
         jobs.open_failed(draft, event)
+    elif isinstance(event, GroupChecked):
+        searching.checked(draft, event)
     elif isinstance(event, RecordRefused):
         nodes.message_refused(draft, f"jobs/{event.job}", event.problem)
     elif isinstance(event, LossDiverged):
@@ -130,52 +168,14 @@ def _dispatch(draft: Draft, event: Event) -> None:
 
 
 def _mutate(draft: Draft, event: Mutation) -> None:
-    kind = _MUTATION_KINDS[type(event)]
-    if event.request is not None and _seen_before(draft, kind, event.request):
+    order = _ORDERS[type(event)]
+    if event.request is not None and _seen_before(draft, order.kind, event.request):
         return
-    if isinstance(event, JobSubmitted):
-        subject = f"jobs/{event.config.name}"
-        jobs.submit(draft, event)
-    elif isinstance(event, CancelRequested):
-        subject = f"jobs/{event.job}"
-        jobs.cancel(draft, event)
-    elif isinstance(event, SuspendRequested):
-        subject = f"jobs/{event.job}"
-        suspending.suspend(draft, event)
-    elif isinstance(event, ResumeRequested):
-        subject = f"jobs/{event.job}"
-        suspending.resume(draft, event)
-    elif isinstance(event, DeleteRequested):
-        subject = f"jobs/{event.job}"
-        deleting.delete(draft, event)
-    elif isinstance(event, RestartRequested):
-        subject = f"jobs/{event.job}"
-        orders.restart(draft, event)
-    elif isinstance(event, UpdateRequested):
-        subject = f"jobs/{event.config.name}"
-        orders.update(draft, event)
-    elif isinstance(event, DrainRequested | EvictRequested):
-        subject = f"nodes/{event.node}"
-        orders.drain(draft, event)
-    elif isinstance(event, PolicyRequested):
-        subject = "cluster"
-        orders.set_policy(draft, event)
-    elif isinstance(event, BreakerResetRequested):
-        subject = "cluster"
-        orders.reset_breaker(draft, event)
-    elif isinstance(event, ProfileRequested):
-        subject = f"jobs/{event.job}"
-        profiles.request(draft, event)
-    elif isinstance(event, ProfileCancelRequested):
-        subject = f"jobs/{event.job}"
-        profiles.cancel(draft, event)
-    else:
-        subject = f"nodes/{event.node}"
-        nodes.set_disposition(draft, event)
+    order.carry_out(draft, event)
     # A refused request is not remembered: sent again, it may be possible by then.
     if event.request is not None and not draft.refusal:
         draft.requests[event.request.request_id] = Request(
-            kind, subject, event.request.digest, draft.now_s
+            order.kind, order.subject(event), event.request.digest, draft.now_s
         )
 
 
@@ -203,6 +203,7 @@ def _tick(draft: Draft, event: Tick) -> None:
     breaker.refresh(draft)
     liveness.silent(draft, event.silent)
     deleting.expire(draft)
+    forgetting.expire(draft)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]
     for key in expired:
@@ -234,7 +235,8 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
             subject=key if kind in ("jobs", "nodes") and name else "driver",
             policy="unreadable-row",
             outcome={
-                "jobs": "the job is not scheduled, and its name is held; its rows stay as they are",
+                "jobs": "the job is not scheduled, and its name is held; its rows stay, "
+                "its workers go on, their nodes get no other work",
                 "nodes": "the node is quarantined",
             }.get(kind, "it is left out"),
         )

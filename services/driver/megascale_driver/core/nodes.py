@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, plausible, profiles, restored, saving
+from megascale_driver.core import breaker, plausible, profiles, restored, saving, unreadable
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     CordonRequested,
+    Evidence,
     NodeHello,
     NodeReport,
     UncordonRequested,
@@ -14,6 +15,7 @@ from megascale_driver.core.events import (
 from megascale_driver.core.state import Disposition, Job, Liveness, Node, Report
 
 SELF_CHECK = "self-check"  # the policy of a quarantine after a failed self-check
+GROUP_CHECK = "group-check"  # and after failed checks with other nodes
 
 
 def hello(draft: Draft, event: NodeHello) -> None:
@@ -24,8 +26,10 @@ def hello(draft: Draft, event: NodeHello) -> None:
     known = draft.nodes.get(event.node)
     if known is None:
         draft.nodes[event.node] = Node(event.node)
+    elif known.liveness is Liveness.UNKNOWN and draft.now_s < draft.grace_until_s:
+        _extend_grace(draft)
     fresh = known is None or known.identity.incarnation != event.identity.incarnation
-    if known is not None and fresh and known.disposition_policy == SELF_CHECK:
+    if known is not None and fresh and known.disposition_policy in (SELF_CHECK, GROUP_CHECK):
         _lift_self_check_quarantine(draft, known)
     draft.node(
         event.node,
@@ -48,6 +52,15 @@ def hello(draft: Draft, event: NodeHello) -> None:
         )
 
 
+def _extend_grace(draft: Draft) -> None:
+    """A fleet is linking to a new leader: its other nodes may stand in the same queue."""
+    policy = draft.policy
+    until_s = min(
+        draft.now_s + policy.leader_grace_s / 2, draft.leader_since_s + policy.leader_grace_max_s
+    )
+    draft.grace_until_s = max(draft.grace_until_s, until_s)
+
+
 def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
     """Lift a quarantine by self-check: the restart may have fixed what failed.
 
@@ -59,7 +72,7 @@ def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
     _readmit(draft, node.name)
     draft.log(
         "NODE_UNCORDONED", f"node {node.name} was restarted and may get work again",
-        subject=f"nodes/{node.name}", policy=SELF_CHECK,
+        subject=f"nodes/{node.name}", policy=node.disposition_policy,
         outcome=f"it was quarantined: {node.disposition_reason}",
     )  # fmt: skip
 
@@ -90,6 +103,8 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
         last_seen_s=max(node.last_seen_s, event.now_s),
         probe_failed_at_s=0.0,
     )
+    if node.report is None and draft.unreadable:
+        draft.command(node.name)  # withheld until it was known what the node runs
     for progress in event.report.progress:
         _committed(draft, node.name, progress)
     restored.report(draft, node.name, event.report)
@@ -125,6 +140,7 @@ def _relevant(report: Report) -> tuple[object, ...]:
         report.workers,
         report.checks,
         report.store_endpoint,
+        report.leave_failed,
     )
 
 
@@ -219,7 +235,15 @@ def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
     )  # fmt: skip
 
 
-def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", policy: str) -> None:
+def quarantine(
+    draft: Draft,
+    name: str,
+    reason: str,
+    *,
+    actor: str = "driver",
+    policy: str,
+    evidence: tuple[Evidence, ...] = (),
+) -> None:
     """Give the node no more work; its job leaves it. Counts as an eviction by hard fact."""
     if draft.nodes[name].disposition is Disposition.QUARANTINED:
         return
@@ -234,6 +258,8 @@ def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", p
         breaker.count(draft, name)
     if job is not None and name not in job.evicted:
         draft.job(job.name, evicted=(*job.evicted, name))
+    if unread := unreadable.job_on(draft.unreadable, draft.nodes[name]):
+        draft.command(name)  # to stop, if an operator says so
     draft.log(
         "NODE_EVICTED",
         f"node {name} is quarantined: {reason}",
@@ -242,5 +268,11 @@ def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", p
         attempt=job.attempt if job else 0,
         actor=actor,
         policy=policy,
-        outcome=f"job {job.name} leaves it" if job else "it ran nothing",
+        evidence=evidence,
+        outcome=f"job {job.name} leaves it" if job else _left_behind(unread),
     )
+
+
+def _left_behind(unread: str) -> str:
+    """What was on a node that no readable job held."""
+    return f"it ran job {unread}, which cannot be read" if unread else "it ran nothing"

@@ -19,6 +19,7 @@ from megascale_driver.core.events import (
     EvictRequested,
     PolicyRequested,
     RestartRequested,
+    UncordonRequested,
     UpdateRequested,
 )
 from megascale_driver.core.rules import RULES, mode_of
@@ -33,7 +34,7 @@ def restart(draft: Draft, event: RestartRequested) -> None:
     """Begin a new attempt, also of a job that has failed; its budgets start anew."""
     job = draft.jobs.get(event.job)
     if job is None:
-        draft.refuse("JOB_NOT_FOUND")
+        draft.refuse_unknown_job(event.job)
         return
     back = event.from_step is not None
     if job.terminal and job.phase not in _RESTARTS and not back:
@@ -84,8 +85,11 @@ def leaves_after_save(state: Cluster, node: str) -> bool:
 def update(draft: Draft, event: UpdateRequested) -> None:
     """Give the job a new configuration, which its next attempt uses; or begin that one soon."""
     job = draft.jobs.get(event.config.name)
-    if job is None or job.phase is JobPhase.SUCCEEDED:
-        draft.refuse("JOB_NOT_FOUND" if job is None else "JOB_ENDED")
+    if job is None:
+        draft.refuse_unknown_job(event.config.name)
+        return
+    if job.phase is JobPhase.SUCCEEDED:
+        draft.refuse("JOB_ENDED")
         return
     draft.log(
         "UPDATE_REQUESTED",
@@ -145,6 +149,13 @@ def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
     draft.attempt(job.name, leaving=replace(order, nodes=(*order.nodes, node.name)))
 
 
+def uncordon(draft: Draft, event: UncordonRequested) -> None:
+    """Let a node have work again; a job that would save to leave it need not."""
+    nodes.set_disposition(draft, event)
+    if not draft.refusal:
+        leaving.stay(draft, event.node, event.reason)
+
+
 def drain_consequence(job: Job) -> str:
     """What DrainNode does to the job that runs there, in one sentence."""
     spare = f"spare {job.spares[0]} takes its place" if job.spares else "it waits for a node"
@@ -178,7 +189,8 @@ def _stop(draft: Draft, job: Job, kind: LeaveKind, actor: str, why: str, *, now:
             draft.job(job.name, after_stop=JobPhase.QUEUED, stop_reason=why)
         return
     if not now and leaving_saves(job):
-        if job.current.leaving is None:
+        order = job.current.leaving
+        if order is None or order.kind is LeaveKind.DRAIN:  # which an uncordon may withdraw
             leaving.order(draft, job, kind, reason=why, actor=actor)
         return
     jobs.stop(draft, job, JobPhase.QUEUED, why)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
 from typing import Any, Final, TypeVar, overload
 
-LAYER = 512  # keys; at 12,500 a merge costs about as much as the copies of layers between two
+LAYER = 128  # keys: 17 us per decision and comparison at 1,536 nodes (512: 49), 50 (56) at 12,500
 
 V = TypeVar("V")
 T = TypeVar("T")

@@ -21,6 +21,7 @@ def stored(job: Job) -> str:
     steps = max(job.config.training.steps, MAX_STEP)
     for name, value, most in (
         ("attempt", job.attempt, MAX_ATTEMPT),
+        ("opened_elsewhere", job.opened_elsewhere, MAX_ATTEMPT),
         ("log_seq", job.log_seq, MAX_LINES),
         ("step", job.current.step, steps),
         ("best_step", job.best_step, steps),

@@ -28,6 +28,9 @@ class Policy:
     still_intervals: float = 3.0
     # Agents need this long to link to a new leader; before, a missing node is no evidence.
     leader_grace_s: float = 10.0
+    # While nodes that the last leader knew link one after another, it lasts until none has for half
+    # of that, and this long at most.
+    leader_grace_max_s: float = 60.0
     # The sum of what an agent may take in turn: starting its template (90 s) and its daemon (20 s),
     # forking the self-checks (90 s) and running them (61 s on GPUs), checking disks and memory.
     prepare_timeout_s: float = 300.0
@@ -54,6 +57,10 @@ class Policy:
     # When a job with all processes alive hangs, and after how many hangs in a row it leaves a node.
     hang: HangLimits = field(default_factory=HangLimits)
     node_hangs: int = 2
+    # The search for an unnamed culprit: in all, and one round (the node's own limits come first:
+    # 60 s for the collective on GPUs, and the start of a process on each device before).
+    search_cap_s: float = 300.0
+    group_check_timeout_s: float = 120.0
     # A profile starts this long after the newest step: time for etcd and the links, in addition to
     # the steps in progress.
     profile_lead_s: float = 2.0
@@ -79,6 +86,8 @@ class Policy:
     # Ended jobs that are kept: at most so many, and none for longer.
     keep_ended_jobs: int = 1000
     keep_ended_s: float = 30 * 86_400.0
+    # Nodes that are dead for longer, and that no job needs, are forgotten.
+    forget_dead_s: float = 24 * 3600.0
     breaker_share: float = 0.02
     breaker_nodes: int = 4
     breaker_window_s: float = 300.0

@@ -38,7 +38,7 @@ def request(draft: Draft, event: ProfileRequested) -> None:
     """Choose the steps, or refuse the request."""
     job = draft.jobs.get(event.job)
     if job is None:
-        draft.refuse("JOB_NOT_FOUND")
+        draft.refuse_unknown_job(event.job)
     elif job.phase is not JobPhase.RUNNING:
         draft.refuse(
             "JOB_NOT_RUNNING",
@@ -58,7 +58,7 @@ def cancel(draft: Draft, event: ProfileCancelRequested) -> None:
     """Give up the missing traces; what a rank has begun to trace it still writes, unreported."""
     job = draft.jobs.get(event.job)
     if job is None:
-        draft.refuse("JOB_NOT_FOUND")
+        draft.refuse_unknown_job(event.job)
         return
     if job.profile is None or not job.profile.pending:
         draft.refuse("NO_PROFILE", f"no profile of job {job.name} is in progress")

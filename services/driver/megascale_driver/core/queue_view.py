@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megascale_driver.core import quotas
 from megascale_driver.core.candidates import candidate, promising, usable
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.state import Job, JobPhase
@@ -34,7 +35,7 @@ def view_of(draft: Draft) -> View:
         running=tuple(running),
         idle=idle,
         known=known,
-        quotas=policy.quotas,
+        quotas=quotas.in_force(draft.tenants, policy),
         rules=Rules(
             preempt=policy.preempt,
             backfill_s=policy.backfill_s,

@@ -1,7 +1,8 @@
 """The rules whose verdicts an operator may have observed instead of enforced.
 
 In OBSERVE a rule only writes what it would have done. A rule that is about a fact (a dead process,
-a failed self-check) is enforced unless somebody says otherwise, like all rules of today.
+a failed self-check) is enforced unless somebody says otherwise; one that may cost good nodes their
+work (over-eviction) is observed until somebody has it enforced.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ RULES: Mapping[str, str] = {
     "switch-lost": "the silent nodes of a switch are given up together",
     "hang": "an attempt of which no rank advances is ended",
     "self-check": "a node that fails a self-check is quarantined",
+    "group-check": "a node that fails checks with good partners is quarantined",
+    "over-eviction": "a job leaves the group of nodes that shares an unknown culprit",
     "repeated-failure": "a job leaves a node on which it fails again and again",
     "stop-deadline": "a node that does not stop an attempt is quarantined",
 }
+# Rules that are observed unless an operator has them enforced.
+OBSERVED: frozenset[str] = frozenset({"over-eviction"})
 
 
 def mode_of(modes: Mapping[str, str], rule: str) -> Mode:
     """How the rule is applied now."""
-    return "OBSERVE" if modes.get(rule) == "OBSERVE" else "ENFORCE"
+    default = "OBSERVE" if rule in OBSERVED else "ENFORCE"
+    return "OBSERVE" if modes.get(rule, default) == "OBSERVE" else "ENFORCE"

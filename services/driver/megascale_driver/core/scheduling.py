@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from megascale_common.sizes.spare_count import wanted_spares
 from megascale_driver.core import leaving
 from megascale_driver.core.attempt import Attempt, NodeSlot
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.failure_rate import rate
 from megascale_driver.core.queue_view import parts_of, view_of
-from megascale_driver.core.state import AttemptRecord, Disposition, Job, JobPhase, Liveness, Node
+from megascale_driver.core.state import AttemptRecord, Disposition, Job, JobPhase, Liveness
 from megascale_driver.placement.gang import Candidate, spares
 from megascale_driver.placement.queue import MAX_STARTS, decide
 from megascale_driver.placement.queue_values import STARTS, Decision, Kind
 
 RECHECK_S = 1.0  # how often the queue is decided again for the passing of time alone
+# A decision goes through all nodes. When a large fleet links, or stops a job, node after node, it
+# is taken once in so long for each node there is (1.25 s at 12,500), and not once for each.
+PAUSE_PER_NODE_S = 1e-4
+LARGE = 256  # nodes
 
 
 def schedule(draft: Draft) -> None:
@@ -25,13 +31,20 @@ def schedule(draft: Draft) -> None:
     if not waiting and not any(_lacks_spares(draft, job) for job in draft.jobs.values()):
         draft.queue_due_s = float("inf")
         return
+    count = len(draft.state.nodes)
+    again_s = draft.queue_decided_s + PAUSE_PER_NODE_S * count
+    if count > LARGE and draft.queue_decided_s <= draft.now_s < again_s and not _urgent(draft):
+        _drop_spares(draft, _stands_by)
+        draft.queue_due_s = again_s
+        return
+    draft.queue_decided_s = draft.now_s
     # Looked at only if there is something to place: a fleet links at once to a new leader.
     if draft.now_s < draft.grace_until_s and any(
         node.liveness is Liveness.UNKNOWN for node in draft.nodes.values()
     ):
         # The nodes that the previous leader knew are still linking to this one. Placed now, a job
         # would go to worse nodes than in a moment, or its old nodes would look lost.
-        _drop_spares(draft)
+        _drop_spares(draft, _may_work)
         draft.queue_due_s = draft.now_s
         return
     draft.queue_due_s = draft.now_s + RECHECK_S if waiting else float("inf")
@@ -65,13 +78,26 @@ def _stirred(draft: Draft) -> bool:
     return False
 
 
+def _urgent(draft: Draft) -> bool:
+    """Whether a job has come, gone, or changed what it is about to do: that waits for nothing."""
+    for name in draft.jobs.touched:
+        old, job = draft.state.jobs.get(name), draft.jobs.get(name)
+        if old is None or job is None or _course(old) != _course(job):
+            return True
+    return False
+
+
+def _course(job: Job) -> tuple[object, ...]:
+    return job.phase, job.after_stop, job.slots, job.current.leaving
+
+
 def _claims(job: Job) -> tuple[object, ...]:
     """The part of a job that the queue depends on, except for the passing of time."""
     return job.phase, job.after_stop, job.slots, job.spares, job.evicted, job.current.leaving
 
 
 def _lacks_spares(draft: Draft, job: Job) -> bool:
-    wanted = job.config.recovery.spare_nodes if job.active else 0
+    wanted = spares_wanted(job) if job.active else 0
     return len(job.spares) < wanted or any(not _stands_by(draft, name) for name in job.spares)
 
 
@@ -97,7 +123,7 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
         NodeSlot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation)
         for p in parts
     )
-    number = job.attempt + 1
+    number = max(job.attempt, job.opened_elsewhere) + 1
     used = {p.node for p in parts}
     draft.job(
         job.name,
@@ -151,15 +177,17 @@ def _wait(draft: Draft, job: Job, decision: Decision) -> None:
         )  # fmt: skip
 
 
-def _drop_spares(draft: Draft) -> None:
-    """Name no spare that was evicted, cordoned or drained, whoever has linked by now."""
+def _drop_spares(draft: Draft, serves: Callable[[Draft, str], bool]) -> None:
+    """Name no spare that serves no longer, until spares are named anew."""
     for job in draft.jobs.values():
-        kept = tuple(name for name in job.spares if _may_work(draft.nodes.get(name)))
+        kept = tuple(name for name in job.spares if serves(draft, name))
         if kept != job.spares:
             draft.job(job.name, spares=kept)
 
 
-def _may_work(node: Node | None) -> bool:
+def _may_work(draft: Draft, name: str) -> bool:
+    """Whether the node is not evicted, cordoned or drained, whether it has linked or not."""
+    node = draft.nodes.get(name)
     return node is not None and node.disposition is Disposition.SCHEDULABLE
 
 
@@ -180,7 +208,7 @@ def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
             if _stands_by(draft, name) and name not in taken and name not in job.evicted
         )
         taken.update(kept)
-        missing = job.config.recovery.spare_nodes - len(kept)
+        missing = spares_wanted(job) - len(kept) if job.active else 0
         if job.active and job.current.leaving is None and missing > 0:
             found = _found(draft, job, missing, left)
             for name in found:
@@ -188,6 +216,39 @@ def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
             kept = (*kept, *found)
         if kept != job.spares:
             draft.job(job.name, spares=kept)
+        _say_shortage(draft, draft.jobs[job.name])
+
+
+def spares_wanted(job: Job) -> int:
+    """Spares of the job's newest attempt: a number, or by the rule from the fleet's failures."""
+    if job.config.recovery.spares != "auto" or not job.slots:
+        return job.config.recovery.spare_nodes
+    devices = max(len(slot.devices) for slot in job.slots)
+    hours = rate(job.config.checkpoint, job.current.failure_count, devices).device_hours
+    return wanted_spares(job.config, len(job.slots), devices, hours)
+
+
+def _say_shortage(draft: Draft, job: Job) -> None:
+    """Write down once in an attempt, and at each worse state, that the rule asks for more spares.
+
+    Only while the job runs: a spare that takes over is about to be replaced.
+    """
+    if job.config.recovery.spares != "auto" or job.phase is not JobPhase.RUNNING:
+        return
+    wanted = spares_wanted(job)
+    missing = max(0, wanted - len(job.spares))
+    if missing > job.current.spares_short:
+        recovery = job.config.recovery
+        draft.log(
+            "SPARES_SHORT",
+            f"{len(job.spares)} of {wanted} spares stand by: with {len(job.slots)} nodes and "
+            f"repairs of {recovery.repair_hours:g} hours so many suffice with a probability of "
+            f"{recovery.spare_probability:g}",
+            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="spares",
+            outcome="training continues; the next lost node may leave the job waiting",
+        )  # fmt: skip
+    if missing != job.current.spares_short:
+        draft.attempt(job.name, spares_short=missing)
 
 
 def _found(draft: Draft, job: Job, missing: int, left: Mapping[str, Candidate]) -> tuple[str, ...]:

@@ -164,6 +164,8 @@ class Report:
     # With phase FINISHED: the step after which the workers ended; 0: the last of the job.
     finished_step: int = 0
     replica_endpoint: str = ""
+    # The newest order to save and leave that failed, by its id, and why.
+    leave_failed: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +301,8 @@ class Job:
     spares: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     attempts: tuple[AttemptRecord, ...] = field(default=(), metadata=SEPARATE)
+    # The newest attempt that was opened by hand, or before the job was submitted.
+    opened_elsewhere: int = 0
     refused_steps: tuple[int, ...] = ()
     after_stop: JobPhase = JobPhase.QUEUED
     stop_reason: str = ""
@@ -417,7 +421,7 @@ class Breaker:
     switches: tuple[SwitchTrip, ...] = ()
     # What self-checks found lately, the newest last.
     roots: tuple[Root, ...] = ()
-    # How operators have the rules applied (core.rules); a rule without an entry is enforced.
+    # How operators have the rules applied (core.rules); a rule without an entry has its default.
     modes: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -429,6 +433,14 @@ class Request:
     subject: str
     digest: str
     at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What was ordered about a tenant: the devices that its jobs may hold at once."""
+
+    name: str
+    quota: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +463,12 @@ class Cluster:
     unreadable: Mapping[str, str] = field(default_factory=dict)
     # When the queue is decided again even if nothing changes.
     queue_due_s: float = 0.0
+    # When it was decided last.
+    queue_decided_s: float = 0.0
+    # When it is next looked for nodes that have left.
+    forget_due_s: float = 0.0
+    # Those with a quota of their own; for others the driver's option holds.
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""

@@ -39,7 +39,7 @@ def suspend(draft: Draft, event: SuspendRequested) -> None:
     """Save, stop and free the nodes; nothing happens to a job that is suspended already."""
     job = draft.jobs.get(event.job)
     if job is None:
-        draft.refuse("JOB_NOT_FOUND")
+        draft.refuse_unknown_job(event.job)
         return
     reason, detail = refusal(job)
     if reason:
@@ -74,8 +74,11 @@ def _of_resume(job: Job) -> str:
 def resume(draft: Draft, event: ResumeRequested) -> None:
     """Let the job have nodes again; nothing happens to one that is not suspended."""
     job = draft.jobs.get(event.job)
-    if job is None or job.terminal:
-        draft.refuse("JOB_NOT_FOUND" if job is None else "JOB_ENDED")
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    if job.terminal:
+        draft.refuse("JOB_ENDED")
         return
     order = job.current.leaving
     wanted = order is not None and order.kind is LeaveKind.SUSPEND

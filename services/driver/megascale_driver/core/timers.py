@@ -39,6 +39,7 @@ def _moments(state: Cluster, now_s: float, policy: Policy) -> Iterator[float]:
         yield request.at_s + policy.request_memory_s
         break  # they are in the order of their times
     yield state.queue_due_s
+    yield state.forget_due_s
     for job in state.jobs.values():
         yield job.not_before_s
         if job.active:
@@ -58,6 +59,9 @@ def _of_job(job: Job, now_s: float, policy: Policy) -> Iterator[float]:
     elif job.phase is JobPhase.STOPPING:
         yield job.timer_s + policy.stop_timeout_s
         yield job.timer_s + policy.stop_timeout_s + policy.fence_timeout_s
+        if (found := attempt.searching) is not None:
+            yield found.round_at_s + policy.group_check_timeout_s
+            yield found.begun_at_s + policy.search_cap_s
     elif hang.stands_still(job, now_s, policy):
         yield now_s + SOON_S  # its status pages are read again and again
     else:

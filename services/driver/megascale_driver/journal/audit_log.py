@@ -121,11 +121,20 @@ class AuditLog:
         if found is not None:
             return found + 1
         log, seq = key
-        if 0 < seq <= self._newest.get(log, 0):
+        if 0 <= seq <= self._newest.get(log, 0) and (seq or log in self._newest or not log):
             raise ExpiredError(
                 f"the line that the token names is no longer among the newest {self._held}"
             )
         raise ValueError(f"{_text(key)!r} names no line of the audit log")
+
+
+def place_of(token: str) -> tuple[str, int]:
+    """The log and the number of the line that a token names; number 0 is before the first.
+
+    Raises:
+        ValueError: not a token.
+    """
+    return _parse(token)
 
 
 def token_of(line: Audit) -> str:

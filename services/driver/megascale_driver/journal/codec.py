@@ -26,10 +26,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 Loader = Callable[[Any], Any]
 # The version of the stored forms that every build since 0.1.0 reads, and of those beyond it: large
-# values in parts, records of many lines, intents. ``meta`` names the higher one from the first use
-# of such a form on, so an earlier build refuses to read what it would misread.
+# values in parts, records of many lines, intents; then coalesced ones of both. ``meta`` names the
+# highest one from the first use of such a form on, so an earlier build refuses to read what it
+# would misread.
 BASIC_VERSION = 1
-SCHEMA_VERSION = 2
+PARTS_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 def _per_type(function: Callable[[Any], R]) -> Callable[[Any], R]:

@@ -12,6 +12,9 @@ etcd takes 128 operations and 1.5 MiB in a transaction. A decision beyond half o
 themselves; then one small transaction puts ``intents/{id}``, and with it the decision is made; then
 the pieces are carried out one by one, each in the transaction that removes it. A leader that ends
 in between leaves the rest to the next one, which carries it out before it reads anything else.
+Rows that change in a few fields (ten thousand nodes of a mass event) are one piece that names them
+(:mod:`megascale_driver.journal.mass`); it is carried out in batches, and from its begin again by
+the next leader.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megascale_common.etcd.election import Leadership
@@ -37,7 +40,7 @@ from megascale_common.etcd.protocol import Etcd
 from megascale_common.etcd.settled import Rejected, txn_settled
 from megascale_common.service import logs
 from megascale_common.service.errors import NotLeaderError
-from megascale_driver.journal import codec
+from megascale_driver.journal import codec, mass
 from megascale_driver.journal.rows import Change, pieces, size_of
 
 INTENTS = "intents/"
@@ -98,18 +101,21 @@ class FencedWriter:
         """
         for piece in pieces(list(before), MAX_CHANGES, MAX_BYTES):
             await self._send(piece)
-        if len(changes) <= MAX_CHANGES and sum(map(size_of, changes)) <= MAX_BYTES:
+        if fits(changes):
             await self._send(changes)
             return
         name = f"{INTENTS}{uuid.uuid4().hex}"
-        staged = [
-            Change(f"{name}/{number:06d}", _packed(piece))
-            for number, piece in enumerate(pieces(list(changes), MAX_CHANGES, _PIECE_BYTES))
-        ]
+        patches = [change for change in changes if change.patch]
+        others = [change for change in changes if not change.patch]
+        values = [_packed(piece) for piece in pieces(others, MAX_CHANGES, _PIECE_BYTES)]
+        values += mass.packed(patches, _PIECE_BYTES)
+        staged = [Change(f"{name}/{number:06d}", value) for number, value in enumerate(values)]
         for change in staged:
             await self._send([change])
         await self._send([Change(name, codec.text({"pieces": len(staged)}))])
-        await self._carry_out(name, [change.key for change in staged])
+        await self._carry_out(
+            name, [change.key for change in staged], {change.key: change for change in patches}
+        )
 
     async def recover(self) -> None:
         """Carry out the intents of the leader before, and remove what it had not decided yet."""
@@ -128,16 +134,41 @@ class FencedWriter:
         if keys:
             _log.info("intents found", carried_out=len(decided), dropped=len(orphans))
 
-    async def _carry_out(self, name: str, keys: list[str]) -> None:
+    async def _carry_out(
+        self, name: str, keys: list[str], rows: Mapping[str, Change] | None = None
+    ) -> None:
+        """``rows``: the patched rows as a whole, for the leader that has made the decision."""
         for key in keys:
             found = await self._client.get(key)
             if found is None:
                 raise NotLeaderError(f"{key}: a piece of a decision is gone")
             self.revisions[key] = found.mod_revision
+            if mass.is_patches(found.value):
+                patches = mass.unpacked(found.value, key)
+                for first in range(0, len(patches), MAX_CHANGES):
+                    some = patches[first : first + MAX_CHANGES]
+                    await self._send(await self._patched(some, rows or {}))
+                await self._send([], guards=[key])
+                continue
             # The piece goes with its changes, so it is carried out once. Their own keys are not
             # compared: they may have been changed by the leader that wrote the piece.
             await self._send(_unpacked(found.value), guards=[key])
         await self._send([Change(name)])
+
+    async def _patched(
+        self, patches: Sequence[tuple[str, dict[str, Any]]], rows: Mapping[str, Change]
+    ) -> list[Change]:
+        """The whole rows: those given, else the stored ones with the patches applied.
+
+        Applied again, a patch changes nothing.
+        """
+        found = [rows[key] for key, _ in patches if key in rows]
+        for key, patch in patches:
+            if key not in rows and (item := await self._client.get(key)) is not None:
+                self.adopt([item])
+                values = {**codec.parse(item.value, key), **patch}
+                found.append(Change(key, codec.text(values)))
+        return found
 
     async def _send(self, changes: Sequence[Change], guards: Sequence[str] = ()) -> None:
         """One transaction. With ``guards``, these keys are compared and removed, and no others."""
@@ -191,6 +222,19 @@ class FencedWriter:
 
     def _expect(self, key: str) -> ModRevisionEquals:
         return ModRevisionEquals(key, self.revisions.get(key, 0))
+
+
+def fits(changes: Sequence[Change]) -> bool:
+    """Whether the changes are one transaction."""
+    return len(changes) <= MAX_CHANGES and sum(map(size_of, changes)) <= MAX_BYTES
+
+
+def version_of(changes: Sequence[Change]) -> int:
+    """The schema version that carries the changes out, should the next leader have to."""
+    if fits(changes):
+        return codec.BASIC_VERSION
+    patched = any(change.patch for change in changes)
+    return codec.SCHEMA_VERSION if patched else codec.PARTS_VERSION
 
 
 def _operation(change: Change) -> Operation:

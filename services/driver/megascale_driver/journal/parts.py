@@ -2,9 +2,10 @@
 
 A job on ten thousand nodes has a placement, faults and spares of megabytes. Fields of many items
 leave the value: their items are stored in chunks that are named by their content and written once,
-before the transaction that names them in the value's ``parts``. So a decision writes what is new in
-it, and a list that only grows rewrites its last chunk alone. A chunk that no value names is garbage
-and harms nobody.
+before the transaction that names them in the value's ``parts``. Items of a mass event that differ
+in little become one record (:mod:`megascale_driver.journal.coalesced`). So a decision writes what
+is new in it, and a list that only grows rewrites its last chunk alone. A chunk that no value names
+is garbage and harms nobody.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import dataclasses
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.journal import codec
+from megascale_driver.journal import coalesced, codec
 
 INLINE_ITEMS = 8  # fields of fewer items stay
 INLINE_BYTES = 2048  # and so do those whose JSON is not larger
 CHUNK_BYTES = 128 << 10  # a chunk is closed once it is as large; its last item may exceed this
+SLICE_ITEMS = 8192  # of a large field at most so many become one record
+COALESCED_BYTES = 64 << 10  # if their JSON is larger than this,
+MAX_RECORD_BYTES = 600 << 10  # and the record is not: it has to fit a transaction
+_LIST = b"["
 PARTS = "parts"  # the key beside a value's fields
 
 
@@ -31,6 +36,13 @@ class Encoded:
 
     values: dict[str, Any]
     chunks: dict[str, bytes]
+
+    @property
+    def version(self) -> int:
+        """The schema version that reads it."""
+        if any(not data.startswith(_LIST) for data in self.chunks.values()):
+            return codec.SCHEMA_VERSION
+        return codec.PARTS_VERSION if self.chunks else codec.BASIC_VERSION
 
     @property
     def keys(self) -> frozenset[str]:
@@ -45,8 +57,14 @@ class _Known:
     value: Any
     items: list[bytes]
     inline: Any
-    keys: list[str]
-    chunks: dict[str, bytes]
+    # The chunks of each slice of SLICE_ITEMS items.
+    slices: list[dict[str, bytes]]
+    keys: list[str] = field(init=False)
+    chunks: dict[str, bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chunks = {key: data for chunks in self.slices for key, data in chunks.items()}
+        self.keys = list(self.chunks)
 
 
 class PartEncoder:
@@ -104,12 +122,19 @@ class PartEncoder:
         before = self._known.get((owner, where))
         if before is not None and before.value is value and _all_in(before.keys, folder):
             return before
-        items = _items(value, before)
+        kept = _kept(value, before)
+        items = _items(value, before, kept)
         if sum(map(len, items)) <= INLINE_BYTES:
-            found = _Known(value, items, codec.plain(value), [], {})
+            found = _Known(value, items, codec.plain(value), [])
         else:
-            chunks = dict(_chunks(folder, items))
-            found = _Known(value, items, None, list(chunks), chunks)
+            # Slices that are full and have not changed are those from before.
+            same = kept // SLICE_ITEMS if before is not None and _all_in(before.keys, folder) else 0
+            slices = before.slices[:same] if before is not None else []
+            names = _names(value)
+            for first in range(len(slices) * SLICE_ITEMS, len(items), SLICE_ITEMS):
+                end = first + SLICE_ITEMS
+                slices.append(dict(_chunks(folder, items[first:end], names[first:end])))
+            found = _Known(value, items, None, slices)
         self._known[owner, where] = found
         return found
 
@@ -127,7 +152,10 @@ def joined(values: dict[str, Any], chunks: Mapping[str, bytes]) -> dict[str, Any
             data = chunks.get(key)
             if data is None or not key.endswith(_digest(data)):
                 raise CodecError(f"{path}: the part {key} is {'damaged' if data else 'missing'}")
-            items += codec.parse_list(data, key)
+            if data.startswith(_LIST):
+                items += codec.parse_list(data, key)
+            else:
+                items += coalesced.unpacked(codec.parse(data, key), key)
         *parents, name = path.split(".")
         place = values
         for parent in parents:
@@ -146,20 +174,36 @@ def _is_pairs(items: list[Any]) -> bool:
     return isinstance(items[0], dict) and set(items[0]) == {"pair"}
 
 
-def _items(value: Any, before: _Known | None) -> list[bytes]:
+def _kept(value: Any, before: _Known | None) -> int:
+    """How many items at the front of a list are those from before; values of the core stay."""
+    if before is None or not (isinstance(value, tuple) and isinstance(before.value, tuple)):
+        return 0
+    length = min(len(before.value), len(value))
+    same = list(map(operator.is_, before.value[:length], value[:length]))
+    return same.index(False) if False in same else length
+
+
+def _items(value: Any, before: _Known | None, kept: int) -> list[bytes]:
     if isinstance(value, Mapping):
         return [codec.text({"pair": [str(k), codec.plain(value[k])]}) for k in sorted(value)]
-    # Of a list that has grown only the new items are encoded: values of the core never change.
-    kept = 0
-    if before is not None and isinstance(before.value, tuple):
-        length = min(len(before.value), len(value))
-        same = list(map(operator.is_, before.value[:length], value[:length]))
-        kept = same.index(False) if False in same else length
+    # Of a list that has grown only the new items are encoded.
     head = before.items[:kept] if before is not None else []
     return head + [codec.text(codec.plain(item)) for item in value[kept:]]
 
 
-def _chunks(folder: str, items: list[bytes]) -> Iterator[tuple[str, bytes]]:
+def _names(value: Any) -> list[str]:
+    """Of each item the node that it is about, "" if it is about none."""
+    if isinstance(value, Mapping):
+        return [str(key) for key in sorted(value)]
+    return [item if isinstance(item, str) else getattr(item, "node", "") for item in value]
+
+
+def _chunks(folder: str, items: list[bytes], names: list[str]) -> Iterator[tuple[str, bytes]]:
+    if sum(map(len, items)) > COALESCED_BYTES:
+        record = coalesced.packed([item.decode() for item in items], names)
+        if record is not None and len(data := codec.text(record)) <= MAX_RECORD_BYTES:
+            yield folder + _digest(data), data
+            return
     chunk: list[bytes] = []
     size_bytes = 0
     for item in items:

@@ -28,6 +28,7 @@ from megascale_driver.core.state import (
     Job,
     Node,
     Request,
+    Tenant,
 )
 from megascale_driver.journal import codec, ranges, records
 from megascale_driver.journal.parts import PARTS, joined, named
@@ -77,13 +78,19 @@ class Reader:
             name: request for name, value in (await self._table("requests/")).items()
             if (request := self._row(f"requests/{name}", Request, value)) is not None
         }  # fmt: skip
+        tenants = {
+            name: tenant for name, value in (await self._table("tenants/")).items()
+            if (tenant := self._row(f"tenants/{name}", Tenant, value)) is not None
+        }  # fmt: skip
         breaker = await self._breaker({f"parts/{name}": value for name, value in chunks.items()})
         jobs = await self._jobs(await self._table(INDEX))
         await self._log_from("", last_record - CLUSTER_LINES, last_record + records.BLOCK_LINES)
         lines = sorted(self._lines, key=lambda item: (item[0], item[1].log, item[1].seq))
         last = max((line.seq for _, line in lines if not line.log), default=0)
         unreadable = dict(sorted(self._unreadable.items()))
-        cluster = Cluster(nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable)
+        cluster = Cluster(
+            nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable, tenants=tenants
+        )
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)
 

@@ -2,8 +2,8 @@
 
 The lines of one decision are few, as a rule: each has a key of its own, the form of all builds. A
 mass event (a switch, all nodes) has thousands that differ in little: they become blocks, each with
-what its lines have in common once. Lines keep their numbers either way, and a block lies under the
-key of its first line.
+what its lines have in common once (:mod:`megascale_driver.journal.coalesced`, if they are long).
+Lines keep their numbers either way, and a block lies under the key of its first line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from megascale_common.service.errors import CodecError
 from megascale_driver.core.events import Audit
-from megascale_driver.journal import codec
+from megascale_driver.journal import coalesced, codec
 
 PLAIN_LINES = 24  # of one decision in one log; more become blocks
 BLOCK_BYTES = 64 << 10  # a block is closed once its lines are as large
@@ -44,16 +44,16 @@ def number(record_key: str) -> int:
     return int(text)
 
 
-def records(lines: Iterable[Audit]) -> Iterator[tuple[str, bytes, bool]]:
-    """(key, value, whether it is a block) of the lines of one decision, in order."""
+def records(lines: Iterable[Audit]) -> Iterator[tuple[str, bytes, int]]:
+    """(key, value, the version of its form) of the lines of one decision, in order."""
     for log, found in groupby(sorted(lines, key=_place), key=lambda line: line.log):
         group = list(found)
         if len(group) <= PLAIN_LINES:
             for line in group:
-                yield key(log, line.seq), codec.dump(line), False
+                yield key(log, line.seq), codec.dump(line), codec.BASIC_VERSION
         else:
-            for block in _blocks(group):
-                yield key(log, block[0]["seq"]), _packed(block), True
+            for first in range(0, len(group), BLOCK_LINES):
+                yield from _of_many(group[first : first + BLOCK_LINES])
 
 
 def lines_of(value: bytes, where: str) -> list[Audit]:
@@ -63,6 +63,8 @@ def lines_of(value: bytes, where: str) -> list[Audit]:
         CodecError: it cannot be read.
     """
     values = codec.parse(value, where)
+    if coalesced.SHAPES in values:
+        return [codec.build(Audit, line) for line in coalesced.unpacked(values, where)]
     if "lines" not in values:
         return [codec.build(Audit, values)]
     common, own = values.get("common", {}), values["lines"]
@@ -73,6 +75,23 @@ def lines_of(value: bytes, where: str) -> list[Audit]:
 
 def _place(line: Audit) -> tuple[str, int]:
     return line.log, line.seq
+
+
+def _of_many(lines: list[Audit]) -> Iterator[tuple[str, bytes, int]]:
+    """The records of up to BLOCK_LINES lines: one, if they are long and differ in little."""
+    texts = [codec.dump(line).decode() for line in lines]
+    if sum(map(len, texts)) > BLOCK_BYTES:
+        nodes = [_node_of(line) for line in lines]
+        if (record := coalesced.packed(texts, nodes)) is not None:
+            yield key(lines[0].log, lines[0].seq), codec.text(record), codec.SCHEMA_VERSION
+            return
+    for block in _blocks(lines):
+        yield key(lines[0].log, block[0]["seq"]), _packed(block), codec.PARTS_VERSION
+
+
+def _node_of(line: Audit) -> str:
+    kind, _, name = line.subject.partition("/")
+    return name if kind == "nodes" else ""
 
 
 def _blocks(lines: list[Audit]) -> Iterator[list[dict[str, Any]]]:

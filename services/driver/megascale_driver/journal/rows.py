@@ -1,7 +1,7 @@
 """Which keys change between two states of the cluster, and to what.
 
 Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
-``nodes/{n}``, ``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``,
+``nodes/{n}``, ``tenants/{t}``, ``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``,
 ``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``, ``index/{j}`` (the names of all jobs, found
 without going through their logs); large fields of a head or an attempt lie in
 chunks under ``jobs/{j}/attempts/{n}/placement/`` and ``jobs/{j}/parts/``, those of the breaker
@@ -23,6 +23,7 @@ from megascale_driver.journal import codec, records
 from megascale_driver.journal.parts import PARTS, PartEncoder
 
 INDEX = "index/"
+JOBS = "jobs/"
 TXN_ID = "txn"  # earlier builds wrote the id of the transaction into every value
 
 
@@ -31,12 +32,14 @@ class Change:
     """A new value for a key; without one the key goes.
 
     With ``prefix`` everything goes that begins with it, with ``end`` all from it to before that.
+    ``patch`` are the fields in which the value differs from the stored one, if that is known.
     """
 
     key: str
     value: bytes | None = None
     prefix: bool = False
     end: str = ""
+    patch: bytes = b""
 
 
 @dataclass(slots=True)
@@ -78,21 +81,29 @@ class Rows:
     def between(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> Batch:
         """All that differs, log lines first."""
         batch = Batch()
-        for key, value, block in records.records(audit):
+        for key, value, version in records.records(audit):
             batch.changes.append(Change(key, value))
-            if block:
-                batch.version = codec.SCHEMA_VERSION
+            batch.version = max(batch.version, version)
         for name in changed_keys(old.jobs, new.jobs):
             if (job := new.jobs.get(name)) is not None:
                 self._job(batch, old.jobs.get(name), job)
             else:
                 self._remove_job(batch, name)
+        for key in old.unreadable.keys() - new.unreadable.keys():
+            if key.startswith(JOBS):
+                self._remove_job(batch, key.removeprefix(JOBS))
         for name in changed_keys(old.nodes, new.nodes):
             if (node := new.nodes.get(name)) is None:
                 batch.changes.append(Change(f"nodes/{name}"))
                 self._forget(f"nodes/{name}")
             elif differs(old.nodes.get(name), node):
-                self._put(batch, f"nodes/{name}", node, lambda _: "parts/")
+                self._put(batch, f"nodes/{name}", node, lambda _: "parts/", old.nodes.get(name))
+        for name in changed_keys(old.tenants, new.tenants):
+            if (tenant := new.tenants.get(name)) is None:
+                batch.changes.append(Change(f"tenants/{name}"))
+                self._forget(f"tenants/{name}")
+            else:
+                self._put(batch, f"tenants/{name}", tenant, lambda _: "parts/")
         if differs(old.breaker, new.breaker):
             self._put(batch, "breaker", new.breaker, lambda _: "parts/")
         for name in changed_keys(old.requests, new.requests):
@@ -123,13 +134,26 @@ class Rows:
         if differs(before, job):
             self._put(batch, f"jobs/{name}/head", job, chunk_folder(name, job.attempt))
 
-    def _put(self, batch: Batch, key: str, value: Any, folder_of: Callable[[str], str]) -> None:
+    def _put(
+        self,
+        batch: Batch,
+        key: str,
+        value: Any,
+        folder_of: Callable[[str], str],
+        before: Any = None,
+    ) -> None:
+        """``before``: the value as stored, of one without parts; the change has a patch then."""
         encoded = self._parts.encode(key, folder_of, value)
         row = {**self._foreign.get(key, {}), **encoded.values}
-        batch.changes.append(Change(key, codec.text(row)))
+        patch = b""
+        if before is not None and not encoded.keys and key not in self._named:
+            stored = codec.plain(before)
+            changed = {name: item for name, item in row.items() if item != stored.get(name)}
+            patch = codec.text({name: changed[name] for name in changed if name in encoded.values})
+        batch.changes.append(Change(key, codec.text(row), patch=patch))
         batch.chunks.update(encoded.chunks)
         if encoded.keys:
-            batch.version = codec.SCHEMA_VERSION
+            batch.version = max(batch.version, encoded.version)
             self._named[key] = encoded.keys
         else:
             self._named.pop(key, None)

@@ -14,7 +14,7 @@ from megascale_common.etcd.protocol import Etcd
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster
 from megascale_driver.journal import codec, ranges, records
-from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES, FencedWriter
+from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES, FencedWriter, version_of
 from megascale_driver.journal.reading import Loaded, Reader, read_meta
 from megascale_driver.journal.rows import INDEX, Change, Rows, pieces
 
@@ -99,14 +99,12 @@ class Store:
         batch = self._rows.between(old, new, audit)
         if not batch.changes:
             return False
-        if batch.version > self._version:
-            await self._write_meta(batch.version)
         fresh = {key: value for key, value in batch.chunks.items() if key not in self._chunks}
         self._chunks.update(fresh)
-        await self._writer.write(
-            [*batch.changes, *self._garbage(batch.changes)],
-            [Change(key, value) for key, value in fresh.items()],
-        )
+        changes = [*batch.changes, *self._garbage(batch.changes)]
+        if (version := max(batch.version, version_of(changes))) > self._version:
+            await self._write_meta(version)
+        await self._writer.write(changes, [Change(key, value) for key, value in fresh.items()])
         return True
 
     def _garbage(self, changes: list[Change]) -> list[Change]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobProblem
+from megascale_common.sizes.spare_count import wanted_spares
 from megascale_driver.placement.gang import Candidate, place
 
 
@@ -69,12 +70,14 @@ def warnings(config: JobConfig, known: Sequence[Capacity]) -> list[str]:
     found = []
     if lack := _lack(config, [each.node for each in known]):
         found.append(f"the job will wait: {lack}")
-    spares = config.recovery.spare_nodes
-    left = max(len(known) - _fewest(config, known), 0)
+    nodes = _fewest(config, known)
+    spares = wanted_spares(config, nodes, max((each.devices for each in known), default=1))
+    left = max(len(known) - nodes, 0)
     if spares > left:
+        auto = config.recovery.spares == "auto"
+        what = f"spares: auto asks for {spares}" if auto else f"spare_nodes: {spares} are asked for"
         found.append(
-            f"recovery.spare_nodes: {spares} are asked for, and of {_nodes(len(known))} known so "
-            f"far {left} can be spared"
+            f"recovery.{what}, and of {_nodes(len(known))} known so far {left} can be spared"
         )
     return found
 

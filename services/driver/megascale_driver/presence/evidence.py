@@ -9,7 +9,7 @@ converted to values of the core.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from google.protobuf.message import Message
 
@@ -28,8 +28,11 @@ class Evidence(NamedTuple):
     counted: tuple[tuple[str, Hashable], ...]
 
 
-def of(beat: link_pb2.Heartbeat) -> Evidence:
-    """The evidence of a heartbeat."""
+UNREAD: Final = object()  # slow evidence that nobody asked for
+
+
+def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
+    """The evidence of a heartbeat; without ``slow_due`` its slow part may be left UNREAD."""
     prompt: list[Hashable] = [
         beat.desired_version,
         beat.epoch_seen.create_revision,
@@ -51,26 +54,31 @@ def of(beat: link_pb2.Heartbeat) -> Evidence:
         prompt.append(_bytes(beat.checks))
     if beat.traces:
         prompt.append(_bytes(beat.traces))
+    if beat.HasField("leave_failure"):
+        prompt.append(beat.leave_failure.SerializeToString())
     if beat.HasField("checkpoint_daemon"):
         prompt.append(beat.checkpoint_daemon.SerializeToString())
     slow: list[Hashable] = []
     shared: list[Hashable] = []
     counted: list[tuple[str, Hashable]] = []
+    at_work = beat.phase in _AT_WORK
     for item in beat.checkpoints:
-        _checkpoints(item, prompt, slow, shared)
+        _checkpoints(item, prompt, shared)
+        if slow_due or not at_work:
+            _slow(item, slow)
         if item.skipped_step:
             counted.append((item.job, (item.skipped_by_attempt, item.skipped_step)))
-    if beat.phase not in _AT_WORK:
+    if not at_work:
         # Between attempts what lies in memory decides where the next one restores from.
         prompt += slow
         slow = []
-    return Evidence(tuple(prompt), tuple(slow), tuple(shared), tuple(counted))
+    read = UNREAD if at_work and not slow_due else tuple(slow)
+    return Evidence(tuple(prompt), read, tuple(shared), tuple(counted))
 
 
 def _checkpoints(
     item: link_pb2.CheckpointProgress,
     prompt: list[Hashable],
-    slow: list[Hashable],
     shared: list[Hashable],
 ) -> None:
     job = item.job
@@ -81,12 +89,15 @@ def _checkpoints(
         prompt.append(item.replica_failure.SerializeToString())
     if item.damaged:
         prompt.append(_bytes(item.damaged))
+    if item.committed_step:
+        shared.append((job, "committed", item.committed_step, item.committed_by_attempt))
+
+
+def _slow(item: link_pb2.CheckpointProgress, slow: list[Hashable]) -> None:
     if item.sealed:
         slow.append(_bytes(item.sealed))
     if item.replicas:
         slow.append(_bytes(item.replicas))
-    if item.committed_step:
-        shared.append((job, "committed", item.committed_step, item.committed_by_attempt))
 
 
 def _bytes(messages: Iterable[Message]) -> bytes:

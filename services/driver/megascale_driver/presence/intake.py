@@ -53,7 +53,8 @@ class Intake:
                 _nanoseconds(beat.ack_received_at),
             )
         clock.acknowledged(_nanoseconds(beat.sent_at), int(now_s * 1e9))
-        return self.lane.beat(now_s, seat.node, *evidence.of(beat))
+        slow_due = self.lane.slow_due(now_s, seat.node)
+        return self.lane.beat(now_s, seat.node, *evidence.of(beat, slow_due))
 
     def report(self, seat: Seat, epoch: types_pb2.Epoch, now_s: float) -> NodeReport | None:
         """The event of the newest heartbeat; None before the first.

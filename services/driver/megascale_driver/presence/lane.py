@@ -25,11 +25,13 @@ from dataclasses import dataclass
 from megascale_driver.core.events import Silence
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Liveness, Node
+from megascale_driver.presence.evidence import UNREAD
 
 RECHECK_S = 1.0
+FORGOTTEN_S = 3600.0
 # Evidence that only a restart needs (what lies in the memory of the nodes) enters the core at most
 # so often per second, over all nodes. Each node gets the same share.
-SLOW_PER_S = 50.0
+SLOW_PER_S = 20.0
 MAX_SHARED = 10_000  # facts remembered; a forgotten one only enters the core again
 
 
@@ -76,6 +78,8 @@ class Lane:
         """A term starts with these nodes stored: each has its full time to be heard.
 
         The core of the new term has no evidence of any node, so the next heartbeat of each counts.
+        Which incarnation a node is may have changed in the term of another driver: it is the one
+        that is stored, until its link says otherwise.
         """
         self._shared.clear()
         for name in nodes:
@@ -83,7 +87,7 @@ class Lane:
         for name, found in self._nodes.items():
             found.last_beat_s, found.silent = max(found.last_beat_s, now_s), False
             found.evidence = found.slow = None
-            found.assumed = False
+            found.assumed, found.incarnation = False, ""
             self._schedule(name, found, now_s)
 
     def opened(self, now_s: float, node: str, incarnation: str) -> None:
@@ -120,15 +124,17 @@ class Lane:
 
         Args:
             evidence: what decides at once; compared with that of the newest heartbeat seen.
-            slow: what only a restart needs; a change of it counts once per node in a while.
+            slow: what only a restart needs; a change of it counts once per node in a while, and it
+                may be UNREAD in between (:meth:`slow_due`).
             shared: facts that all nodes of a job report; only the first report of each is news.
             counted: (job, fact) of facts that all its nodes report and count: only those of one
                 node of the job are news, because each node's counter is its own.
         """
         found = self._nodes[node]
         found.last_beat_s = now_s
+        changed = slow is not UNREAD and found.slow != slow
         progress = self._first(node, shared, counted) or (
-            found.slow != slow and now_s - found.slow_at_s >= self._linked / SLOW_PER_S
+            changed and now_s - found.slow_at_s >= self._linked / SLOW_PER_S
         )
         decides = found.silent or found.evidence != evidence
         if not (decides or progress):
@@ -137,9 +143,13 @@ class Lane:
             found.silent = False
             self._schedule(node, found, now_s)
         found.evidence = evidence
-        if found.slow != slow:
+        if changed:
             found.slow, found.slow_at_s = slow, now_s
         return News.DECIDES if decides else News.PROGRESS
+
+    def slow_due(self, now_s: float, node: str) -> bool:
+        """Whether a change of what only a restart needs would be news of the node now."""
+        return now_s - self._nodes[node].slow_at_s >= self._linked / SLOW_PER_S
 
     def alive(self, now_s: float, node: str) -> News:
         """The node was heard, with the evidence of its heartbeat before."""
@@ -176,12 +186,15 @@ class Lane:
                 continue
             if node is not None and node.liveness is Liveness.DEAD:
                 found.silent = True  # its next heartbeat is news
+                found.due_s = now_s + FORGOTTEN_S  # the core may have forgotten it by then
+                heapq.heappush(self._heap, (found.due_s, name))
                 continue
             if now_s - found.last_beat_s >= self._limits[0]:
                 found.silent = True
                 silences.append(Silence(name, found.incarnation, found.last_beat_s))
             self._schedule(name, found, now_s)
-        return tuple(silences)
+        # Entries are lazy, so the order of the heap is that of older heartbeats.
+        return tuple(sorted(silences, key=lambda item: (item.last_beat_s, item.node)))
 
     def next_deadline_s(self) -> float:
         """When :meth:`due` may next return a node, if none is heard before; inf for never."""

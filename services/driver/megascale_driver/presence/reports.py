@@ -65,6 +65,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         daemon_restarts=beat.checkpoint_daemon.restarts,
         daemon_exit_status=beat.checkpoint_daemon.exit_status,
         replica_endpoint=beat.checkpoint_daemon.replica_endpoint[:MAX_LABEL],
+        leave_failed=(beat.leave_failure.id[:MAX_LABEL], beat.leave_failure.error[:MAX_TEXT]),
     )  # fmt: skip
 
 

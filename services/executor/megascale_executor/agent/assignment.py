@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
-from megascale_common.job.rank_layout import RankLayout
+from megascale_common.job.rank_layout import readers_of
 from megascale_common.job.wire import restore
 from megascale_common.node import framing
+from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import Assignment
 from megascale_common.service.errors import AssignmentError
 from megascale_executor.agent.config import AgentConfig
-from megascale_executor.agent.folders import AttemptFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,6 @@ def check_assignment(
         )
 
 
-def readers_of(ranks: Sequence[int], layout: RankLayout) -> dict[int, tuple[int, int]]:
-    """(reader, readers) of each rank: its index among the node's ranks of its dp coordinate."""
-    by_dp: dict[int, list[int]] = {}
-    for rank in ranks:
-        by_dp.setdefault(layout.coordinates(rank).dp, []).append(rank)
-    return {
-        rank: (index, len(group)) for group in by_dp.values() for index, rank in enumerate(group)
-    }
-
-
 def worker_assignments(
     assignment: link_pb2.AttemptAssignment,
     config: JobConfig,
@@ -106,6 +96,7 @@ def worker_assignments(
             "rank_table": assignment.rank_table_digest,
             "rank": rank,
             "local_rank": local_rank,
+            "local_ranks": len(ranks),
             "device_kind": agent.device_kind,
             "device_index": device,
             "config": values,

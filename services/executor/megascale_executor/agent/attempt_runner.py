@@ -19,22 +19,22 @@ from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire.spec import from_accepted_proto
+from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs
 from megascale_common.service.errors import AssignmentError, TemplateError
-from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders
+from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders, job_code
 from megascale_executor.agent.assignment import Sockets, check_assignment, worker_assignments
 from megascale_executor.agent.attempt import AttemptAction, AttemptState
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.diagnosis import Diagnosis
-from megascale_executor.agent.folders import AttemptFolder
 from megascale_executor.agent.leave_orders import LeaveOrders
 from megascale_executor.agent.profiles import Profiles, part_of
 from megascale_executor.agent.rank_logs import LogScanner
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
-from megascale_executor.agent.tensorboard import EventFile
 from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import failures
@@ -81,7 +81,7 @@ class AttemptRunner:
         self._loader: asyncio.subprocess.Process | None = None
         self._loader_watch: asyncio.Task[None] | None = None
         self._job: JobConfig | None = None
-        self._events_file: EventFile | None = None
+        self._code = job_code.INSTALLED
 
     @property
     def workers(self) -> list[Worker]:
@@ -183,7 +183,8 @@ class AttemptRunner:
         check_assignment(assignment, config, self._config.node, self._devices)
         self._job = config
         self.folder.path.mkdir(parents=True, exist_ok=True)
-        template = await self._templates.ready()
+        self._code = await job_code.find(config.code)
+        template = await self._templates.ready_for(self._code)
         findings = await self._checks.run(
             config, list(assignment.ranks), list(assignment.devices), template
         )
@@ -214,9 +215,7 @@ class AttemptRunner:
         )
         assignments = worker_assignments(assignment, self._job, self._config, folder, sockets)
         await self._start_loader(self._job, folder, sockets.loader)
-        if self._job.telemetry.tensorboard and 0 in assignment.ranks:
-            self._events_file = EventFile(folder.tensorboard)
-        template = await self._templates.ready()
+        template = await self._templates.ready_for(self._code)
         events = WorkerEvents(
             all_running=self._on_running,
             all_finished=self._on_finished,
@@ -224,6 +223,7 @@ class AttemptRunner:
             failed=self._on_failed,
             exited=self._changed,
             profiled=self.profiles.take,
+            not_left=self._on_not_left,
         )
         self._workers = WorkerSet(template, events)
         self.scanner.watch({message["rank"]: log for message, log in assignments})
@@ -238,7 +238,9 @@ class AttemptRunner:
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "megascale_trainer.data.loader"]
         command += ["--socket", str(path), "--config", str(folder.config)]
-        self._loader = await child_processes.spawn(command, folder.loader_log)
+        self._loader = await child_processes.spawn(
+            command, folder.loader_log, environment=self._code.environment
+        )
         self._loader_watch = asyncio.create_task(
             self._watch_loader(self._loader, folder.loader_log)
         )
@@ -257,8 +259,6 @@ class AttemptRunner:
 
     def _on_step(self, record: dict[str, Any]) -> None:
         self._reports.add(self.state.key.job, record)
-        if self._events_file is not None:
-            self._events_file.add(record)
 
     def _on_running(self) -> None:
         self.state.running()
@@ -278,6 +278,10 @@ class AttemptRunner:
         self.state.finished(next((w.not_saved for w in self.workers if w.not_saved), ""), step)
         self._wake_and_report()
 
+    def _on_not_left(self, message: NotLeft) -> None:
+        self.leave.failed_by(message)
+        self._changed()
+
     def _on_failed(self, reason: str) -> None:
         self.state.fail(reason)
         self._wake_and_report()
@@ -296,9 +300,6 @@ class AttemptRunner:
             )
             await asyncio.sleep(_STOP_RETRY_S)
         self._workers, self._job = None, None
-        if self._events_file is not None:
-            self._events_file.close()
-            self._events_file = None
         self.scanner.watch({})
         self.profiles.forget(self.folder.path)
         self.leave.forget()

@@ -1,26 +1,36 @@
 """Diagnostics on request, on a node without an attempt: all that need no job, or those named.
 
-No result of an earlier attempt is used, and nothing found here counts for later ones. An attempt
-that arrives meanwhile has precedence: the diagnosis is cancelled.
+Or those that nodes run together, when the driver searches among them for a faulty one. No result of
+an earlier attempt is used, and nothing found here counts for later ones. An attempt that arrives
+meanwhile has precedence: the diagnosis is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megascale_common.service.errors import PreemptedError, TemplateError
 from megascale_executor.agent.asyncio_tasks import once
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
-from megascale_executor.agent.rank_probe import probe
+from megascale_executor.agent.rank_probe import Meeting, probe, probe_at
 from megascale_executor.agent.template_keeper import TemplateKeeper
 from megascale_executor.diagnostics.devices import DeviceFacts
-from megascale_executor.diagnostics.diagnostic import NodeView
+from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.rank_checks import ALL_REDUCE, COMPUTE
 from megascale_executor.diagnostics.registry import Registry
 from megascale_executor.diagnostics.runner import run_diagnostics
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPart:
+    """This node's part in the check of a group of nodes: its devices, and where all ranks meet."""
+
+    devices: tuple[int, ...]
+    meeting: Meeting
 
 
 class Diagnosis:
@@ -47,13 +57,32 @@ class Diagnosis:
             PreemptedError: an attempt arrived.
         """
         wanted = self._registry.on_demand(names)
+        return await self._run(wanted, self._devices, self._probe)
+
+    async def run_with_nodes(self, part: GroupPart) -> list[Finding]:
+        """Findings of this node's part in the check of a group.
+
+        Raises:
+            PreemptedError: an attempt arrived.
+        """
+        devices = [each for each in self._devices if each.index in part.devices]
+        return await self._run(
+            self._registry.with_nodes(), devices, lambda: self._probe_at(part.meeting, devices)
+        )
+
+    async def _run(
+        self,
+        wanted: Sequence[Diagnostic],
+        devices: Sequence[DeviceFacts],
+        probe_ranks: Callable[[], Awaitable[list[Finding]]],
+    ) -> list[Finding]:
         async with self._turn:
             node = NodeView(
-                devices=self._devices,
+                devices=devices,
                 folder=self._node_folder,
                 daemon_endpoint=self._daemon.serving_endpoint,
                 holds_slots=self._daemon.holds_slots,
-                probe_ranks=once(self._probe),
+                probe_ranks=once(probe_ranks),
             )
             running = self._running = asyncio.ensure_future(run_diagnostics(wanted, node))
             try:
@@ -79,3 +108,11 @@ class Diagnosis:
             return await probe(self._devices, template, self._node_folder / "self-check.log")
         except (TemplateError, OSError) as error:
             return [Finding(name, "node", "FAIL", str(error)) for name in (COMPUTE, ALL_REDUCE)]
+
+    async def _probe_at(self, meeting: Meeting, devices: Sequence[DeviceFacts]) -> list[Finding]:
+        try:
+            template = await self._templates.ready()
+            log_path = self._node_folder / "self-check.log"
+            return await probe_at(meeting, devices, template, log_path)
+        except (TemplateError, OSError) as error:
+            return [Finding(ALL_REDUCE, "node", "FAIL", str(error))]

@@ -80,6 +80,10 @@ def build_heartbeat(
         host=host_counters(),
         traces=runner.profiles.reports,
     )
+    order, problem = runner.leave.failed
+    if order:
+        beat.leave_failure.id = order
+        beat.leave_failure.error = encodable(problem[:MAX_ERROR_CHARS])
     beat.sent_at.GetCurrentTime()
     return beat
 

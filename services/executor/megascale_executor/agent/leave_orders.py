@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from megascale_common.node import framing
-from megascale_common.node.messages import Leave, Stay
+from megascale_common.node.messages import Leave, NotLeft, Stay
 from megascale_common.service import logs
 from megascale_executor.agent.workers import Worker
 
@@ -18,6 +18,14 @@ class LeaveOrders:
 
     def __init__(self) -> None:
         self._id = ""
+        # The newest order that a worker could not carry out, and why; ("", "") without one.
+        self.failed = ("", "")
+
+    def failed_by(self, message: NotLeft) -> None:
+        """A worker could not save. The first of the node that says so is reported."""
+        if message["id"] != self.failed[0]:
+            self.failed = (message["id"], message["problem"])
+            _log.warning("order to save failed", id=message["id"], reason=message["problem"])
 
     def want(self, order: str, workers: Sequence[Worker]) -> None:
         """The workers are to have this order; "": none."""
@@ -33,4 +41,4 @@ class LeaveOrders:
 
     def forget(self) -> None:
         """The attempt has ended."""
-        self._id = ""
+        self._id, self.failed = "", ("", "")

@@ -12,6 +12,7 @@ from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
 from megascale_common.node import host
 from megascale_common.node.files import replace_file
 from megascale_common.node.incarnation import boot_id, new_incarnation
+from megascale_common.node.socket_folder import create_socket_folder
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
@@ -22,6 +23,7 @@ from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
+from megascale_executor.agent.group_checks import GroupChecks
 from megascale_executor.agent.heartbeat import build_heartbeat, build_hello
 from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
 from megascale_executor.agent.metrics import AgentMetrics
@@ -71,7 +73,7 @@ class NodeAgent:
                 f"--run-folder: {config.node_folder} cannot be used ({error.strerror or error}): "
                 "give a folder that you may write to"
             ) from None
-        self._sockets = folders.create_socket_folder(config.cluster, config.node, self._incarnation)
+        self._sockets = create_socket_folder(config.cluster, config.node, self._incarnation)
         self._reports = StepReports()
         self._daemon = CheckpointDaemon(
             config,
@@ -117,6 +119,12 @@ class NodeAgent:
             self._is_active,
             self._holder,
             self.runner.diagnosis.run,
+            GroupChecks(
+                self._incarnation,
+                config.host,
+                [device.index for device in self._devices],
+                self.runner.diagnosis.run_with_nodes,
+            ),
         )
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, self._server.server)
         self._endpoint = await self._server.start(f"{config.host}:0", [SERVICE_NAME])

@@ -1,6 +1,7 @@
-"""The probe behind the checks ``compute`` and ``all_reduce``.
+"""The probe behind the checks ``compute``, ``all_reduce`` and ``group_all_reduce``.
 
-One process per device, forked from the template, checks its device and the path to the others.
+One process per device, forked from the template, checks its device and the path to the others: of
+this node, or of a group of nodes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -26,31 +28,55 @@ from megascale_executor.diagnostics.finding import Finding
 PROBE_TIMEOUT_S = {"cpu": 15.0, "cuda": 60.0}
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a check meet; ``listener`` is the store's socket on the node of rank 0."""
+
+    first_rank: int
+    world_size: int
+    host: str
+    port: int
+    listener: socket.socket | None = None
+
+
 async def probe(
     devices: Sequence[DeviceFacts], template: TemplateProcess, log_path: Path
 ) -> list[Finding]:
     """Findings of ``compute`` for every device, and of ``all_reduce`` among them."""
+    with socket.create_server(("127.0.0.1", 0), backlog=len(devices) + 8) as store:
+        port = store.getsockname()[1]
+        meeting = Meeting(0, len(devices), "127.0.0.1", port, store)
+        return await probe_at(meeting, devices, template, log_path)
+
+
+async def probe_at(
+    meeting: Meeting, devices: Sequence[DeviceFacts], template: TemplateProcess, log_path: Path
+) -> list[Finding]:
+    """Findings of ``compute`` for every device, and of ``all_reduce`` among all that meet."""
     begin = time.monotonic()
     kind = devices[0].kind
-    with socket.create_server(("127.0.0.1", 0), backlog=len(devices) + 8) as store:
-        requests: list[SelfCheck] = [
-            {
-                "kind": "self_check",
-                "rank": rank,
-                "world_size": len(devices),
-                "store_port": store.getsockname()[1],
-                "device_kind": kind,
-                "device_index": device.index,
-                "timeout_s": PROBE_TIMEOUT_S[kind],
-            }
-            for rank, device in enumerate(devices)
-        ]
-        listen_fd = store.fileno() if len(devices) > 1 else None
-        answers = await asyncio.gather(
-            *(_ask(request, template, log_path, listen_fd) for request in requests)
-        )
+    requests: list[SelfCheck] = [
+        {
+            "kind": "self_check",
+            "rank": rank,
+            "world_size": meeting.world_size,
+            "store_host": meeting.host,
+            "store_port": meeting.port,
+            "device_kind": kind,
+            "device_index": device.index,
+            "timeout_s": PROBE_TIMEOUT_S[kind],
+        }
+        for rank, device in enumerate(devices, meeting.first_rank)
+    ]
+    several = meeting.listener is not None and meeting.world_size > 1
+    listen_fd = meeting.listener.fileno() if several and meeting.listener is not None else None
+    answers = await asyncio.gather(
+        *(_ask(request, template, log_path, listen_fd) for request in requests)
+    )
     targets = [f"{kind}:{device.index}" for device in devices]
-    return rank_checks.evaluate(targets, dict(enumerate(answers)), time.monotonic() - begin)
+    return rank_checks.evaluate(
+        targets, dict(enumerate(answers)), time.monotonic() - begin, meeting.world_size
+    )
 
 
 async def _ask(

@@ -19,6 +19,7 @@ from megascale_common.service.errors import NotFoundError, StateError, invalid
 from megascale_common.service.handlers import answers, streams
 from megascale_executor.agent import folders
 from megascale_executor.agent.attempt import AttemptKey
+from megascale_executor.agent.group_checks import GroupChecks
 from megascale_executor.agent.rank_logs import DEFAULT_LINES, MAX_LINES, follow, tail
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.registry import UnknownDiagnostic
@@ -36,6 +37,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         is_active: whether an attempt still has workers, so that its logs may grow.
         holder: the attempt that the node has, or is to have, if any.
         diagnose: runs the diagnostics named, or all.
+        groups: this node's part in checks of several nodes.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         is_active: Callable[[AttemptKey], bool],
         holder: Callable[[], AttemptKey | None],
         diagnose: Callable[[Sequence[str]], Awaitable[list[Finding]]],
+        groups: GroupChecks,
     ) -> None:
         self._node_folder, self._status, self._is_active = node_folder, status, is_active
-        self._holder, self._diagnose = holder, diagnose
+        self._holder, self._diagnose, self._groups = holder, diagnose, groups
 
     @answers
     async def GetNodeStatus(
@@ -61,14 +64,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self, request: executor_pb2.RunNodeDiagnosticsRequest, context: _Context
     ) -> executor_pb2.RunNodeDiagnosticsResponse:
         """Check the node now; it must have no attempt."""
-        holder = self._holder()
-        if holder is not None:
-            raise StateError(
-                f"the node has attempt {holder.attempt} of job {holder.job}; "
-                "cancel the job or evict the node first",
-                reason="NODE_BUSY",
-                metadata={"job": holder.job},
-            )
+        self._refuse_if_busy()
         try:
             findings = await self._diagnose(request.checks)
         except UnknownDiagnostic as error:
@@ -76,6 +72,19 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         return executor_pb2.RunNodeDiagnosticsResponse(
             checks=[finding.to_proto() for finding in findings]
         )
+
+    @streams
+    async def CheckGroup(
+        self, request: executor_pb2.CheckGroupRequest, context: _Context
+    ) -> AsyncIterator[executor_pb2.CheckGroupResponse]:
+        """Check this node together with others; it must have no attempt."""
+        self._refuse_if_busy()
+        with self._groups.part(request) as part:
+            if part.meeting.listener is not None:
+                endpoint = f"{part.meeting.host}:{part.meeting.port}"
+                yield executor_pb2.CheckGroupResponse(store_endpoint=endpoint)
+            findings = await self._groups.run(part)
+            yield executor_pb2.CheckGroupResponse(checks=[found.to_proto() for found in findings])
 
     @streams
     async def TailWorkerLogs(
@@ -104,3 +113,13 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             key = AttemptKey(request.job, number)
             async for line in follow(path, offset, is_over=lambda: not self._is_active(key)):
                 yield executor_pb2.TailWorkerLogsResponse(line=line)
+
+    def _refuse_if_busy(self) -> None:
+        holder = self._holder()
+        if holder is not None:
+            raise StateError(
+                f"the node has attempt {holder.attempt} of job {holder.job}; "
+                "cancel the job or evict the node first",
+                reason="NODE_BUSY",
+                metadata={"job": holder.job},
+            )

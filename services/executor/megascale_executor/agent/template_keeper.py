@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent import asyncio_tasks, child_processes
+from megascale_executor.agent.job_code import INSTALLED, JobCode
 from megascale_executor.agent.template_process import FORK_TIMEOUT_S, TemplateProcess
 
 
@@ -20,6 +21,7 @@ class TemplateKeeper:
 
     def __init__(self, command: Sequence[str], log_path: Path) -> None:
         self._command, self._log_path = command, log_path
+        self._code = INSTALLED
         self._current: TemplateProcess | None = None
         self._arrival = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
@@ -53,6 +55,19 @@ class TemplateKeeper:
                 await asyncio_tasks.either(current.ready, current.end, timeout_s=left_s)
         raise TemplateError(f"no template process becomes ready; see {self._log_path}")
 
+    async def ready_for(self, code: JobCode) -> TemplateProcess:
+        """A template that has imported this code; one of other code is replaced.
+
+        Raises:
+            TemplateError: as :meth:`ready`.
+        """
+        if code != self._code:
+            await self.stop()
+            self._code, self._current = code, None
+            self._child = child_processes.SupervisedChild("template", self._start)
+            self._child.begin()
+        return await self.ready()
+
     async def stop(self) -> None:
         """End the template and all that it forked."""
         await asyncio_tasks.cancelled(self._ending)
@@ -61,7 +76,9 @@ class TemplateKeeper:
         await self._child.stop()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        self._current, process = await TemplateProcess.spawn(self._command, self._log_path)
+        self._current, process = await TemplateProcess.spawn(
+            self._command, self._log_path, self._code.environment
+        )
         self._ending = asyncio.create_task(_end_with(self._current, process), name="template-end")
         self._arrival.set()
         return process

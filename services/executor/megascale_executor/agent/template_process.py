@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -95,7 +95,7 @@ class TemplateProcess:
 
     @classmethod
     async def spawn(
-        cls, command: Sequence[str], log_path: Path
+        cls, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
     ) -> tuple[TemplateProcess, asyncio.subprocess.Process]:
         """Start ``command`` (by default the trainer) with ``--socket-fd N``.
 
@@ -110,7 +110,7 @@ class TemplateProcess:
                 process = await child_processes.spawn(
                     [*program, "--socket-fd", str(descriptor)],
                     log_path,
-                    environment=_ENVIRONMENT,
+                    environment={**_ENVIRONMENT, **(environment or {})},
                     pass_fds=[descriptor],
                 )
             except OSError:

@@ -17,7 +17,13 @@ from typing import Any, cast
 
 from megascale.v1 import link_pb2
 from megascale_common.node import framing
-from megascale_common.node.messages import STACKS_SIGNAL, Assignment, Profiled, WorkerMessage
+from megascale_common.node.messages import (
+    STACKS_SIGNAL,
+    Assignment,
+    NotLeft,
+    Profiled,
+    WorkerMessage,
+)
 from megascale_common.service import logs
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent.channels import MessageChannel
@@ -87,6 +93,7 @@ class WorkerEvents:
     failed: Callable[[str], None]
     exited: Callable[[], None]  # any worker, after the cause of its end was decided
     profiled: Callable[[int, Profiled], None]  # of a rank; raises KeyError or TypeError
+    not_left: Callable[[NotLeft], None]
 
 
 class WorkerSet:
@@ -172,6 +179,8 @@ class WorkerSet:
             self._events.step(message["record"])
         elif message["kind"] == "profiled":
             self._events.profiled(worker.rank, message)
+        elif message["kind"] == "not_left":
+            self._events.not_left(message)
         elif message["kind"] == "failed":
             detail = message["detail"]
             worker.error_kind = message["error_kind"]

@@ -34,8 +34,9 @@ class NodeView:
         folder: where the node keeps its files; a check may write below it.
         daemon_endpoint: waits until the checkpoint daemon serves; "" when it does not.
         holds_slots: whether the daemon holds sealed snapshots of the job of this name.
-        probe_ranks: runs one process per device that checks compute, and all-reduce among them;
-            the processes run once however often this is called.
+        probe_ranks: runs one process per device that checks compute, and all-reduce among them
+            (in a check of several nodes: among the devices of all); the processes run once however
+            often this is called.
         attempt: what is being prepared; None when somebody asked for the check.
     """
 
@@ -55,12 +56,15 @@ class Diagnostic(Protocol):
         name: of its findings and in requests: a-z, 0-9 and '_'.
         before_attempts: whether it runs before each attempt; a FAIL then quarantines the node.
         on_demand: whether it runs when somebody asks for diagnostics of an idle node.
+        with_nodes: whether it runs when the driver has nodes check each other, to find the one that
+            broke an attempt; `probe_ranks` then all-reduces among the devices of all of them.
         timeout_s: longest that ``run`` may take; after it the result is a FAIL.
     """
 
     name: str
     before_attempts: bool = True
     on_demand: bool = True
+    with_nodes: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     async def run(self, node: NodeView) -> Sequence[Finding]:

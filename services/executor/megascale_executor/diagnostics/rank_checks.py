@@ -7,12 +7,13 @@ answers into findings with :func:`evaluate`. An answer that is missing is a find
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megascale_common.node.messages import SelfChecked
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding, verdict_of
 
-COMPUTE, ALL_REDUCE = "compute", "all_reduce"
+COMPUTE, ALL_REDUCE, GROUP_ALL_REDUCE = "compute", "all_reduce", "group_all_reduce"
 # The agent bounds each step of the probe, waits for a new template process included; this limit
 # must not end it before those bounds give their reason.
 _PROBE_TIMEOUT_S = 300.0
@@ -29,6 +30,23 @@ class Compute(Diagnostic):
         return [each for each in await node.probe_ranks() if each.name == self.name]
 
 
+class GroupAllReduce(Diagnostic):
+    """The devices of several nodes sum a vector of known result, where the driver asks for it."""
+
+    name = GROUP_ALL_REDUCE
+    before_attempts = False
+    on_demand = False
+    with_nodes = True
+    timeout_s = _PROBE_TIMEOUT_S
+
+    async def run(self, node: NodeView) -> Sequence[Finding]:
+        """One finding per device: the worst of its compute and of the sum."""
+        found = await node.probe_ranks()
+        bad = {each.target: each for each in reversed(found) if each.verdict == "FAIL"}
+        rest = {each.target: each for each in found}
+        return [replace(bad.get(key, each), name=self.name) for key, each in rest.items()]
+
+
 class AllReduce(Diagnostic):
     """The devices of the node sum a vector of known result."""
 
@@ -41,9 +59,15 @@ class AllReduce(Diagnostic):
 
 
 def evaluate(
-    targets: Sequence[str], answers: Mapping[int, SelfChecked | str], elapsed_s: float
+    targets: Sequence[str],
+    answers: Mapping[int, SelfChecked | str],
+    elapsed_s: float,
+    world_size: int | None = None,
 ) -> list[Finding]:
-    """Findings for the devices ``targets``; ``answers`` by local rank, or why there is none."""
+    """Findings for the devices ``targets``; ``answers`` by local rank, or why there is none.
+
+    ``world_size``: of the check, if other nodes take part in it.
+    """
     findings: list[Finding] = []
     for rank, target in enumerate(targets):
         answer = answers.get(rank, "no answer")
@@ -55,6 +79,6 @@ def evaluate(
             findings.append(
                 Finding(each["name"], each["target"], verdict, each["detail"], each["elapsed_s"])
             )
-    if len(targets) == 1:
+    if (world_size or len(targets)) == 1:
         findings.append(Finding(ALL_REDUCE, targets[0], "SKIPPED", "one rank"))
     return findings

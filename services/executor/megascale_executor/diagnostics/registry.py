@@ -25,7 +25,7 @@ from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.disk_room import DiskRoom
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.memory_room import MemoryRoom
-from megascale_executor.diagnostics.rank_checks import AllReduce, Compute
+from megascale_executor.diagnostics.rank_checks import AllReduce, Compute, GroupAllReduce
 
 _log = logs.get(__name__)
 
@@ -38,6 +38,7 @@ BUILT_IN: tuple[type[Diagnostic], ...] = (
     MemoryRoom,
     Compute,
     AllReduce,
+    GroupAllReduce,
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -87,6 +88,10 @@ class Registry:
     def before_attempts(self) -> list[Diagnostic]:
         """Those that run before each attempt."""
         return [each for each in self._diagnostics if each.before_attempts]
+
+    def with_nodes(self) -> list[Diagnostic]:
+        """Those that run when nodes check each other."""
+        return [each for each in self._diagnostics if each.with_nodes]
 
 
 def load_registry() -> Registry:

@@ -12,6 +12,18 @@ from megascale_trainer.model.sharding import HeadSharding
 from megascale_trainer.weights import Weights
 
 
+def logits_of(
+    hidden: torch.Tensor,
+    weights: Weights,
+    config: JobConfig,
+    sharding: HeadSharding,
+    operators: Operators,
+) -> torch.Tensor:
+    """[S, B, V / tp] from hidden states [S / tp, B, H]; V with the padding of the vocabulary."""
+    _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
+    return sharding.column_parallel(normed, weights["head.weight"])
+
+
 def loss_sums(
     hidden: torch.Tensor,
     batch: MicroBatch,
@@ -37,8 +49,7 @@ def loss_sums(
     table = weights["head.weight"]
     width = table.value.shape[0]
     first = sharding.index * width
-    _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
-    logits = sharding.column_parallel(normed, table).flatten(0, 1)
+    logits = logits_of(hidden, weights, config, sharding, operators).flatten(0, 1)
     columns = max(0, min(width, vocabulary - first))
     entropy, log_z = operators.cross_entropy(
         logits,

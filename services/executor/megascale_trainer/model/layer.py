@@ -19,7 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from megascale_common.job.config import JobConfig, ModelConfig
 from megascale_kernels.attention import AttentionMask, attention_mask
 from megascale_kernels.operators import LayerOperators
-from megascale_kernels.rotary import Heads, RotaryTable, rotary_table
+from megascale_kernels.rotary import (
+    HeadNorms,
+    Heads,
+    RotaryTable,
+    llama3_frequencies,
+    rotary_frequencies,
+    rotary_table,
+)
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.sharding import LayerSharding
 from megascale_trainer.weights import Weight, Weights
@@ -54,8 +61,25 @@ def batch_context(
     )
     rotary = None
     if model.positions == "rope":
-        rotary = rotary_table(batch.position, model.head_size, model.rope_theta)
+        rotary = rotary_table(batch.position, _frequencies(model, batch.position.device))
     return Context(operators, mask, rotary, config.parallelism.recompute == "selective")
+
+
+def _frequencies(model: ModelConfig, device: torch.device) -> torch.Tensor:
+    """Rotary frequencies, float64 [d/2], changed as the model asks for it."""
+    frequencies = rotary_frequencies(model.head_size, model.rope_theta, device)
+    scaling = model.rope_scaling
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":
+        return llama3_frequencies(
+            frequencies,
+            scaling.factor,
+            scaling.low_frequency_factor,
+            scaling.high_frequency_factor,
+            scaling.original_sequence_length,
+        )
+    return frequencies
 
 
 def layer(
@@ -81,7 +105,9 @@ def _parallel_block(
     x, normed = normalise(x, None, weights, "norm", model, operators)
     inputs = sharding.column_parallel(normed, weights["in.weight"])
     core = partial(
-        _attention(context, model, sharding), bias=weights.get("in.bias"), activation=model.mlp
+        _attention(context, weights, model, sharding),
+        bias=weights.get("in.bias"),
+        activation=model.mlp,
     )
     joined = sharding.row_parallel(_inner(core, inputs, context), weights["out.weight"])
     return operators.add(x, joined, _biases(weights, "attention_out", "ffn_out"))
@@ -98,7 +124,7 @@ def _serial_block(
     x, normed = normalise(x, None, weights, "attention_norm", model, operators)
     inputs = sharding.column_parallel(normed, weights["attention_in.weight"])
     core = partial(
-        _attention(context, model, sharding),
+        _attention(context, weights, model, sharding),
         bias=weights.get("attention_in.bias"),
         activation=None,
     )
@@ -127,13 +153,20 @@ def normalise(
 
 
 def _attention(
-    context: Context[Input], model: ModelConfig, sharding: LayerSharding[Input]
+    context: Context[Input], weights: Weights, model: ModelConfig, sharding: LayerSharding[Input]
 ) -> Callable[..., Input]:
     """The operator between the GEMMs, for this rank's heads; bias and activation are left open."""
     tp = sharding.size
     heads = Heads(model.heads // tp, model.key_value_heads // tp, model.head_size)
+    norms = None
+    if model.qk_norm:
+        norms = HeadNorms(weights["q_norm.weight"], weights["k_norm.weight"], model.norm_epsilon)
     return partial(
-        context.operators.block_inner, heads=heads, rotary=context.rotary, mask=context.mask
+        context.operators.block_inner,
+        heads=heads,
+        rotary=context.rotary,
+        mask=context.mask,
+        norms=norms,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale_common.job.rank_layout import Coordinates
-from megascale_common.sizes.parameter_slices import BufferPlan
+from megascale_common.sizes.parameter_slices import BufferPlan, stands_for
 
 _CLIP_EPSILON = 1e-6  # keeps the clip factor finite at norm 0
 
@@ -60,13 +60,13 @@ def local_totals(
 ) -> torch.Tensor:
     """This rank's share of the totals, float64 [7], ready to be summed over all ranks.
 
-    The loss is the same on all tp ranks, and so are the replicated parameters: tp rank 0 alone
-    contributes them.
+    The loss is the same on all tp ranks: tp rank 0 alone contributes it. So does one rank alone
+    what others hold too.
     """
     first = at.tp == 0
     zero = torch.zeros((), dtype=torch.float64, device=device)
     losses = torch.stack(tuple(loss_sums)).sum(dim=0) if loss_sums and first else zero.expand(3)
-    shards = [shard for plan, shard in gradients if first or not plan.replicated_over]
+    shards = [shard for plan, shard in gradients if stands_for(at, plan.replicated_over)]
     # On CUDA the norm of a single tensor in another dtype would first copy it to that dtype, here
     # twice its size; the norm of a list does not.
     norms = torch._foreach_norm(shards, 2, torch.float64) if shards else (zero,)

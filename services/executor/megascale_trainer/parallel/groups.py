@@ -269,12 +269,16 @@ class Edges:
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of one rank."""
+    """All groups of one rank.
+
+    ``ends``: of the first and the last pipeline stage, on their ranks, where embeddings are tied.
+    """
 
     world: Group
     tp: Group
     dp: Group
     edges: Edges
+    ends: Group | None = None
 
     def poll(self) -> None:
         """Bring the status page up to date with what has ended on the device; never waits."""
@@ -284,7 +288,7 @@ class Groups:
             self.edges.gradient_in,
             self.edges.gradient_out,
         )
-        for group in (self.world, self.tp, self.dp, *edges):
+        for group in (self.world, self.tp, self.dp, *edges, self.ends):
             if group is not None:
                 group.poll()
 

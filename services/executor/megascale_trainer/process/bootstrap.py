@@ -39,17 +39,20 @@ def create_groups(
     *,
     timeout_s: float,
     ring: bool = False,
+    tied: bool = False,
     status: StatusPageWriter | None = None,
 ) -> Groups:
     """Initialise torch.distributed and create this rank's groups; every rank calls it.
 
-    ``ring`` adds the pipeline edge from the last stage to the first (interleaving). The backend is
-    nccl on CUDA and gloo on a CPU. :func:`destroy_groups` undoes it.
+    ``ring`` adds the pipeline edge from the last stage to the first (interleaving), ``tied`` the
+    group of both in which they sum the gradients of tied embeddings. The backend is nccl on CUDA
+    and gloo on a CPU. :func:`destroy_groups` undoes it.
     """
     if layout.world_size == 1:
         return single_process_groups()
     factory = _Factory(layout, rank, store, device, timeout_s, status)
-    return Groups(factory.world(), factory.axis("tp"), factory.axis("dp"), factory.edges(ring))
+    groups = factory.world(), factory.axis("tp"), factory.axis("dp"), factory.edges(ring)
+    return Groups(*groups, factory.ends() if tied else None)
 
 
 def compare_rank_tables(store: Store, rank: int, digest: str) -> None:
@@ -149,12 +152,7 @@ class _Factory:
             mine = next((edge for edge in edges.items() if stage in edge), None)
             for kind in kinds:
                 if mine is None:
-                    dist.new_group(
-                        [self._rank],
-                        timeout=self._timeout,
-                        backend="gloo",
-                        use_local_synchronization=True,
-                    )
+                    self._group_of_one()
                     continue
                 low, high = mine
                 edge = self._group(
@@ -168,6 +166,22 @@ class _Factory:
             found.get((stage, "activation")),
             found.get((stage, "gradient")),
             found.get((before, "gradient")),
+        )
+
+    def ends(self) -> Group | None:
+        """The first and the last stage of this rank's pipeline; None between them, and alone."""
+        line = self._layout.group_of(self._rank, ("pp",))
+        if len(line) == 1:
+            return None
+        if self._rank not in (line[0], line[-1]):
+            self._group_of_one()
+            return None
+        return self._group(f"pp0-{len(line) - 1}.tied", tuple(sorted((line[0], line[-1]))))
+
+    def _group_of_one(self) -> None:
+        """Keep the number of groups that this rank has equal to the others'."""
+        dist.new_group(
+            [self._rank], timeout=self._timeout, backend="gloo", use_local_synchronization=True
         )
 
     def _exchange(self, edge: Group, *, sends: bool) -> None:

@@ -7,19 +7,22 @@ they train on, and rank 0 asks again only for another order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megascale_common.node import framing
+from megascale_common.node.messages import NotLeft
 from megascale_trainer.snapshot_schedule import LEAVE
 
 STEPS_AHEAD = 2
+MAX_PROBLEM = 2000  # characters that the agent gets
 
 
 class LeaveOrder:
-    """The newest order that this rank has from its agent."""
+    """The newest order that this rank has from its agent; ``report`` sends the agent a failure."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, report: Callable[[NotLeft], None]) -> None:
+        self._rank, self._report = rank, report
         self._wanted, self._failed = "", ""
 
     def take(self, message: framing.Message) -> None:
@@ -42,6 +45,8 @@ class LeaveOrder:
         asks = self._rank == 0 and self._wanted and self._wanted != self._failed
         return LEAVE if asks else 0
 
-    def fail(self) -> None:
-        """The order could not be carried out."""
+    def fail(self, problem: str) -> None:
+        """The order could not be carried out: the agent gets the reason now."""
         self._failed = self._wanted
+        if self._wanted:
+            self._report(NotLeft(kind="not_left", id=self._wanted, problem=problem[:MAX_PROBLEM]))

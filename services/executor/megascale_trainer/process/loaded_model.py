@@ -14,7 +14,7 @@ from megascale_common.job.config import ModelConfig
 
 # What gives the parameters their meaning. The rest may be changed on purpose, as rope_theta and
 # windows are for longer sequences: that is printed.
-SAME = ("heads", "kv_heads", "block", "mlp", "norm", "positions")
+SAME = ("heads", "kv_heads", "head_dim", "block", "mlp", "norm", "positions")
 # No part of what the model computes from its parameters.
 IGNORED = ("initializer_std", "sequence_length")
 
@@ -46,5 +46,6 @@ def _resolved(values: dict[str, Any]) -> dict[str, Any]:
         "kv_heads": values["kv_heads"] or values["heads"],
         "ffn_size": values["ffn_size"] or 4 * values["hidden_size"],
         "layer_windows": list(windows),
+        "head_dim": values["head_dim"] or values["hidden_size"] // values["heads"],
         "norm_bias": values["norm"] == "layernorm" and values["norm_bias"],
     }

@@ -1,9 +1,10 @@
-"""Self-check of a device and of the path between a node's ranks, before an attempt.
+"""Self-check of a device and of the path between ranks, of one node or of a group of nodes.
 
 It runs in a process forked for it, where a worker would run: same template, same device index, same
 library versions. It multiplies matrices whose exact product is known, then all-reduces among the
-node's ranks a vector whose exact sum is known (MegaScale section 4.3, the intra-node tests). The
-agent reads the answer; see SelfCheck in :mod:`megascale_common.node.messages`.
+ranks of the check a vector whose exact sum is known (MegaScale section 4.3, the intra-node tests
+and the tests of neighbours). The agent reads the answer; see SelfCheck in
+:mod:`megascale_common.node.messages`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _CPU_SIZE = 256
 _CUDA_SIZE = 4096
 _CUDA_REPEATS = 8
 _REDUCED_ELEMENTS = 1 << 16
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
@@ -45,17 +47,18 @@ class CheckFailed(Exception):
 def all_reduce_check(
     rank: int,
     world_size: int,
+    store_host: str,
     store_port: int,
     device_kind: str,
     device_index: int,
     timeout_s: float,
     store_listen_fd: int | None = None,
 ) -> SelfChecked:
-    """Check this rank's device, then all-reduce among the node's ranks; never raises.
+    """Check this rank's device, then all-reduce among the ranks of the check; never raises.
 
     Args:
-        rank, world_size: position among the node's ranks that check together.
-        store_port: port on 127.0.0.1 of the store through which they meet; unused with one rank.
+        rank, world_size: position among the ranks that check together, of one node or several.
+        store_host, store_port: the store through which they meet; unused with one rank.
         device_kind, device_index: ``cpu`` or ``cuda``, and the index on the host.
         timeout_s: bound on the rendezvous and on the all-reduce.
         store_listen_fd: the store's listening socket, on rank 0.
@@ -69,7 +72,7 @@ def all_reduce_check(
                 "all_reduce",
                 target,
                 lambda: _meet_and_reduce(
-                    rank, world_size, store_port, device, timeout_s, store_listen_fd
+                    rank, world_size, (store_host, store_port), device, timeout_s, store_listen_fd
                 ),
             )
         )
@@ -113,20 +116,19 @@ def _known_product(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _meet_and_reduce(
     rank: int,
     world_size: int,
-    store_port: int,
+    store_address: tuple[str, int],
     device: torch.device,
     timeout_s: float,
     store_listen_fd: int | None,
 ) -> str:
     timeout = timedelta(seconds=timeout_s)
-    if device.type == "cpu":
+    if device.type == "cpu" and store_address[0] in _LOOPBACK:
         # These ranks share a host: no look-up of its name is needed.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    else:
+    elif device.type != "cpu":
         torch.cuda.set_device(device)
     store = TCPStore(
-        "127.0.0.1",
-        store_port,
+        *store_address,
         world_size=world_size,
         is_master=rank == 0,
         timeout=timeout,

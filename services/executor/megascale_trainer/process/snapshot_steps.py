@@ -36,7 +36,7 @@ from megascale_trainer.snapshot_schedule import Cadence, Votes
 LAST_SLOT_TIMEOUT_S, SHARE_OF_COLLECTIVE_TIMEOUT = 60.0, 2
 # The status page is written between two of these, so that the wait is not taken for a hang.
 DRAIN_SLICE_S = 60.0
-RECONNECT_S = 0.5
+RECONNECT_S, RECONNECT_WAIT_S = 0.5, 5.0
 
 
 class SnapshotSteps:
@@ -235,8 +235,10 @@ class SnapshotSteps:
 
     def _take_last_alone(self, skipped_updates: int) -> None:
         assert self._snapshots is not None
-        if Votes.of(self._snapshots.reserve(self.last)).must_skip == 0:
-            self._take(self.last, Votes(0, 0), skipped_updates)
+        # It has just begun to connect, and to prepare the slots.
+        vote = self._snapshots.reserve_or_wait(self.last, RECONNECT_WAIT_S)
+        if Votes.of(vote).must_skip == 0:
+            self._take(self.last, Votes(0, 0, replica_busy=1), skipped_updates)
 
     def _vote_and_take_last(self, world: Group, device: torch.device, skipped_updates: int) -> None:
         assert self._snapshots is not None
@@ -251,6 +253,7 @@ class SnapshotSteps:
         if step == self.last:
             self._last_missed = votes.must_skip > 0
         persist = not votes.must_skip and self._cadence.persists(step, votes)
+        replicate = self._snapshots.replicas.decide(step, votes)
         small_state = {
             "skipped_updates": skipped_updates,
             "consumed_samples": step * self._config.training.global_batch_size,
@@ -258,7 +261,9 @@ class SnapshotSteps:
             "model": dataclasses.asdict(self._config.model),
             "cpu_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
-        if self._snapshots.take(step, small_state, votes=votes.must_skip, persist=persist):
+        if self._snapshots.take(
+            step, small_state, votes=votes.must_skip, persist=persist, replicate=replicate
+        ):
             print(f"step {step}: snapshot started", flush=True)
             if persist:
                 self._cost.began()

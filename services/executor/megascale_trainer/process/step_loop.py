@@ -59,7 +59,7 @@ class StepLoop:
 
         That is the job's, or an earlier one whose checkpoint is committed, by an order to leave.
         """
-        self.records.start()
+        self.records.start(done)
         previous: _InFlight | None = None
         step, steps = done, self.trainer.config.training.steps
         while step < self.snapshots.last:
@@ -93,14 +93,16 @@ class StepLoop:
         self.trainer.settle()
         problem = self.snapshots.save_early(self.groups.world, self.device, self.skipped)
         if problem:
-            self.leave.fail()
+            self.leave.fail(problem)
             print(f"step {step} is not saved, so training continues: {problem}", flush=True)
         else:
             print(f"step {step} is saved; the run ends here by order", flush=True)
 
     def _launch(self, step: int) -> _InFlight:
         vote, wish = self.snapshots.vote(step) + self.leave.vote, self.snapshots.wish
+        begin_s = time.monotonic()
         batches = self.data.take()
+        self.records.waited(time.monotonic() - begin_s)
         # A snapshot that is still being copied reads the states: the update must not write them.
         copied = self.snapshots.copied
         if copied is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from megascale_common.job.config import JobConfig
 from megascale_common.node import framing
 from megascale_common.node.messages import Assignment
 from megascale_common.sizes import flops
+from megascale_trainer.telemetry.trackers import Trackers
 from megascale_trainer.trainer import StepRecord
 
 FIRST_LOGGED_STEPS, LOG_INTERVAL_S = 10, 1.0
+MEMORY_INTERVAL_S = 1.0
 _OWN = ("skipped", "votes", "wishes")  # what the ranks exchange with each other alone
 
 
@@ -34,10 +38,17 @@ class StepRecords:
         )
         self._last_step_end_s = 0.0
         self._snapshot_time_s = 0.0
+        self._trackers: Trackers | None = None
+        self._data_wait_s = 0.0
+        self._memory = MemoryFigure(device)
         self._logged_steps, self._logged_at_s = 0, 0.0
 
-    def start(self) -> None:
-        """The first step begins."""
+    def start(self, done: int = 0) -> None:
+        """The first step begins, after ``done``."""
+        if self._assignment["reports"]:
+            # The job's folder, which its attempts share.
+            folder = Path(self._assignment["run_folder"]).parent
+            self._trackers = Trackers(self._config, folder, done)
         self._last_step_end_s = time.monotonic()
 
     def of(self, record: StepRecord, skipped_updates: int) -> dict[str, Any]:
@@ -54,12 +65,14 @@ class StepRecords:
             "attempt": self._assignment["attempt"],
             "step_time_s": elapsed_s,
             "snapshot_time_s": self._snapshot_time_s,
+            "data_wait_s": self._data_wait_s,
+            "memory_bytes": self._memory.read(),
             "tokens_per_s": tokens_per_s,
             "mfu_causal": utilisation.exact if utilisation else None,
             "mfu_full": utilisation.full if utilisation else None,
             "completed_at_s": time.time(),
         }
-        self._snapshot_time_s = 0.0
+        self._snapshot_time_s = self._data_wait_s = 0.0
         self._log(values)
         return values
 
@@ -67,11 +80,22 @@ class StepRecords:
         """A snapshot has held the training thread up; the next record has it."""
         self._snapshot_time_s += elapsed_s
 
+    def waited(self, elapsed_s: float) -> None:
+        """The training thread has waited for data; the next record has it."""
+        self._data_wait_s += elapsed_s
+
     def send(self, values: dict[str, Any]) -> None:
         """Send a record to the agent, if this rank is the one that reports; the step ends."""
         if self._assignment["reports"]:
             framing.send(self._agent, {"kind": "step", "record": values})
+            if self._trackers is not None:
+                self._trackers.add(values)
         self._last_step_end_s = time.monotonic()
+
+    def close(self) -> None:
+        """The last step has ended."""
+        if self._trackers is not None:
+            self._trackers.close()
 
     def _log(self, values: dict[str, Any]) -> None:
         """A line of the rank's log: each of the first steps, then at most one a second."""
@@ -85,3 +109,30 @@ class StepRecords:
             f"gradient norm {values['gradient_norm']:.4g}, {values['step_time_s']:.3f} s",
             flush=True,
         )
+
+
+class MemoryFigure:
+    """The most memory that the device has held so far; on a CPU what this process holds now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read_at_s, self._bytes = 0.0, 0
+
+    def read(self) -> int:
+        """Bytes, at most MEMORY_INTERVAL_S old: asking for them takes longer than a step may."""
+        now_s = time.monotonic()
+        if now_s - self._read_at_s >= MEMORY_INTERVAL_S:
+            self._read_at_s = now_s
+            if self._device.type == "cuda":
+                self._bytes = torch.cuda.max_memory_allocated(self._device)
+            else:
+                self._bytes = _resident_bytes()
+        return self._bytes
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * mmap.PAGESIZE

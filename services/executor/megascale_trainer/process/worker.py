@@ -37,7 +37,7 @@ from megascale_common.node.messages import (
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_common.sizes.checkpoint_interval import device_hours_per_failure
 from megascale_common.sizes.staging import snapshots_in_flight
-from megascale_trainer.daemon_link import RankRegistration
+from megascale_trainer.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
@@ -49,14 +49,16 @@ from megascale_trainer.process.loaded_model import differences
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
-from megascale_trainer.restore import RestoreRefused, restore
+from megascale_trainer.restore import MemoryLook, RestoreRefused, restore
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timeline import Timeline
-from megascale_trainer.trainer import Trainer
+from megascale_trainer.telemetry.trackers import problem_of
+from megascale_trainer.trainer import Trainer, layout_of_rank
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 LOADER_TIMEOUT_S = 120.0
+LOOK_S = 0.1  # for the answer where the state to restore is; one that is fetched takes longer
 MAX_ERROR_CHARS = 8_000
 _HOST_ALLOCATOR = "defaultcpuallocator: "  # of torch, in front of "can't allocate memory"
 _COLLECTIVE_WORDS = (
@@ -114,6 +116,8 @@ class _Worker:
             Path(assignment["status_page"]), rank=assignment["rank"], attempt=assignment["attempt"]
         )
         self._snapshots: Snapshotter | None = None
+        self._link: DaemonLink | None = None
+        self._look: MemoryLook | None = None
         self._skipped, self._consumed = 0, 0
         self._start = Timeline()
         self._passed_over: tuple[str, ...] = ()
@@ -121,8 +125,13 @@ class _Worker:
     def run(self) -> None:
         """The whole life of the rank."""
         self._say_hello()
+        if self._config.checkpoint.uri:
+            with self._start.part("register"):
+                self._register()
         with self._start.part("meet"):
             self._groups = self._meet()
+        if self._look is not None:
+            self._look.poll()
         try:
             self._work()
         except BaseException:
@@ -132,13 +141,11 @@ class _Worker:
             raise
 
     def _work(self) -> None:
-        config, status = self._config, self._status
-        start = self._start
+        status, start = self._status, self._start
         with start.part("build"):
             trainer = self._build()
-        if config.checkpoint.uri:
-            with start.part("register"):
-                self._snapshots = self._register(trainer)
+        if self._link is not None:
+            self._snapshots = self._snapshotter(trainer, self._link)
         with start.part("restore"):
             done = self._restore(trainer)
         with start.part("data"):
@@ -154,6 +161,7 @@ class _Worker:
         last = loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
         not_saved = self._finish(loop, done, last)
+        loop.records.close()
         loop.data.close()
         if loop.held_out is not None:
             loop.held_out.close()
@@ -192,18 +200,22 @@ class _Worker:
             self._device,
             timeout_s=config.recovery.collective_timeout_s,
             ring=config.parallelism.virtual_stages > 1,
+            tied=config.model.tie_embeddings,
             status=self._status,
         )
 
     def _build(self) -> Trainer:
         rank = self._assignment["rank"]
+        if self._assignment["reports"] and (problem := problem_of(self._config.telemetry)):
+            raise JobRefused(problem)
         try:
             return Trainer(self._config, rank, self._groups, self._device, self._status)
         except ValueError as error:
             # Sizes or names that this build or this node's packages refuse, such as an optimizer.
             raise JobRefused(str(error)) from error
 
-    def _register(self, trainer: Trainer) -> Snapshotter:
+    def _register(self) -> None:
+        """Register before anything else: the state to restore is verified and pinned meanwhile."""
         who, sizes = self._assignment, self._config.parallelism
         registration = RankRegistration(
             job=who["job"],
@@ -221,18 +233,34 @@ class _Worker:
                 "vpp": sizes.virtual_stages,
             },
             in_flight=snapshots_in_flight(self._config.checkpoint.memory_interval_steps),
+            local_ranks=who.get("local_ranks", 1),
             max_write_mib_per_s=self._config.checkpoint.max_write_mib_per_s,
             max_step_slowdown=self._config.checkpoint.max_step_slowdown,
             replicas=who["replicas"],
         )
+        try:
+            layout = layout_of_rank(self._config, who["rank"])
+        except ValueError as error:
+            raise JobRefused(str(error)) from error
         timeout_s = self._config.recovery.collective_timeout_s
-        return Snapshotter(
+        self._link = DaemonLink.registered(
             who["checkpoint_socket"],
             registration,
-            trainer,
+            layout,
             self._device,
             collective_timeout_s=timeout_s,
+        )
+        if self._plan.source is not RestoreSource.NONE:
+            self._look = MemoryLook(self._link, self._plan)
+            self._look.poll(LOOK_S)
+
+    def _snapshotter(self, trainer: Trainer, link: DaemonLink) -> Snapshotter:
+        return Snapshotter(
+            link,
+            trainer,
+            self._device,
             verified_share=self._config.checkpoint.verify_d2h,
+            replicas=self._config.checkpoint.replicas > 0,
         )
 
     def _restore(self, trainer: Trainer) -> int:
@@ -248,7 +276,8 @@ class _Worker:
             )
         self._status.update(phase=Phase.RESTORE)
         world = self._groups.world
-        restored = restore(self._snapshots.link, plan, trainer, self._device, world)
+        link, device = self._snapshots.link, self._device
+        restored = restore(link, plan, trainer, device, world, self._look)
         plan = self._plan = restored.plan
         self._passed_over = restored.passed_over
         for problem in restored.passed_over:
@@ -261,6 +290,11 @@ class _Worker:
             raise JobRefused(f"{'; '.join(refused)}; set them as in the job that wrote it")
         for difference in changed:
             print(f"{difference}: this job goes on with its own", flush=True)
+        if plan.step == 0:
+            trainer.finish_load(0, weights_only=True)
+            print(f"takes the parameters alone: {restored.timeline}", flush=True)
+            return 0
+        self._refuse_beyond(plan)
         consumed, expected = (
             int(small_state.get("consumed_samples", 0)),
             plan.step * self._config.training.global_batch_size,
@@ -283,6 +317,17 @@ class _Worker:
         )
         return plan.step
 
+    def _refuse_beyond(self, plan: RestorePlan) -> None:
+        """A checkpoint behind the job's last step, or another job's at it, leaves nothing to do."""
+        steps = self._config.training.steps
+        if plan.step > steps or (plan.step == steps and not plan.written_by_attempt):
+            field = "checkpoint.uri" if plan.written_by_attempt else "checkpoint.load_uri"
+            raise JobRefused(
+                f"{field}: its checkpoint is of step {plan.step}, and trainer.training.steps is "
+                f"{steps}; give more steps, or take the parameters alone with checkpoint.load "
+                "weights from another job's folder"
+            )
+
     def _open_data(
         self, stream: Literal["training", "evaluation"], first_sample: int
     ) -> StepBatches:
@@ -299,7 +344,9 @@ class _Worker:
 
     def _step_loop(self, trainer: Trainer, done: int) -> StepLoop:
         config, device = self._config, self._device
-        leave = LeaveOrder(self._assignment["rank"])
+        leave = LeaveOrder(
+            self._assignment["rank"], lambda message: framing.send(self._agent, dict(message))
+        )
         return StepLoop(
             trainer=trainer,
             device=device,

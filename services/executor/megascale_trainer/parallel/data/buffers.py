@@ -39,13 +39,19 @@ class FlatBuffers:
     """Parameters and gradients of one stage, by buffer name.
 
     ``parameters`` are flat in ``dtype``, ``gradients`` flat float32, both of the buffer's full
-    size.
+    size. ``ends`` is the group of the first and the last stage, which hold tied embeddings.
     """
 
     def __init__(
-        self, table: ParameterTable, dtype: torch.dtype, device: torch.device, tp: Group, dp: Group
+        self,
+        table: ParameterTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: Group,
+        dp: Group,
+        ends: Group | None = None,
     ) -> None:
-        self._tp, self._dp = tp, dp
+        self._tp, self._dp, self._ends = tp, dp, ends
         self.parameters = {
             plan.name: torch.zeros(plan.elements, dtype=dtype, device=device)
             for plan in table.buffers
@@ -54,7 +60,9 @@ class FlatBuffers:
             plan.name: torch.zeros(plan.elements, dtype=torch.float32, device=device)
             for plan in table.buffers
         }
-        self._partial = [plan for plan in table.buffers if plan.replicated_over and plan.elements]
+        self._partial = [
+            plan for plan in table.buffers if "tp" in plan.replicated_over and plan.elements
+        ]
         places = [(plan, bucket) for plan in table.buffers for bucket in plan.buckets]
         self._sharded = [
             PlacedBucket(plan, bucket, owned)
@@ -88,12 +96,14 @@ class FlatBuffers:
     def reduce_gradients(self) -> None:
         """Sum gradients over tp where ranks hold replicas; reduce-scatter every bucket over dp.
 
-        Afterwards :meth:`gradient_shards` is this rank's part of the sums; the rest of the buffers
-        has no meaning.
+        Those of tied embeddings are then summed over the first and the last stage. Afterwards
+        :meth:`gradient_shards` is this rank's part of the sums; the rest of the buffers has no
+        meaning.
         """
         self._sum_replicas()
         for placed in self._sharded:
             self._dp.reduce_scatter(placed.own(self.gradients), placed.whole(self.gradients))
+        self._sum_tied()
 
     def gradient_shards(self) -> list[tuple[BufferPlan, torch.Tensor]]:
         """This rank's shard of each bucket with its buffer: views, in order of the shard ranges."""
@@ -120,3 +130,9 @@ class FlatBuffers:
     def _sum_replicas(self) -> None:
         for plan in self._partial:
             self._tp.all_reduce(self.gradients[plan.name])
+
+    def _sum_tied(self) -> None:
+        """After the sums over dp: a table alone in its buffer has the same shards at both ends."""
+        for placed in self._sharded:
+            if "pp" in placed.plan.replicated_over and self._ends is not None:
+                self._ends.all_reduce(placed.own(self.gradients))

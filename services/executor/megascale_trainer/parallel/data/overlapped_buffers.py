@@ -46,10 +46,11 @@ class OverlappedBuffers(FlatBuffers):
         device: torch.device,
         tp: Group,
         dp: Group,
+        ends: Group | None = None,
         *,
         micro_batches: int,
     ) -> None:
-        super().__init__(table, dtype, device, tp, dp)
+        super().__init__(table, dtype, device, tp, dp, ends)
         self._micro_batches = micro_batches
         # The one order in which all ranks start reductions: the reverse of forward, replicated
         # buckets last.
@@ -94,6 +95,7 @@ class OverlappedBuffers(FlatBuffers):
         for reduction in self._reductions:
             if reduction is not None:
                 reduction.wait()
+        self._sum_tied()
 
     def gather_parameters(self) -> None:
         """As the plain version, without waiting for the gathers that it starts."""

@@ -35,7 +35,8 @@ class PipelineExecutor:
         empty_hidden: Callable[[], torch.Tensor],
         on_forward: Callable[[int], None],
     ) -> None:
-        self._chunks, self._edges = chunks, edges
+        self.chunks = self._chunks = chunks
+        self._edges = edges
         self._empty_hidden, self._on_forward = empty_hidden, on_forward
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: dict[_Place, torch.Tensor] = {}

@@ -14,7 +14,7 @@ from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.operators import Operators
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.embedding import embed
-from megascale_trainer.model.head import loss_sums
+from megascale_trainer.model.head import logits_of, loss_sums
 from megascale_trainer.model.layer import Context, batch_context, layer
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.tensor.fp8 import Fp8
@@ -85,6 +85,11 @@ class Stage:
             model=model,
             sharding=fp8.linears,
         )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of :func:`megascale_trainer.model.head.logits_of`; last stage only."""
+        hidden = self._buffers.enter("head", hidden)
+        return logits_of(hidden, self._weights, self._config, self._tp, self._operators)
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Objective and sums of :func:`megascale_trainer.model.head.loss_sums`; last stage only."""

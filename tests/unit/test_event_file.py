@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from megascale_executor.agent.tensorboard import EventFile
+from megascale_trainer.telemetry.event_file import EventFile
 
 RECORD = {
     "step": 300,
@@ -62,6 +62,15 @@ def event_class() -> Any:
         type_name=".tensorflow.Summary",
         label=kinds.LABEL_OPTIONAL,
     )
+    event.field.add(
+        name="session_log",
+        number=7,
+        type=kinds.TYPE_MESSAGE,
+        type_name=".tensorflow.SessionLog",
+        label=kinds.LABEL_OPTIONAL,
+    )
+    session = file.message_type.add(name="SessionLog")
+    session.field.add(name="status", number=1, type=kinds.TYPE_INT32, label=kinds.LABEL_OPTIONAL)
     summary.field.add(
         name="value",
         number=1,

@@ -2,9 +2,9 @@
 
 An event file is a sequence of records: length (u64), masked CRC-32C of the length, data, masked
 CRC-32C of the data, all little-endian (TFRecord, tensorflow/core/lib/io/record_writer.cc). The data
-are ``Event`` messages (tensorflow/core/util/event.proto); of their fields a scalar needs four,
-which are encoded here, so that the agent needs no TensorFlow. Files grow by whole records, so they
-can be read while the job runs.
+are ``Event`` messages (tensorflow/core/util/event.proto); the few fields that scalars need are
+encoded here, so that the trainer needs no TensorFlow. Files grow by whole records, so they can be
+read while the job runs.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megascale_common.service import logs
-
-_log = logs.get(__name__)
-
 _VERSION = "brain.Event:2"
 _MASK_DELTA = 0xA282EAD8
 _CASTAGNOLI = 0x82F63B78  # reflected
 # When and where the step was: not a curve of its own.
-_NOT_SCALARS = frozenset({"step", "attempt", "completed_at_s"})
+NOT_SCALARS = frozenset({"step", "attempt", "completed_at_s"})
+_START = 1  # of SessionLog.SessionStatus
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
 
 
 class EventFile:
-    """One event file in ``folder``; an error of writing is logged once and never raised."""
+    """One event file in ``folder``; an error of writing is printed once and never raised.
 
-    def __init__(self, folder: Path) -> None:
+    ``first_step``: earlier files of the folder have an attempt that went further. What they say on
+    this step and later ones is no longer shown.
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
         self._descriptor = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -44,15 +45,15 @@ class EventFile:
         except OSError as error:
             self._give_up(error)
         self._write(_double(1, time.time()) + _text(3, _VERSION))
+        if first_step:
+            restart = _message(7, _integer(1, _START))
+            self._write(_double(1, time.time()) + _integer(2, first_step) + restart)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write one step: every number of the record becomes a scalar of that name at the step."""
         values = b"".join(
             _message(1, _text(1, name) + _float(2, value))
-            for name, value in record.items()
-            if name not in _NOT_SCALARS
-            and isinstance(value, int | float)
-            and not isinstance(value, bool)
+            for name, value in scalars(record).items()
         )
         header = _double(1, float(record["completed_at_s"])) + _integer(2, int(record["step"]))
         self._write(header + _message(5, values))
@@ -81,8 +82,19 @@ class EventFile:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        _log.error("TensorBoard events are not written any more", error=str(error))
+        print(f"TensorBoard events are not written any more: {error}", flush=True)
         self.close()
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The values of a step record that are curves, under the record's own names."""
+    return {
+        name: value
+        for name, value in record.items()
+        if name not in NOT_SCALARS
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    }
 
 
 def masked_crc32c(data: bytes) -> int:

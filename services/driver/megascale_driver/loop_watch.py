@@ -1,0 +1,100 @@
+"""Whether the event loop stands still, and how garbage collection is kept from stopping it.
+
+Everything that waits on the loop (acknowledgements, ticks, etcd's answers) waits as long as the
+longest piece of work between two turns of it. The watch measures that by a timer that is due 50
+times a second: how late it fires is how long something else has run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import deque
+from collections.abc import Callable
+
+INTERVAL_S = 0.02
+STALL_S = 0.01  # from here on it counts as a stall
+WINDOW_S = 60
+FREEZE_STEP = 256  # links
+FREEZE_SHARE = 4  # and a quarter of those that were there before
+# Objects until a collection of the young, and how many of these until the next generation's; the
+# third has no turn (collect_now_and_then).
+THRESHOLDS = (5_000, 20, 1_000_000)
+FULL_S = 600.0
+
+
+class LoopWatch:
+    """Watches the running loop from :meth:`start` to :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self.stalls = 0  # longer than STALL_S, since the start
+        self._seconds: deque[tuple[int, float]] = deque()  # the longest by second, newest last
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._wait(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def late(self, at_s: float, lag_s: float) -> None:
+        """Note that the timer fired ``lag_s`` late at ``at_s``, a time of the loop's clock."""
+        self.stalls += lag_s > STALL_S
+        second = int(at_s)
+        if self._seconds and self._seconds[-1][0] == second:
+            lag_s = max(lag_s, self._seconds.pop()[1])
+        self._seconds.append((second, lag_s))
+        while self._seconds[0][0] <= second - WINDOW_S:
+            self._seconds.popleft()
+
+    def longest_s(self) -> float:
+        """The longest stall within the last minute."""
+        return max((lag_s for _, lag_s in self._seconds), default=0.0)
+
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        due_s = loop.time() + INTERVAL_S
+
+        def fire() -> None:
+            now_s = loop.time()
+            self.late(now_s, max(0.0, now_s - due_s))
+            self._wait(loop)
+
+        self._timer = loop.call_at(due_s, fire)
+
+
+class LongLived:
+    """Takes what links and nodes keep in memory out of garbage collection, as they come.
+
+    A full collection goes through all objects and stops the loop meanwhile, for a quarter of a
+    second at ten thousand links; Python runs one whenever a quarter has been added, and several a
+    second if most is frozen. So there is none by itself: what links added is frozen, and every
+    FULL_S a full one finds what has become garbage in circles since. What is frozen is still freed
+    when nothing refers to it; only circles that were garbage at that moment stay.
+    """
+
+    def __init__(self, freeze: Callable[[], None] | None = None) -> None:
+        self._freeze = freeze if freeze is not None else freeze_all
+        self._frozen = 0
+
+    def linked(self, count: int) -> None:
+        """So many links are open now: freeze what exists, if they are many more than before."""
+        if count >= self._frozen + max(FREEZE_STEP, self._frozen // FREEZE_SHARE):
+            self._frozen = count
+            self._freeze()
+
+
+def freeze_all() -> None:
+    """Freeze what exists, but for young garbage, which would stay for good."""
+    gc.collect(1)
+    gc.freeze()
+
+
+async def collect_now_and_then() -> None:
+    """Take full collections out of Python's hands, and run one every FULL_S."""
+    gc.set_threshold(*THRESHOLDS)
+    while True:
+        await asyncio.sleep(FULL_S)
+        gc.collect()

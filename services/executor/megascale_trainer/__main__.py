@@ -1,0 +1,12 @@
+"""The user's entry: ``torchrun --nproc-per-node N -m megascale_trainer job.yaml``.
+
+Training by hand, without a driver and an agent (:mod:`megascale_trainer.launch`). Under a driver
+the agent starts :mod:`megascale_trainer.process` instead; both run the same worker.
+"""
+
+from __future__ import annotations
+
+from megascale_trainer.launch.command import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

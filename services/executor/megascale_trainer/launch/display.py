@@ -1,0 +1,134 @@
+"""What a run by hand shows: a bar on a terminal, a line per step elsewhere, or JSON lines.
+
+The names of the values are those of step records everywhere: in JSON lines, in trackers and in
+megascale.v1.StepRecord.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+BAR_CELLS = 20
+_LEAST_REDRAW_S = 0.1
+_SMOOTHING = 0.1  # of the step time from which the remaining time is computed
+
+
+class Display:
+    """Writes to ``output``; without one it shows nothing (ranks other than 0)."""
+
+    def __init__(self, output: TextIO | None, steps: int, *, as_json: bool = False) -> None:
+        self._output, self._steps, self._json = output, steps, as_json
+        self._bar = output is not None and not as_json and output.isatty()
+        self._step_time_s = 0.0
+        self._drawn_at_s = 0.0
+        self._line = ""
+
+    def note(self, text: str) -> None:
+        """A sentence on the run."""
+        if self._json:
+            self._print({"event": "note", "text": text})
+        else:
+            self._clear()
+            self._write(f"{text}\n")
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Something that programs want to know, and its sentence for people."""
+        if self._json:
+            self._print({"event": name, **values})
+        else:
+            self.note(text)
+
+    def running(self, step: int, passed_over: str) -> None:
+        """The ranks have met and restored ``step``."""
+        text = f"goes on from step {step}" if step else "starts from step 0"
+        if passed_over:
+            text += f"; passed over: {passed_over}"
+        self.event("running", {"step": step, "passed_over": passed_over}, text)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step is done."""
+        time_s = float(record["step_time_s"])
+        self._step_time_s += (_SMOOTHING if self._step_time_s else 1.0) * (
+            time_s - self._step_time_s
+        )
+        if self._json:
+            self._print({"event": "step", **record})
+        elif not self._bar:
+            self._write(f"{step_line(record, self._steps)}\n")
+        else:
+            self._draw(record)
+
+    def _draw(self, record: Mapping[str, Any]) -> None:
+        now_s, last = time.monotonic(), record["step"] == self._steps
+        if now_s - self._drawn_at_s < _LEAST_REDRAW_S and not last:
+            return
+        self._drawn_at_s = now_s
+        share = record["step"] / self._steps
+        bar = ("#" * round(share * BAR_CELLS)).ljust(BAR_CELLS, ".")
+        left = duration((self._steps - record["step"]) * self._step_time_s)
+        # In the order of what a narrow terminal may cut off.
+        line = f"[{bar}] left {left}  {step_line(record, self._steps)}"
+        width = shutil.get_terminal_size().columns - 1
+        self._clear()
+        self._line = line[:width]
+        self._write(self._line + ("\n" if last else ""))
+        if last:
+            self._line = ""
+
+    def _clear(self) -> None:
+        if self._line:
+            self._write("\r" + " " * len(self._line) + "\r")
+            self._line = ""
+
+    def _print(self, values: Mapping[str, Any]) -> None:
+        self._write(json.dumps(values) + "\n")
+
+    def _write(self, text: str) -> None:
+        if self._output is None:
+            return
+        try:
+            self._output.write(text)
+            self._output.flush()
+        except OSError:  # the terminal or the reader of the pipe has gone; training goes on
+            self._output = None
+
+
+def step_line(record: Mapping[str, Any], steps: int) -> str:
+    """One step in a line: loss, speed, utilisation, memory, wait for data."""
+    parts = [
+        f"step {record['step']}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"{_count(record['tokens_per_s'])} tokens/s",
+    ]
+    if record.get("mfu_causal") is not None:
+        parts.append(f"MFU {record['mfu_causal']:.1%} ({record['mfu_full']:.1%} full)")
+    parts.append(f"memory {record['memory_bytes'] / 2**30:.2f} GiB")
+    parts.append(f"data {1e3 * record['data_wait_s']:.1f} ms")
+    parts.append(f"step time {1e3 * record['step_time_s']:.0f} ms")
+    if record.get("evaluation_loss") is not None:
+        parts.append(f"evaluation loss {record['evaluation_loss']:.4f}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _count(value: float) -> str:
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def duplicate(descriptor: int) -> TextIO:
+    """The stream that ``descriptor`` is now, whatever is put in its place later."""
+    return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")

@@ -1,0 +1,216 @@
+"""What a host needs beside its ranks: data loader and checkpoint daemon, as children of rank 0.
+
+They are those that an agent starts, with the same options. They end with the process that started
+them, and are in no process group of the terminal: Ctrl-C must not end them before the ranks have
+saved.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig
+from megascale_common.node import framing
+from megascale_common.node.incarnation import new_incarnation
+from megascale_common.node.messages import Refused
+from megascale_common.node.opening_messages import AttemptOpened, OpenAttempt
+from megascale_common.node.process import child_environment
+from megascale_common.node.socket_folder import create_socket_folder
+
+CLUSTER = "by-hand"
+START_TIMEOUT_S = 60.0
+OPEN_TIMEOUT_S = 60.0  # the daemon itself gives up a storage after 18 s
+STOP_GRACE_S = 5.0  # the daemon drains for 3 s
+MOST_RESTARTS = 4  # of the daemon
+_POLL_S = 0.05
+
+
+class ServiceFailed(RuntimeError):
+    """A child cannot start, or has refused; ``final``: the next start would find the same."""
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that this one has started."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def ended(self) -> str:
+        """How it ended and the last line of its log; "" while it runs."""
+        status = self.process.poll()
+        if status is None:
+            return ""
+        last = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        return f"the {self.name} {how}: {last or 'its log is empty'}"
+
+
+@dataclass(slots=True)
+class HostServices:
+    """The children of one host. ``folder`` is that of the job, ``host`` tells hosts apart."""
+
+    config: JobConfig
+    folder: Path
+    host: int
+    sockets: Path = field(init=False)
+    _children: dict[str, Child] = field(default_factory=dict)
+    _incarnation: str = field(default_factory=new_incarnation)
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.sockets = create_socket_folder(CLUSTER, self.config.name, self._incarnation)
+
+    @property
+    def loader_socket(self) -> Path:
+        """Where the ranks get their batches."""
+        return self.sockets / "loader.sock"
+
+    @property
+    def checkpoint_socket(self) -> Path:
+        """Where the ranks reach the checkpoint daemon."""
+        return self.sockets / "checkpoint.sock"
+
+    def start_loader(self) -> None:
+        """Start the data loader; the ranks wait for its socket."""
+        config = self.sockets / "config.json"
+        config.write_text(job_config.to_json(self.config))
+        command = ["megascale_trainer.data.loader", "--socket", str(self.loader_socket)]
+        self._spawn("data loader", [*command, "--config", str(config)], "loader")
+
+    def start_daemon(self, token: str) -> None:
+        """Start the checkpoint daemon; the daemons of all hosts have one ``token``."""
+        file = self.sockets / "token"
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
+            opened.write(token + "\n")
+        self._start_daemon()
+
+    def _start_daemon(self) -> None:
+        options = {
+            "--cluster": CLUSTER,
+            "--node": f"host-{self.host}",
+            "--incarnation": f"{self._incarnation}-{self.restarts}",
+            "--run-folder": str(self.folder),
+            "--socket": str(self.checkpoint_socket),
+            "--token-file": str(self.sockets / "token"),
+            "--address-file": str(self.sockets / "checkpoint.address"),
+        }
+        words = [word for pair in options.items() for word in pair]
+        self._spawn("checkpoint daemon", ["megascale_checkpoint", *words], "checkpoint")
+
+    def open_attempt(self, *, read_only: bool = False) -> AttemptOpened:
+        """Have the daemon open the next attempt of the job, as its committer.
+
+        With ``read_only`` nothing is written: the answer tells what an attempt would restore.
+
+        Raises:
+            ServiceFailed: it cannot start, or refuses; the message has its reason.
+        """
+        checkpoint = self.config.checkpoint
+        request = OpenAttempt(
+            kind="open_attempt",
+            version=framing.PROTOCOL_VERSION,
+            job=self.config.name,
+            uri=checkpoint.uri,
+            world_size=self.config.layout.world_size,
+            load_uri=checkpoint.load_uri,
+            load_weights=checkpoint.load == "weights",
+            keep_latest=checkpoint.keep_latest,
+            keep_every_steps=checkpoint.keep_every_steps,
+            keep_every_hours=float(checkpoint.keep_every_hours),
+        )
+        if read_only:
+            request["read_only"] = True
+        return self._ask(request)
+
+    def _ask(self, request: OpenAttempt) -> AttemptOpened:
+        self.await_daemon()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(OPEN_TIMEOUT_S)
+            connection.connect(str(self.checkpoint_socket))
+            framing.send(connection, request)
+            received = framing.receive(connection)
+        if received is None:
+            raise ServiceFailed("the checkpoint daemon closed the connection")
+        answer = cast(AttemptOpened | Refused, received[0])
+        if answer["kind"] != "attempt_opened":
+            final = answer.get("error_kind") == "BAD_JOB"
+            raise ServiceFailed(str(answer["error"]), final=final)
+        return answer
+
+    def await_daemon(self) -> None:
+        """Wait until the daemon serves; raises ServiceFailed where it does not."""
+        self._await((self.sockets / "checkpoint.address").exists, "checkpoint daemon")
+
+    def problem(self) -> str:
+        """What ends the run: the loader has ended. A daemon that has ended is started again."""
+        daemon = self._children.get("checkpoint")
+        if daemon is not None and daemon.ended and self.restarts < MOST_RESTARTS:
+            # Training goes on meanwhile: ranks that find it gone register again at their next
+            # snapshot, and it listens at the same address again.
+            self.restarts += 1
+            self._start_daemon()
+        loader = self._children.get("loader")
+        return loader.ended if loader is not None else ""
+
+    def stop(self) -> None:
+        """End the children and remove their sockets."""
+        for child in self._children.values():
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+        for child in self._children.values():
+            try:
+                child.process.wait(STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+        self._children.clear()
+        shutil.rmtree(self.sockets, ignore_errors=True)
+
+    def _await(self, ready: Callable[[], bool], name: str) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ready():
+            for child in self._children.values():
+                if child.name == name and child.ended:
+                    raise ServiceFailed(child.ended)
+            if time.monotonic() > deadline:
+                raise ServiceFailed(f"the {name} does not serve after {START_TIMEOUT_S:.0f} s")
+            time.sleep(_POLL_S)
+
+    def _spawn(self, name: str, module: list[str], log: str) -> None:
+        suffix = f"-{self.host}" if self.host else ""
+        path = self.folder / f"{log}{suffix}.log"
+        with path.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *module],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=child_environment(),
+                process_group=0,
+            )
+        self._children[log] = Child(name, process, path)
+
+
+def new_token() -> str:
+    """A random word that the daemons of one run share."""
+    return secrets.token_urlsafe(32)

@@ -1,0 +1,102 @@
+"""Where a process stands in a run by hand: what torchrun tells it by environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megascale_common.job.config import JobConfig
+from megascale_common.job.problems import JobError, JobProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``host`` counts the hosts, as torchrun's GROUP_RANK; ``start`` names this start of all ranks.
+
+    ``hosted_store``: torchrun serves the store at ``master``; otherwise rank 0 does.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    host: int = 0
+    master: tuple[str, int] = ("127.0.0.1", 0)
+    hosted_store: bool = False
+    start: str = ""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """From the variables of torchrun; a process that was started alone has none.
+
+        Raises:
+            JobError: some are there and others are not, or are no numbers.
+        """
+        if "RANK" not in environment and "WORLD_SIZE" not in environment:
+            return cls()
+        try:
+            rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            local_world_size = int(environment.get("LOCAL_WORLD_SIZE", str(world_size)))
+            return cls(
+                rank,
+                world_size,
+                int(environment["LOCAL_RANK"]),
+                local_world_size,
+                int(environment.get("GROUP_RANK", str(rank // local_world_size))),
+                (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
+                environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                f"{environment.get('TORCHELASTIC_RUN_ID', '')}"
+                f"/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            )
+        except (KeyError, ValueError) as error:
+            raise JobError(
+                [
+                    JobProblem(
+                        "environment",
+                        f"RANK or WORLD_SIZE is set, but not as torchrun does: {error}",
+                        "start it with torchrun, or alone, without these variables",
+                    )
+                ]
+            ) from error
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are; each has the same number of ranks."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def ranks_here(self) -> list[int]:
+        """The ranks of this host."""
+        first = self.rank - self.local_rank
+        return list(range(first, first + self.local_world_size))
+
+    def check(self, config: JobConfig) -> None:
+        """Refuse a job that needs another number of ranks, or a tensor group on two hosts.
+
+        Raises:
+            JobError: with field and remedy.
+        """
+        sizes, wanted = config.parallelism, config.layout.world_size
+        if wanted != self.world_size:
+            product = f"tp {sizes.tp} * dp {sizes.dp} * pp {sizes.pp}"
+            raise JobError(
+                [
+                    JobProblem(
+                        "trainer.parallelism",
+                        f"{product} makes {wanted} ranks, but {self.world_size} were started",
+                        f"start {wanted} (torchrun --nproc-per-node {wanted} on one host), "
+                        "or change the sizes",
+                    )
+                ]
+            )
+        if self.local_world_size % sizes.tp:
+            raise JobError(
+                [
+                    JobProblem(
+                        "trainer.parallelism.tp",
+                        f"{self.local_world_size} ranks of a host hold no whole tensor-parallel "
+                        f"groups of {sizes.tp}",
+                        "give --nproc-per-node a multiple of tp",
+                    )
+                ]
+            )

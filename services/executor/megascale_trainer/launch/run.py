@@ -1,0 +1,309 @@
+"""One process of a run by hand: meet, open the attempt, run the worker, end together."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO, cast
+
+import torch
+
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig
+from megascale_common.job.rank_layout import readers_of
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.node import framing
+from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
+from megascale_common.node.incarnation import boot_id
+from megascale_common.node.messages import Assignment
+from megascale_trainer.launch.display import Display
+from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
+from megascale_trainer.launch.local_agent import LocalAgent
+from megascale_trainer.launch.meeting import Meeting, MeetingFailed
+from megascale_trainer.launch.place import Place
+from megascale_trainer.process import worker
+
+FAILED, REFUSED = 1, 2
+# Ranks end together: all have waited for the last commit before.
+END_TOGETHER_S = 60.0
+# torchrun passes on what the terminal has sent already: only a later signal ends at once.
+REPEATED_AFTER_S = 2.0
+_STORE_BACKLOG = 4096
+
+
+class Run:
+    """``token`` is that of the daemons on rank 0; ``errors`` gets what people must read."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        place: Place,
+        options: argparse.Namespace,
+        folder: Path,
+        services: HostServices | None,
+        token: str,
+        output: TextIO,
+        errors: TextIO,
+    ) -> None:
+        self._config, self._place, self._options = config, place, options
+        self._folder, self._services, self._token = folder, services, token
+        self._errors = errors
+        shown = output if place.rank == 0 else None
+        self._display = Display(shown, config.training.steps, as_json=options.json)
+        limit_s = options.time_limit
+        self._ends_at_s = None if limit_s is None else time.monotonic() + limit_s
+        self._store_socket: socket.socket | None = None
+        self._signalled_s = 0.0
+
+    def carry_out(self) -> int:
+        """The exit status: 0 done or saved, 1 failed, 2 refused."""
+        # As under an agent: with more threads, sums on a CPU come in another order.
+        torch.set_num_threads(1)
+        try:
+            meeting = Meeting(self._place)
+            opened = self._opened(meeting)
+            sockets = self._sockets(meeting)
+            device = self._device()
+        except (ServiceFailed, MeetingFailed, OSError, RuntimeError) as error:
+            return self._refuse(error)
+        path = attempt_folder(self._config.name, opened["attempt"])
+        folder = AttemptFolder(self._folder.parents[1] / path)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        self._show_start(opened, folder)
+        _log_to(folder.log(self._place.rank))
+        assignment = self._assignment(opened, sockets, device, folder)
+        return self._work(meeting, assignment, folder)
+
+    def _work(self, meeting: Meeting, assignment: Assignment, folder: AttemptFolder) -> int:
+        ours, theirs = socket.socketpair()
+        rank, services = self._place.rank, self._services
+        agent = LocalAgent(
+            ours, rank, meeting, self._display, services, self._ends_at_s, self._give_up
+        )
+        if self._config.checkpoint.uri:
+            self._save_on_signals(agent)
+        agent.start()
+        descriptors = [] if self._store_socket is None else [self._store_socket.detach()]
+        status = worker.run(theirs, cast(framing.Message, assignment), descriptors)
+        theirs.close()
+        agent.join()
+        if status:
+            return self._report_failure(agent, folder)
+        meeting.mark(f"ended/{rank}")
+        # The first rank of each host serves the others' daemon, and rank 0 the committer and store.
+        if rank == 0 or services is not None:
+            others = range(self._place.world_size) if rank == 0 else self._place.ranks_here
+            meeting.await_marks([f"ended/{other}" for other in others], END_TOGETHER_S)
+        return self._report_end(agent)
+
+    def _opened(self, meeting: Meeting) -> dict[str, Any]:
+        """What rank 0 has opened: attempt, restore, committer, and where its store listens."""
+        if self._place.rank != 0:
+            if self._services is not None and self._config.checkpoint.uri:
+                self._services.start_daemon(str(meeting.read("token")["token"]))
+            opened = meeting.read("opened")
+            if opened["job"] != job_config.to_json(self._config):
+                raise MeetingFailed(
+                    f"rank {self._place.rank} has read another job file than rank 0: "
+                    "give every host the same"
+                )
+            if self._config.checkpoint.uri and opened["boot"] != boot_id():
+                raise ServiceFailed(
+                    "checkpoint.uri: checkpoint daemons serve on loopback only, so those of "
+                    "several machines cannot commit together: leave it empty, or use one machine",
+                    final=True,
+                )
+            return opened
+        meeting.publish("token", {"token": self._token})
+        try:
+            opened = self._open()
+        except (ServiceFailed, OSError) as error:
+            meeting.fail("opened", f"rank 0 could not start: {error}")
+            raise
+        meeting.publish("opened", opened)
+        return opened
+
+    def _open(self) -> dict[str, Any]:
+        opened: dict[str, Any]
+        if self._config.checkpoint.uri and self._services is not None:
+            opened = dict(self._services.open_attempt())
+        else:
+            opened = {
+                "attempt": _new_attempt(self._folder),
+                "restore": RestorePlan().to_mapping(),
+                "committer_endpoint": "",
+                "refused": [],
+            }
+        # Bound here and passed to rank 0's worker, as an agent does.
+        host = "127.0.0.1" if self._place.hosts == 1 else self._place.master[0]
+        self._store_socket = socket.create_server((host, 0), backlog=_STORE_BACKLOG)
+        store = [host, self._store_socket.getsockname()[1]]
+        job = job_config.to_json(self._config)
+        return {**opened, "job": job, "store": store, "boot": boot_id()}
+
+    def _sockets(self, meeting: Meeting) -> dict[str, str]:
+        """Paths of the sockets of this host's children."""
+        key = f"sockets/{self._place.host}"
+        if self._services is None:
+            return meeting.read(key)
+        if self._config.checkpoint.uri:
+            self._services.await_daemon()
+        paths = {
+            "loader": str(self._services.loader_socket),
+            "checkpoint": str(self._services.checkpoint_socket),
+        }
+        meeting.publish(key, paths)
+        return paths
+
+    def _device(self) -> str:
+        """cpu or cuda.
+
+        Raises:
+            ServiceFailed: there are fewer GPUs than ranks.
+        """
+        wanted: str = self._options.device
+        count = 0 if wanted == "cpu" else torch.cuda.device_count()
+        kind = "cuda" if wanted == "cuda" or (wanted == "auto" and count) else "cpu"
+        if kind == "cuda" and self._place.local_world_size > count:
+            raise ServiceFailed(
+                f"--nproc-per-node: {self._place.local_world_size} ranks, and {count} GPUs: "
+                "start one rank per GPU, or give --device cpu",
+                final=True,
+            )
+        return kind
+
+    def _assignment(
+        self, opened: dict[str, Any], sockets: dict[str, str], device: str, folder: AttemptFolder
+    ) -> Assignment:
+        place, config = self._place, self._config
+        reader, readers = readers_of(place.ranks_here, config.layout)[place.rank]
+        host, port = opened["store"]
+        return {
+            "kind": "assignment",
+            "version": framing.PROTOCOL_VERSION,
+            "cluster": CLUSTER,
+            "node": f"host-{place.host}",
+            "job": config.name,
+            "attempt": opened["attempt"],
+            "rank": place.rank,
+            "local_rank": place.local_rank,
+            "device_kind": "cuda" if device == "cuda" else "cpu",
+            "device_index": place.local_rank,
+            "config": job_config.to_mapping(config),
+            "store_host": host,
+            "store_port": port,
+            "status_page": str(folder.status_page(place.rank)),
+            "loader_socket": sockets["loader"],
+            "local_ranks": place.local_world_size,
+            "readers": readers,
+            "reader": reader,
+            "checkpoint_socket": sockets["checkpoint"],
+            "committer_endpoint": opened["committer_endpoint"],
+            "replicas": {"target": "", "source": "", "bytes_per_s": 0},
+            "restore": opened["restore"],
+            "reports": place.rank == 0,
+            "run_folder": str(folder.path),
+        }
+
+    def _save_on_signals(self, agent: LocalAgent) -> None:
+        """SIGTERM and Ctrl-C save and end; the same again, later, ends at once."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            now_s = time.monotonic()
+            if self._signalled_s and now_s - self._signalled_s > REPEATED_AFTER_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            self._signalled_s = self._signalled_s or now_s
+            agent.leave(signal.Signals(number).name)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+
+    def _show_start(self, opened: dict[str, Any], folder: AttemptFolder) -> None:
+        plan = RestorePlan.from_mapping(opened["restore"])
+        for problem in opened["refused"]:
+            self._display.note(f"a newer checkpoint is not used: {problem}")
+        what = "starts from initial values"
+        if plan.source is not RestoreSource.NONE:
+            what = f"restores step {plan.step} from {plan.source}"
+        self._display.event(
+            "attempt",
+            {"attempt": opened["attempt"], "restored_step": plan.step, "folder": str(folder.path)},
+            f"job {self._config.name}, attempt {opened['attempt']}: {what}; logs in {folder.path}",
+        )
+
+    def _report_failure(self, agent: LocalAgent, folder: AttemptFolder) -> int:
+        failed = agent.failed
+        kind = failed["error_kind"] if failed is not None else "OTHER"
+        detail = (failed["detail"] or _last_line(failed["error"])) if failed is not None else ""
+        rank = self._place.rank
+        self._say(f"rank {rank} failed ({kind}): {detail}; its log: {folder.log(rank)}")
+        return FAILED
+
+    def _report_end(self, agent: LocalAgent) -> int:
+        finished, checkpoint = agent.finished, self._config.checkpoint
+        assert finished is not None  # the worker's last message where its status is 0
+        step, steps, not_saved = (
+            finished["step"],
+            self._config.training.steps,
+            finished["not_saved"],
+        )
+        if not_saved and checkpoint.require_final:
+            if self._place.rank == 0:
+                self._say(f"the last step is not saved: {not_saved}")
+            return FAILED
+        text = f"all {steps} steps are done"
+        if step < steps:
+            text = f"step {step} of {steps} is saved; the same command goes on from there"
+        self._display.event("end", {"step": step, "steps": steps, "not_saved": not_saved}, text)
+        return 0
+
+    def _refuse(self, error: Exception) -> int:
+        """A start that failed: rank 0, or the process that it is about, says why."""
+        if self._place.rank == 0 or not isinstance(error, MeetingFailed):
+            self._say(f"rank {self._place.rank} cannot start: {error}")
+        return REFUSED if isinstance(error, ServiceFailed) and error.final else FAILED
+
+    def _give_up(self, problem: str) -> None:
+        """End this process from the thread beside the worker, which waits in vain."""
+        self._say(f"rank {self._place.rank}: {problem}")
+        if self._services is not None:
+            self._services.stop()
+        os._exit(FAILED)
+
+    def _say(self, text: str) -> None:
+        self._errors.write(f"{text}\n")
+        self._errors.flush()
+
+
+def _new_attempt(folder: Path) -> int:
+    """A number for an attempt without a commit log: that of the first folder that can be made."""
+    number = 1
+    while True:
+        path = folder.parents[1] / attempt_folder(folder.name, number)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        return number
+
+
+def _log_to(path: Path) -> None:
+    """From now on this process writes to its log, as a worker under an agent does."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]

@@ -1,0 +1,163 @@
+"""The trainer as a library, for scripts and notebooks: one process, no loader, no cluster.
+
+    from megascale_trainer import Trainer, load_config
+
+    trainer = Trainer(load_config("job.yaml"))
+    for record in trainer.steps(10):
+        print(record.step, record.loss)
+    print(trainer.generate("The ", 40))
+
+A step is the one that a job of one rank takes, with the same samples and numbers. Checkpoints are
+read, whatever layout wrote them, and never written: a job does that.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megascale_common.job.config import JobConfig, ParallelismConfig
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_trainer import trainer as core
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.daemon_link import START_TIMEOUT_S, DaemonLink, RankRegistration
+from megascale_trainer.data.packing import SampleStream, sample_numbers
+from megascale_trainer.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from megascale_trainer.launch.host_services import HostServices, new_token
+from megascale_trainer.parallel.groups import single_process_groups
+from megascale_trainer.restore import restore
+from megascale_trainer.trainer import StepRecord
+
+
+class Trainer(core.Trainer):
+    """A job on one device, at its initial values. Its parallelism is left out: it has one rank.
+
+    Args:
+        device: such as "cpu" or "cuda:1"; "" takes the first GPU where there is one.
+
+    Raises:
+        ValueError: the job asks for what is not built; names the field.
+    """
+
+    def __init__(self, config: JobConfig, device: str = "") -> None:
+        recompute = config.parallelism.recompute
+        alone = replace(config, parallelism=ParallelismConfig(recompute=recompute))
+        place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        super().__init__(alone, 0, single_process_groups(), place)
+        self.initialise()
+        self._samples: SampleStream | None = None
+
+    def steps(self, count: int) -> Iterator[StepRecord]:
+        """Take ``count`` steps on the job's data, from where the trainer stands.
+
+        Raises:
+            CorpusError: the data cannot be used; names the field.
+        """
+        for _ in range(count):
+            yield self.train_step(self.batches(self.step)).read()
+
+    def batches(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of the step after ``step``, on the device."""
+        if self._samples is None:
+            self._samples = SampleStream.open(self.config)
+        training, made = self.config.training, []
+        first = step * training.global_batch_size
+        micro_batches, size = self.config.micro_batches, training.micro_batch_size
+        for numbers in sample_numbers(first, micro_batches, size, 1, 0):
+            rows = [self._samples.sample(int(number)) for number in numbers]
+            arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            made.append(MicroBatch.from_numpy(arrays).to(self._device))
+        return made
+
+    def restore(self) -> int:
+        """Load the newest complete checkpoint of the job; returns its step, 0 where there is none.
+
+        Nothing is written: a job that runs meanwhile is not disturbed.
+
+        Raises:
+            ServiceFailed: the checkpoints cannot be read; the message has the reason.
+            RestoreRefused: a file is damaged.
+        """
+        with tempfile.TemporaryDirectory(prefix="megascale-") as folder:
+            services = HostServices(self.config, Path(folder), 0)
+            try:
+                services.start_daemon(new_token())
+                plan = RestorePlan.from_mapping(services.open_attempt(read_only=True)["restore"])
+                if plan.source is not RestoreSource.NONE:
+                    self._load(plan, str(services.checkpoint_socket))
+            finally:
+                services.stop()
+        return self.step
+
+    def _load(self, plan: RestorePlan, socket: str) -> None:
+        registration = RankRegistration(
+            job=self.config.name,
+            attempt=1,
+            rank=0,
+            world_size=1,
+            uri="",
+            committer_endpoint="",
+            slots=2,
+            sizes={"tp": 1, "cp": 1, "dp": 1, "pp": 1, "vpp": 1},
+        )
+        link = DaemonLink(
+            socket,
+            registration,
+            self.shard_layout(),
+            self._device,
+            collective_timeout_s=START_TIMEOUT_S,
+        )
+        link.connect(START_TIMEOUT_S)
+        try:
+            found = restore(link, plan, self, self._device)
+        finally:
+            link.close()
+        self.finish_load(found.plan.step, weights_only=found.plan.step == 0)
+
+    def generate(self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
+        """``prompt`` and up to ``tokens`` more tokens, as text; ends with the document.
+
+        At ``temperature`` 0 the most probable token follows, else one that is drawn. A plain loop
+        that computes the whole sequence for each token: to look at what was learnt.
+        """
+        tokenizer = _tokenizer(self.config)
+        (encoded,) = tokenizer.encode([prompt.encode()])
+        *ids, end = encoded.tolist()
+        random = torch.Generator(self._device).manual_seed(seed)
+        for _ in range(tokens):
+            following = self._next(ids or [end], temperature, random)
+            if following == end:
+                break
+            ids.append(following)
+        return tokenizer.decode(np.array(ids, np.int64))
+
+    def _next(self, ids: list[int], temperature: float, random: torch.Generator) -> int:
+        length = self.config.model.sequence_length
+        seen = ids[-length:]
+        row: dict[str, np.ndarray[Any, Any]] = {
+            "tokens": np.zeros((1, length), np.int64),
+            "targets": np.zeros((1, length), np.int64),
+            "loss_weight": np.zeros((1, length), np.float32),
+            "position": np.arange(length, dtype=np.int64)[None],
+            "document_start": np.zeros((1, length), np.int32),
+        }
+        # What follows the sequence does not count: attention is causal.
+        row["tokens"][0, : len(seen)] = seen
+        logits = self.logits(MicroBatch.from_numpy(row).to(self._device))[0, len(seen) - 1].float()
+        if temperature <= 0:
+            return int(logits.argmax())
+        shares = torch.softmax(logits / temperature, dim=0)
+        return int(torch.multinomial(shares, 1, generator=random))
+
+
+def _tokenizer(config: JobConfig) -> Tokenizer:
+    given = config.data.tokenizer
+    return ByteTokenizer() if given.kind == "bytes" else BpeTokenizer.load(given.path)

@@ -1,0 +1,201 @@
+"""Step records for the trackers that people use: TensorBoard, Weights & Biases, MLflow.
+
+The names of the curves are those of the step record everywhere. A job has one folder and one run of
+a tracker, whatever its attempts: a later one goes on in it. A thread passes the records on, since
+libraries of trackers may wait for a disk or a server: a tracker that fails, or cannot follow, costs
+its own records and no step. The libraries are imported only for jobs that ask for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig, TelemetryConfig
+from megascale_trainer.telemetry.event_file import EventFile, scalars
+
+MOST_WAITING = 10_000  # records; above it they are dropped and counted
+CLOSE_TIMEOUT_S = 60.0
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny or mlflow"}
+
+Record = Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """One tracker's run."""
+
+    def add(self, record: Record) -> None:
+        """Take the record of a step."""
+
+    def close(self) -> None:
+        """The run of this attempt has ended."""
+
+
+def problem_of(telemetry: TelemetryConfig) -> str:
+    """What is missing here for the job's trackers, with field and remedy; "" if nothing is."""
+    for name, package in _PACKAGES.items():
+        if getattr(telemetry, name) and importlib.util.find_spec(name) is None:
+            return (
+                f"trainer.telemetry.{name}: the package {package} is not installed where rank 0 "
+                "runs: pip install 'megascale[trackers]', or leave the field out"
+            )
+    return ""
+
+
+class Trackers:
+    """All trackers of a job, on the rank that reports. ``folder`` is the job's.
+
+    ``done`` is the step from which the attempt goes on.
+    """
+
+    def __init__(self, config: JobConfig, folder: Path, done: int) -> None:
+        self._records: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
+        self._dropped = 0
+        wanted = _wanted(config, folder, done)
+        self._thread = threading.Thread(
+            target=self._run, args=(wanted,), name="trackers", daemon=True
+        )
+        self._begun = bool(wanted)
+        if wanted:
+            self._thread.start()
+
+    def add(self, record: Record) -> None:
+        """Pass a record on; never waits."""
+        if not self._begun:
+            return
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+            if self._dropped == 1:
+                print("trackers cannot follow: step records are dropped", flush=True)
+
+    def close(self) -> None:
+        """Wait until the trackers have what was passed on, at most CLOSE_TIMEOUT_S."""
+        if not self._begun:
+            return
+        self._records.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            print("a tracker has not taken all step records; the run ends without it", flush=True)
+
+    def _run(self, wanted: dict[str, Callable[[], Tracker]]) -> None:
+        trackers: dict[str, Tracker] = {}
+        for name, begin in wanted.items():
+            with _guarded(name, trackers):
+                trackers[name] = begin()
+        while (record := self._records.get()) is not None:
+            for name, tracker in list(trackers.items()):
+                with _guarded(name, trackers):
+                    tracker.add(record)
+        for name, tracker in list(trackers.items()):
+            with _guarded(name, trackers):
+                tracker.close()
+
+
+@contextlib.contextmanager
+def _guarded(name: str, trackers: dict[str, Tracker]) -> Iterator[None]:
+    """A failure is printed and costs the tracker."""
+    try:
+        yield
+    except Exception as error:  # of a library: it may raise anything
+        trackers.pop(name, None)
+        print(f"tracker {name} is given up: {type(error).__name__}: {error}", flush=True)
+
+
+def _wanted(config: JobConfig, folder: Path, done: int) -> dict[str, Callable[[], Tracker]]:
+    telemetry = config.telemetry
+    found: dict[str, Callable[[], Tracker]] = {}
+    if telemetry.tensorboard:
+        first = done + 1 if done else 0
+        found["tensorboard"] = lambda: EventFile(folder / "tensorboard", first)
+    if telemetry.wandb:
+        found["wandb"] = lambda: _Wandb(config, folder)
+    if telemetry.mlflow:
+        found["mlflow"] = lambda: _Mlflow(config, folder)
+    return found
+
+
+class _Wandb:
+    """A run of Weights & Biases; without WANDB_MODE it is offline, in ``folder``/wandb."""
+
+    def __init__(self, config: JobConfig, folder: Path) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "megascale"),
+            name=config.name,
+            id=_kept_id(folder / "wandb-run"),
+            resume="allow",
+            dir=str(folder),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            config=job_config.to_mapping(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # An attempt repeats steps of the one before; wandb's own steps only grow.
+        self._run.define_metric("*", step_metric="step")
+
+    def add(self, record: Record) -> None:
+        self._run.log({"step": record["step"], **scalars(record)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow:
+    """A run of MLflow; without MLFLOW_TRACKING_URI its records lie in ``folder``/mlflow."""
+
+    def __init__(self, config: JobConfig, folder: Path) -> None:
+        from mlflow.entities import Metric
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not uri:
+            # MLflow 3 asks whoever keeps records as files to say that it is meant.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (folder / "mlflow").as_uri()
+        self._client = MlflowClient(tracking_uri=uri)
+        self._id = self._run_id(config, folder / "mlflow-run")
+
+    def _run_id(self, config: JobConfig, kept: Path) -> str:
+        if kept.exists():
+            return kept.read_text().strip()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megascale")
+        found = self._client.get_experiment_by_name(name)
+        experiment = (
+            found.experiment_id if found is not None else self._client.create_experiment(name)
+        )
+        run = self._client.create_run(experiment, run_name=config.name)
+        for section, values in job_config.to_mapping(config).items():
+            if isinstance(values, dict):
+                for field, value in values.items():
+                    self._client.log_param(run.info.run_id, f"{section}.{field}", str(value)[:500])
+        kept.write_text(run.info.run_id)
+        return str(run.info.run_id)
+
+    def add(self, record: Record) -> None:
+        at_ms, step = int(record["completed_at_s"] * 1e3), int(record["step"])
+        metrics = [
+            self._metric(name, float(value), at_ms, step) for name, value in scalars(record).items()
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _kept_id(path: Path) -> str:
+    """The id in the file, or a new one that is kept there: later attempts go on in its run."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(4))
+    return path.read_text().strip()

@@ -1,0 +1,178 @@
+"""Training by hand: torchrun and the trainer alone, without a driver and an agent."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.harness.by_hand import STEPS, HandRun, held, small_job, write_job
+from tests.harness.local_cluster import UpProcess, settle
+from tests.harness.paced import release
+
+from megascale_client import Client, load_job
+
+Start = Callable[..., HandRun]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts runs in the test's folder; all are ended with the test."""
+    runs: list[HandRun] = []
+
+    def begin(job: Path, ranks: int = 1, *options: str) -> HandRun:
+        runs.append(HandRun(job.parent, job, ranks, *options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
+    tmp_path: Path, start: Start
+) -> None:
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    two = {"dp": 2}
+    whole = start(write_job(twin, small_job(twin, parallelism=two)), 2)
+    job = write_job(tmp_path, small_job(tmp_path, parallelism=two, optimizer=held(7)))
+    killed = start(job, 2)
+    killed.await_step(6)
+    killed.await_commit(4)
+    killed.kill()
+    assert max(killed.losses()) < STEPS
+
+    release(killed.site)
+    resumed = start(job, 2)
+    assert resumed.end() == 0, resumed.story()
+    assert whole.end() == 0, whole.story()
+    assert resumed.events("attempt")[0]["restored_step"] == 4
+    assert min(resumed.losses()) == 5
+    assert {**killed.losses(), **resumed.losses()} == whole.losses()
+    assert killed.losses().items() <= whole.losses().items()
+    assert resumed.losses().keys() & killed.losses().keys() == {5, 6}
+    assert list(whole.losses()) == list(range(1, STEPS + 1))
+    # The attempt's number is the commit log's, and all attempts share the job's folder.
+    folders = sorted(path.name for path in (tmp_path / "runs/jobs/hand").glob("attempt-*"))
+    assert folders == ["attempt-000001", "attempt-000002"]
+    assert not resumed.processes() and not whole.processes()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
+    tmp_path: Path, start: Start, ranks: int
+) -> None:
+    job = write_job(
+        tmp_path,
+        small_job(
+            tmp_path,
+            parallelism={"dp": ranks},
+            optimizer=held(3),
+            checkpoint={"interval_steps": 100},
+        ),
+    )
+    first = start(job, ranks)
+    first.await_step(2)
+    status = first.end(signal.SIGTERM)
+    saved = first.events("end")
+    assert saved and saved[0]["step"] < STEPS, first.story()
+    assert status == (0 if ranks == 1 else 1)  # torchrun itself reports the signal
+    release(first.site)
+    second = start(job, ranks)
+    assert second.end() == 0, second.story()
+    assert min(second.losses()) == saved[0]["step"] + 1
+    assert second.events("end")[0] == {
+        "event": "end",
+        "step": STEPS,
+        "steps": STEPS,
+        "not_saved": "",
+    }
+
+
+@pytest.mark.slow
+def test_two_torchruns_as_two_hosts_train_and_commit_together(tmp_path: Path) -> None:
+    job = write_job(tmp_path, small_job(tmp_path, parallelism={"dp": 4}))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    ranked = [(*options, "--node-rank", str(node)) for node in range(2)]
+    runs = [HandRun(tmp_path, job, 2, rendezvous=rendezvous) for rendezvous in ranked]
+    try:
+        assert [run.end() for run in runs] == [0, 0], "\n".join(run.story() for run in runs)
+        (first,) = (run for run in runs if run.events("end"))
+        assert list(first.losses()) == list(range(1, STEPS + 1))
+        first.await_commit(STEPS)
+        # Each has a loader and a daemon of its own, and rank 0's is the committer.
+        logs = {path.name for path in (tmp_path / "runs/jobs/hand").glob("*.log")}
+        assert logs == {"loader.log", "loader-1.log", "checkpoint.log", "checkpoint-1.log"}
+        assert not any(run.processes() for run in runs)
+    finally:
+        for run in runs:
+            run.close()
+
+
+def test_a_warm_start_takes_the_parameters_alone_or_goes_on(tmp_path: Path, start: Start) -> None:
+    first = start(write_job(tmp_path, small_job(tmp_path, checkpoint={"uri": "first"})))
+    assert first.end() == 0, first.story()
+    last = first.losses()[STEPS]
+    short = {"steps": 4}
+
+    load = {"load_uri": "first", "uri": "beyond"}
+    beyond = start(write_job(tmp_path, small_job(tmp_path, checkpoint=load, training=short)))
+    assert beyond.end() == 1
+    errors = beyond.errors.read_text()
+    assert "BAD_JOB" in errors and "checkpoint.load_uri" in errors and "give more steps" in errors
+
+    load = {"load_uri": "first", "uri": "tuned", "load": "weights"}
+    job = write_job(tmp_path, small_job(tmp_path, checkpoint=load, training=short))
+    tuned = start(job)
+    assert tuned.end() == 0, tuned.story()
+    assert list(tuned.losses()) == [1, 2, 3, 4]
+    assert abs(tuned.losses()[1] - last) < 0.3 < abs(first.losses()[1] - last)
+    records = tuned.events("step")
+    assert records[0]["consumed_samples"] == 8
+    # Once it has a checkpoint of its own, it goes on from that.
+    again = start(job)
+    assert again.end() == 0 and again.events("attempt")[0]["restored_step"] == 4
+
+
+def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(tmp_path: Path, start: Start) -> None:
+    two = {"parallelism": {"dp": 2}, "checkpoint": {"interval_steps": 2}}
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    whole = start(write_job(twin, small_job(twin, **two)), 2)
+    assert whole.end() == 0, whole.story()
+
+    first = start(write_job(tmp_path, small_job(tmp_path, **two, optimizer=held(4))), 2)
+    first.await_step(3)
+    first.await_commit(2)
+    first.kill()
+    cluster = tmp_path / "cluster"
+    with UpProcess(cluster, "--nodes", "1", "--devices-per-node", "2", "--device", "cpu") as up:
+        paused = small_job(tmp_path, **two, optimizer=held(8))
+        job = write_job(tmp_path, paused)
+        with Client.from_run_folder(cluster) as client:
+            client.submit(load_job(job))
+            records: dict[int, float] = {}
+            for update in client.watch("hand"):
+                if update.HasField("step"):
+                    records[update.step.step] = update.step.loss
+                    if update.step.step == 7:
+                        break
+            first.await_commit(6)
+            found = client.get("hand")
+            assert (found.attempt, found.restored_step) == (2, 2)
+            client.cancel("hand", reason="the run goes on by hand")
+            settle(cluster)
+        up.stop()
+    third = start(write_job(tmp_path, small_job(tmp_path, **two)), 2)
+    assert third.end() == 0, third.story()
+    assert third.events("attempt")[0]["attempt"] == 3
+    assert third.events("attempt")[0]["restored_step"] >= 6
+    assert min(records) == 3
+    assert {**first.losses(), **records, **third.losses()} == whole.losses()
+    for part in (first.losses(), records):
+        assert part.items() <= whole.losses().items()

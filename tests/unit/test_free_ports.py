@@ -1,0 +1,27 @@
+"""Ports of servers that are started again: not those that the system gives to connections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascale_common.etcd import server
+
+
+def test_a_port_of_a_server_is_none_that_a_connection_may_get() -> None:
+    lowest = server._first_of_connections()
+    if not lowest:
+        pytest.skip("this system does not say which ports connections get")
+    ports = {server.free_port("127.0.0.1") for _ in range(20)}
+    assert all(server._LOWEST_PORT <= port < lowest for port in ports)
+    assert len(ports) > 10, "two servers that start together would meet"
+
+
+@pytest.mark.parametrize("text", ["", "none\n", "1024\t60999\n"])
+def test_where_no_port_is_apart_the_system_chooses_one(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "range").write_text(text)
+    monkeypatch.setattr(server, "_PORTS_OF_CONNECTIONS", tmp_path / "range")
+    assert server.free_port("127.0.0.1") > 1024

@@ -1,0 +1,161 @@
+"""Parts of a run by hand: its job file, its place, its options and what it shows."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.harness.by_hand import small_job, write_job
+
+from megascale_common.job.config import JobConfig
+from megascale_common.job.problems import JobError
+from megascale_trainer.launch import command
+from megascale_trainer.launch.display import Display, duration
+from megascale_trainer.launch.job_file import load_config
+from megascale_trainer.launch.place import Place
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "h0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "run",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+RECORD: dict[str, Any] = {
+    "step": 3,
+    "loss": 2.5,
+    "tokens_per_s": 12_345.0,
+    "mfu_causal": 0.412,
+    "mfu_full": 0.43,
+    "memory_bytes": 3 << 30,
+    "data_wait_s": 0.0004,
+    "step_time_s": 0.25,
+}
+
+
+def job(folder: Path, **sections: Any) -> JobConfig:
+    return load_config(write_job(folder, small_job(folder, **sections)))
+
+
+def test_the_same_job_in_yaml_and_json_with_paths_from_the_files_folder(tmp_path: Path) -> None:
+    values = small_job(tmp_path)
+    as_json = load_config(write_job(tmp_path, values))
+    # JSON is YAML: the suffix decides which reader is used.
+    assert load_config(write_job(tmp_path, values, "job.yaml")) == as_json
+    assert as_json.data.sources[0].prefix == str(tmp_path / "corpus")
+    assert as_json.checkpoint.uri == str(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("{", "job.json", "is not JSON"),
+        ("a: [", "job.yaml", "is not valid YAML"),
+        ("name: a\nname: b\n", "job.yaml", "name given twice"),
+        ("name: a\n", "job.yaml", "trainer.model"),
+        ("[]", "job.json", "job"),
+    ],
+)
+def test_a_bad_job_file_is_refused_with_what_is_wrong(
+    tmp_path: Path, text: str, name: str, words: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(JobError) as refused:
+        load_config(tmp_path / name)
+    assert words in str(refused.value)
+    with pytest.raises(JobError, match="cannot be read"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_yaml_without_pyyaml_names_the_remedy(tmp_path: Path) -> None:
+    write_job(tmp_path, small_job(tmp_path), "job.yaml")
+    code = (
+        "import sys; sys.modules['yaml'] = None; "
+        "from megascale_trainer.launch.job_file import load_config; load_config(sys.argv[1])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "job.yaml")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "pip install pyyaml" in found.stderr
+
+
+def test_a_place_is_what_torchrun_says(tmp_path: Path) -> None:
+    assert Place.of({}) == Place()
+    place = Place.of(TORCHRUN)
+    assert (place.rank, place.local_rank, place.host, place.hosts) == (5, 1, 1, 2)
+    assert (place.ranks_here, place.master) == ([4, 5, 6, 7], ("h0", 29500))
+    assert place.hosted_store and place.start == "run/2"
+    with pytest.raises(JobError, match="torchrun"):
+        Place.of({"RANK": "0"})
+    place.check(job(tmp_path, parallelism={"tp": 2, "dp": 4}))
+    with pytest.raises(JobError, match="makes 2 ranks, but 8 were started"):
+        place.check(job(tmp_path, parallelism={"dp": 2}))
+    with pytest.raises(JobError, match="multiple of tp"):
+        Place(0, 4, 0, 1).check(job(tmp_path, parallelism={"tp": 2, "dp": 2}))
+
+
+def test_a_time_limit_needs_somewhere_to_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_job(tmp_path, small_job(tmp_path, checkpoint={"uri": "", "interval_steps": 0}))
+    assert command.main([str(path), "--time-limit", "90m"]) == command.USAGE
+    assert "refused: checkpoint.uri" in capsys.readouterr().err
+    options = command.parser().parse_args([str(path), "--time-limit", "1.5h"])
+    assert options.time_limit == 5400.0
+    for text in ("0", "soon", "-5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no time"):
+            command._seconds(text)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_per_step_a_bar_on_a_terminal_and_json() -> None:
+    plain, terminal, lines = io.StringIO(), Terminal(), io.StringIO()
+    Display(plain, 4).step(RECORD)
+    assert plain.getvalue() == (
+        "step 3/4  loss 2.5000  12.3k tokens/s  MFU 41.2% (43.0% full)  memory 3.00 GiB  "
+        "data 0.4 ms  step time 250 ms\n"
+    )
+    bar = Display(terminal, 4)
+    bar.step(RECORD)
+    bar.note("saves and ends: SIGTERM")
+    bar.step({**RECORD, "step": 4})
+    shown = terminal.getvalue()
+    assert (
+        "[###############.....] left 0:00  step 3/4  loss 2.5000" in shown
+        and shown.count("\n") == 2
+    )
+    assert shown.endswith("\n")
+    Display(lines, 4, as_json=True).step(RECORD)
+    assert json.loads(lines.getvalue()) == {"event": "step", **RECORD}
+    Display(None, 4).step(RECORD)
+    assert [duration(value) for value in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
+
+
+class Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("the reader has gone")
+
+
+def test_an_output_that_is_gone_costs_no_step() -> None:
+    display = Display(Gone(), 4)
+    display.step(RECORD)
+    display.step(RECORD)
+    assert display._output is None

@@ -1,0 +1,59 @@
+"""How many links a driver takes, and how many of them may still owe their hello."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tests.harness.waiting import CALL_TIMEOUT_S
+
+from megascale.v1 import link_pb2, types_pb2
+from megascale_common.service.clock import SystemClock
+from megascale_common.service.errors import UnavailableError
+from megascale_driver import link_service
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import Identity
+from megascale_driver.engine import Engine
+from megascale_driver.link_service import LinkService
+from megascale_driver.open_links import Link
+from megascale_driver.orders import PROTOCOL
+
+
+async def silent() -> AsyncIterator[link_pb2.ConnectRequest]:
+    """A peer that never says who it is."""
+    await asyncio.Event().wait()
+    yield link_pb2.ConnectRequest()
+
+
+async def node() -> AsyncIterator[link_pb2.ConnectRequest]:
+    """An agent."""
+    device = types_pb2.Device(kind=types_pb2.DEVICE_KIND_CPU)
+    hello = link_pb2.ExecutorHello(
+        protocol=PROTOCOL, node="n9", incarnation="i", devices=[device]
+    )  # fmt: skip
+    yield link_pb2.ConnectRequest(hello=hello)
+
+
+async def test_links_are_bounded_with_those_that_owe_their_hello(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_service, "MAX_LINKS", 4)
+    engine = Engine(Policy(), SystemClock(), "token", "here")
+    leading: Any = object()
+    engine.term = leading
+    service = LinkService(engine, leading, "test")
+    for name in ("n1", "n2"):
+        engine.links.add(Link(name, Identity("i"), 0.0))
+    assert (await service._hello(node())).node == "n9"
+    waiting = [asyncio.create_task(service._hello(silent())) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="4 links are open or being opened") as refused:
+        await service._hello(node())
+    assert refused.value.reason == "TOO_MANY_LINKS"
+    for task in waiting:
+        task.cancel()
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert (await service._hello(node())).node == "n9", "there is room again"
