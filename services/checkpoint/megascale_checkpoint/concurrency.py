@@ -133,20 +133,25 @@ class Lane:
         future: Future[T] = Future()
 
         def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                self._ended()
+                return
+            # Counted as ended before its caller learns so: the caller may look at once.
             try:
-                if future.set_running_or_notify_cancel():
-                    try:
-                        result = call()
-                    except BaseException as error:
-                        future.set_exception(error)
-                    else:
-                        future.set_result(result)
-            finally:
-                with self._lock:
-                    self._waiting -= 1
+                result = call()
+            except BaseException as error:
+                self._ended()
+                future.set_exception(error)
+            else:
+                self._ended()
+                future.set_result(result)
 
         self._queue.put(work)
         return future
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._waiting -= 1
 
     def _work(self) -> None:
         while True:
