@@ -55,7 +55,7 @@ RGW_TOOLS := $(CURDIR)/.tools/ceph
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo train test crash simulate mutants test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -64,7 +64,7 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-train: $(READY) ## train a small model by torchrun on two processes, kill it half-way, start it again, compare (about a minute)
+train: $(READY) ## train a small model by torchrun on two processes, kill it half-way, start it again, compare (within two minutes)
 	@$(PY) docs/examples/train_by_hand.py
 
 test: $(READY) $(KERNELS_READY) ## run the tests (about 11 minutes on 2 cores)
@@ -77,10 +77,13 @@ simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 S
 	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) $(if $(RATE),--rate $(RATE)) $(if $(SPARES),--spares $(SPARES)) \
 	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS)) $(if $(CSV),--csv $(CSV)) $(if $(REPLAYED),--seed $(REPLAYED))
 
-mutants: $(READY) ## simulate with one defect at a time: each must break an invariant within a few seeds
+mutants: $(READY) ## simulate with one defect at a time: each must break an invariant of a scenario or a seed
 	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS))
 
-test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, two sabotages of the demo, further kernels, layouts and crashes
+logs-score: $(READY) ## classify the labelled log excerpts: precision, recall, wrong evictions (CORPUS=file)
+	@$(PY) -m megascale_driver.analysis.logs score $(or $(CORPUS),tests/data/logs/excerpts.jsonl)
+
+test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, three sabotages of the demo, further kernels, layouts and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 test-ha: $(READY) ## three drivers and three etcd members under a training job: leaders killed, stopped, cut off (about 2 minutes)
@@ -89,7 +92,7 @@ test-ha: $(READY) ## three drivers and three etcd members under a training job: 
 test-builds: $(READY) ## this build and the one before (PREVIOUS=commit; by default the newest tag, else HEAD^) lead in turn under a training job
 	MEGASCALE_PREVIOUS_BUILD=$(PREVIOUS) $(PY) -m pytest -s -m slow -rs tests/chaos/test_two_builds.py $(PYTEST_ARGS)
 
-test-export: $(READY) $(EXPORT_READY) ## run the tests that load exported models in transformers
+test-export: $(READY) $(EXPORT_READY) ## run the tests with other people's libraries: exported models in transformers, wandb, mlflow
 	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices
@@ -180,7 +183,7 @@ $(VENV)/.triton: $(VENV)/.ready
 	@touch $@
 
 $(VENV)/.export: $(VENV)/.ready
-	$(PIP) --constraint constraints.txt --editable '.[export]'
+	$(PIP) --constraint constraints.txt --editable '.[export,trackers]'
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.ready

@@ -1,4 +1,9 @@
-"""Micro-batches of a benchmark: random tokens, or samples of a corpus in the order of training."""
+"""Micro-batches of a bare step: random tokens, or samples of a corpus in the order of training.
+
+Random steps lie on the device and repeat after a number of steps that is the same in all layouts.
+With one step again and again a model learns it by heart within minutes, and its device then draws
+less power than one that trains on a corpus.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,9 @@ from megascale_common.job.config import JobConfig
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.data.packing import Arrays, SampleStream, sample_numbers
 
-_DOCUMENT_TOKENS = 512  # mean length of random documents
+DOCUMENT_TOKENS = 512  # mean length of random documents
+_MOST_RANDOM_STEPS = 64
+_RANDOM_TOKENS = 1 << 23  # of all random steps and ranks together, 32 bytes each
 
 
 class Batches:
@@ -23,7 +30,7 @@ class Batches:
         self._config, self._device = config, device
         self._dp_rank = config.layout.coordinates(rank).dp
         self._stream = SampleStream.open(config) if config.data.sources else None
-        self._random = [] if self._stream else self._random_step()
+        self._random = [] if self._stream else self._random_steps()
 
     def step(self, number: int) -> list[MicroBatch]:
         """The micro-batches of the step after ``number`` completed ones, on the device.
@@ -31,14 +38,20 @@ class Batches:
         It never waits for the device.
         """
         if self._stream is None:
-            return self._random
+            return self._random[number % len(self._random)]
         first = number * self._config.training.global_batch_size
         rows = [[self._stream.sample(sample) for sample in row] for row in self._numbers(first)]
         return [self._to_device(_stack(samples)) for samples in rows]
 
-    def _random_step(self) -> list[MicroBatch]:
+    def _random_steps(self) -> list[list[MicroBatch]]:
+        samples = self._config.training.global_batch_size
+        tokens = samples * self._config.model.sequence_length
+        steps = max(1, min(_MOST_RANDOM_STEPS, _RANDOM_TOKENS // tokens))
+        return [self._random_step(step * samples) for step in range(steps)]
+
+    def _random_step(self, first: int) -> list[MicroBatch]:
         rows = [
-            [_random_sample(self._config, number) for number in row] for row in self._numbers(0)
+            [_random_sample(self._config, number) for number in row] for row in self._numbers(first)
         ]
         return [self._to_device(_stack(samples)) for samples in rows]
 
@@ -67,7 +80,7 @@ def _random_sample(config: JobConfig, number: int) -> Arrays:
     tokens = generator.integers(0, config.model.vocab_size, length + 1)
     start = np.zeros(length, np.int64)
     if config.data.document_attention:
-        begins = np.flatnonzero(generator.random(length) < 1 / _DOCUMENT_TOKENS)
+        begins = np.flatnonzero(generator.random(length) < 1 / DOCUMENT_TOKENS)
         start[begins] = begins
         np.maximum.accumulate(start, out=start)
     return {

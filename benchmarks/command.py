@@ -18,12 +18,17 @@ from benchmarks.presets import ConfigurationRefused
 EntriesOf = Callable[[argparse.Namespace, Sequence[str]], list[Entry]]
 
 
+def _all_results(lines: list[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    return {"results": lines}, True
+
+
 def main(
     arguments: Sequence[str],
     description: str,
     own_options: Callable[[argparse.ArgumentParser], None],
     entries_of: EntriesOf,
     text: Callable[[dict[str, Any]], str],
+    conclude: Callable[[list[dict[str, Any]]], tuple[dict[str, Any], bool]] = _all_results,
 ) -> int:
     """Measure what the command line names; returns the exit status.
 
@@ -35,6 +40,7 @@ def main(
         entries_of: the measurements, from the script's own and the machine's options and the rest
             of the command line.
         text: a result for people.
+        conclude: the last line, and whether it is as it should be.
     """
     devices = torch.cuda.device_count()  # by NVML: a CUDA context would not survive the fork
     machine, rest = _split(arguments, description, own_options, devices)
@@ -57,7 +63,9 @@ def main(
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         return 2
     if lines is not None:
-        print(json.dumps({"results": lines}), flush=True)
+        found, holds = conclude(lines)
+        print(json.dumps(found), flush=True)
+        return status if holds else max(status, 1)
     return status
 
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.operations import Put
+from megascale_common.etcd.protocol import Etcd
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.job import config as job_config
 from megascale_common.node.process import child_environment, stat_fields
@@ -56,7 +57,7 @@ LINES_PER_TXN = 120
 TXNS_AT_ONCE = 8
 START_S = 60.0
 FAILOVER_S = 300.0
-TTL_S = 600  # of the former leader: longer than a busy machine takes to store the state
+TTL_S = 60  # of the former leader
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -143,22 +144,37 @@ async def fill(etcd: EtcdClient, former: Leadership, nodes: int, lines: int) -> 
     empty = (await store.load()).cluster
     # Half of the log is the cluster's, half that of the job on all nodes.
     own = lines // 2
-    room = asyncio.Semaphore(TXNS_AT_ONCE)
-
-    async def put(rows: list[Put]) -> None:
-        async with room:
-            await etcd.txn(success=rows)
-
-    async with asyncio.TaskGroup() as tasks:
-        for rows in log_rows(own, lines - own):
-            await room.acquire()  # no more rows in memory than are being sent
-            room.release()
-            tasks.create_task(put(rows))
+    await put_all(etcd, log_rows(own, lines - own))
     jobs = {"all": running(nodes, lines - own)}
     jobs |= {name: finished(name) for name in (f"done-{i}" for i in range(ENDED_JOBS))}
     state = Cluster({name: node(name) for name in names(nodes)}, jobs, log_seq=own)
     await store.commit(empty, state, (), deadline_s=FAILOVER_S)
     return store.largest_request_bytes
+
+
+async def put_all(etcd: Etcd, batches: Iterable[list[Put]]) -> None:
+    """Store batches of rows, some at once; a batch is made when one before it is stored.
+
+    Raises:
+        EtcdError: one could not be stored.
+    """
+    room = asyncio.Semaphore(TXNS_AT_ONCE)
+
+    async def put(rows: list[Put]) -> None:
+        try:
+            await etcd.txn(success=rows)
+        finally:
+            room.release()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for rows in batches:
+                # Held from here to the answer. Without a wait for it, all rows would be made before
+                # the first is sent, and the loop would renew no lease meanwhile.
+                await room.acquire()
+                tasks.create_task(put(rows))
+    except* EtcdError as failed:
+        raise failed.exceptions[0] from failed
 
 
 def log_rows(own: int, of_job: int) -> Iterator[list[Put]]:

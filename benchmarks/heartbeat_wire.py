@@ -17,7 +17,7 @@ from typing import cast
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, END_HEADERS, PADDED, ACK = 1, 4, 8, 1
 INITIAL_WINDOW_SIZE = 4  # an identifier of SETTINGS
-WINDOW_BYTES = 1 << 24  # what the server may send before it is told to go on
+WINDOW_BYTES = 1 << 24  # what the server may send before the next window update
 DEFAULT_WINDOW_BYTES = 65_535
 FRAME_BYTES = 16_384  # the least that every server takes
 MAX_WAITING = 64  # messages for a window that is full; beyond, the newest is dropped

@@ -38,6 +38,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megascale_common.node.process import arm_parent_death
+from megascale_trainer.launch.place import Place
 
 _STORE_TIMEOUT_S = 120.0
 _POLL_S = 0.02
@@ -198,7 +199,8 @@ def _forked_rank(
     """What a forked rank runs; returns its exit status and never raises."""
     store = FileStore(str(path), plan.ranks)
     store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-    status = _rank(plan, journal, todo, rank, rank, store, deadline)
+    place = Place(rank, plan.ranks, rank, plan.ranks)
+    status = _rank(plan, journal, todo, place, store, path.parent, deadline)
     sys.stdout.flush()
     sys.stderr.flush()
     return status
@@ -228,7 +230,8 @@ def _torchrun(plan: LaunchPlan, results: Path) -> tuple[int, list[dict[str, Any]
             f"torchrun started {world_size} ranks, the measurements need {plan.ranks}"
         )
     deadline = time.time() + plan.budget_s if plan.budget_s else 0.0
-    status = _rank(plan, journal, todo, rank, int(os.environ["LOCAL_RANK"]), store, deadline)
+    folder = Path(tempfile.gettempdir())
+    status = _rank(plan, journal, todo, Place.of(os.environ), store, folder, deadline)
     return status, None if rank else journal.lines()
 
 
@@ -236,23 +239,25 @@ def _rank(
     plan: LaunchPlan,
     journal: Journal,
     todo: Sequence[int],
-    rank: int,
-    local: int,
+    place: Place,
     store: Store,
+    folder: Path,
     deadline: float,
 ) -> int:
     """Measure ``todo`` in order; a rank that fails records why, rank 0 everything else."""
     number = todo[0] if todo else 0
     try:
-        for session, number in _session(plan, journal, todo, rank, local, store, deadline):
-            line = _line(session, plan.entries[number], plan.folder)
-            if rank == 0:
-                _note(plan, journal, number, line)
-            session.meet()  # no rank starts the next one before this one is recorded
+        with tempfile.TemporaryDirectory(prefix="megascale-bench-", dir=folder) as own:
+            sessions = _session(plan, journal, todo, place, store, Path(own), deadline)
+            for session, number in sessions:
+                line = _line(session, plan.entries[number], plan.folder)
+                if place.rank == 0:
+                    _note(plan, journal, number, line)
+                session.meet()  # no rank starts the next one before this one is recorded
         return 0
     except BaseException as error:
         traceback.print_exc()
-        _note(plan, journal, number, {"failed": _reason(error), "rank": rank})
+        _note(plan, journal, number, {"failed": _reason(error), "rank": place.rank})
         return 1
 
 
@@ -260,9 +265,9 @@ def _session(
     plan: LaunchPlan,
     journal: Journal,
     todo: Sequence[int],
-    rank: int,
-    local: int,
+    place: Place,
     store: Store,
+    folder: Path,
     deadline: float,
 ) -> Iterator[tuple[Session, int]]:
     entries = [plan.entries[number] for number in todo]
@@ -271,10 +276,10 @@ def _session(
         # cuBLAS reads it once, when the device is first used: too late for a deterministic trainer
         # that comes after a fast one.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
-    device = torch.device("cuda", local) if plan.cuda else torch.device("cpu")
+    device = torch.device("cuda", place.local_rank) if plan.cuda else torch.device("cpu")
     if plan.cuda:
         torch.cuda.set_device(device)
-    session = Session(rank, plan.ranks, store, device, deadline, journal.touch)
+    session = Session(place, store, device, folder, deadline, journal.touch)
     for number in todo:
         yield session, number
         session.forget()

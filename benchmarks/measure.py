@@ -83,6 +83,8 @@ def describe(session: Session, run: Run) -> dict[str, Any]:
         "bucket_mib": training.bucket_mib,
         "deterministic": training.deterministic,
         "data": run.data or "random",
+        "loop": run.loop,
+        "trackers": run.trackers,
     }
 
 
@@ -148,6 +150,7 @@ def _compared(session: Session, entry: Entry, legs: _Legs) -> list[dict[str, Any
         tokens = config.training.global_batch_size * config.model.sequence_length
         speeds.append([tokens / statistics.median(leg.times_s) for leg in legs[variant.label]])
         row = {"label": variant.label, **figures(session, variant.run, legs[variant.label])}
+        row["mean_step_times_s"] = [statistics.fmean(leg.times_s) for leg in legs[variant.label]]
         if len(speeds) > 1:
             row["gain_over_first"] = timing.gain(speeds[0], speeds[-1])
             row["gain_over_previous"] = timing.gain(speeds[-2], speeds[-1])

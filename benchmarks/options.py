@@ -115,6 +115,18 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         default="device",
         help="exact: equal in all layouts",
     )
+    parser.add_argument(
+        "--loop",
+        choices=["product", "bare"],
+        default="product",
+        help="a job's loop with loader, step records and status page, or the step alone",
+    )
+    parser.add_argument(
+        "--trackers",
+        choices=["none", "tensorboard"],
+        default="none",
+        help="what gets the product's records",
+    )
 
 
 def add_measurement(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,8 @@ class Run:
     ``dp`` 0: the ranks that tp and pp leave. ``steps`` includes the warm-up. ``data`` is the prefix
     of a tokenised corpus; without one the tokens are random and the same in every step. ``initial``
     "device" draws initial values quickly, the same for the same layout; "exact" draws the trainer's
-    own, which are the same for all layouts.
+    own, which are the same for all layouts. ``loop`` "product" trains as a job does, "bare" takes
+    steps without loader, records and status page; ``trackers`` get the product's step records.
     """
 
     preset: str = "tiny"
@@ -74,6 +75,8 @@ class Run:
     steps: int = 10
     data: str = ""
     initial: str = "device"
+    loop: str = "product"
+    trackers: str = "none"
 
 
 def sizes(config: JobConfig) -> dict[str, int]:
@@ -139,6 +142,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "kernels": run.kernels,
             },
             "schedule": {"warmup_steps": run.steps // 10},
+            "telemetry": {} if run.trackers == "none" else {run.trackers: True},
             "data": {
                 "document_attention": run.attention == "documents",
                 "sources": [{"prefix": run.data}] if run.data else [],

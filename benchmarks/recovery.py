@@ -1,17 +1,22 @@
 """How long a model of real size takes from a fault to its next step, and whether losses agree.
 
-    python benchmarks/recovery.py --preset tiny --device cpu --devices-per-node 4 \\
-        --tp 2 --pp 2 --dp 2 --twin
+    python benchmarks/recovery.py --preset tiny --device cpu --nodes 2 --devices-per-node 1 \\
+        --dp 2 --fault node --revive --replicas 1 --snapshot-interval 1
+    python benchmarks/recovery.py --preset tiny --device cpu --nodes 1 --devices-per-node 2 \\
+        --tp 2 --fault worker --snapshot-interval 1
     python benchmarks/recovery.py --preset 1b --tp 2 --pp 2 --fault worker --deterministic --twin
     python benchmarks/recovery.py --preset 1b --nodes 4 --devices-per-node 1 --pp 2 --fault node
-    python benchmarks/recovery.py --preset 1b --devices-per-node 1 --dp 2 --fault node --revive \\
-        --replicas 1 --snapshot-interval 1
 
-Starts a cluster on this machine, tokenises the Python standard library with a BPE trained on it,
-trains, and kills one worker or one whole node after a checkpoint (--revive starts the node again:
-there may be no spare; with --replicas a node is killed once a step beyond that checkpoint has all
-its replicas); with --twin it then trains the same job undisturbed. The last line of stdout is one
-JSON object of figures. Exit status: 0, 1 if the job did not recover or its losses are not
+Starts a cluster on this machine, tokenises a part of the Python standard library, trains, and kills
+one worker or one whole node after a checkpoint (--revive starts the node again: there may be no
+spare; with --replicas a node is killed once a step beyond that checkpoint has all its replicas).
+It ends --after steps behind the fault; with --twin the job runs to its end, and then the same job
+undisturbed.
+
+The last line of stdout is one JSON object of figures: when the verdict, the decision what to
+restore, running workers and the first new step came, in seconds after the fault, and how many bytes
+came back from memory, from a peer's memory and from storage. Exit status: 0, 1 if the job did not
+recover within --limit-s (the object then has "failed", and how far it was) or its losses are not
 the twin's (on a CPU, and with --deterministic), 2 if the cluster did not start.
 """
 
@@ -21,12 +26,14 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import statistics
 import sys
 import sysconfig
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +48,16 @@ PRESETS: dict[str, tuple[int, int, int, int, int, int, int, str]] = {
     "tiny": (4, 128, 4, 4096, 128, 2, 16, "fp32"),
     "1b": (16, 2048, 16, 32768, 2048, 4, 64, "bf16"),
 }
-CORPUS_BYTES = 24 << 20
-JOB_TIMEOUT_S = 400.0
+CORPUS_BYTES = 4 << 20  # of bytes as tokens: nobody looks at what is learnt
+STEPS = 100_000  # without a twin: the benchmark ends the job
+# What the audit log says of a fault, in the order of the timeline.
+TIMELINE = {
+    "verdict": ("WORKER_EXITED", "NODE_DEAD", "NODE_EVICTED", "NODE_RESTARTED"),
+    "stopped": ("ATTEMPT_STOPPED",),
+    "placed": ("PLACED",),
+    "restore_decided": ("ATTEMPT_OPENED",),
+    "workers_run": ("ATTEMPT_STARTED",),
+}
 
 
 def job(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
@@ -60,7 +75,7 @@ def job(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, Any
             },
             "parallelism": {"tp": arguments.tp, "pp": arguments.pp, "dp": arguments.dp},
             "training": {
-                "steps": arguments.steps,
+                "steps": arguments.steps or (60 if arguments.twin else STEPS),
                 "global_batch_size": batch,
                 "micro_batch_size": micro,
                 "precision": precision,
@@ -69,7 +84,7 @@ def job(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, Any
             "schedule": {"warmup_steps": 4},
             "data": {
                 "sources": [{"prefix": str(folder / "corpus")}],
-                "tokenizer": {"kind": "bpe", "path": str(folder / "corpus.tokenizer.json")},
+                "tokenizer": {"kind": "bytes"},
                 "document_attention": arguments.documents,
             },
         },
@@ -83,52 +98,78 @@ def job(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, Any
     }
 
 
+class NotRecovered(Exception):
+    """There was no first step after the fault, or no end, within the limit."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A job that is watched, and when its fault was (seconds since 1970; 0.0: not yet)."""
+
+    recording: Recording
+    broken_at: float = 0.0
+    stored_step: int = 0
+    commits: int = 0
+
+    def see(self, update: WatchJobResponse) -> None:
+        """Take one update."""
+        if update.WhichOneof("update") != "event":
+            return
+        if update.event.reason == "CHECKPOINT_COMMITTED":
+            self.commits, self.stored_step = self.commits + 1, self.recording.last_step(1)
+        text = f"{update.event.reason} {update.event.message}"
+        print(f"{seconds(update.event.time):.3f} {text}", file=sys.stderr, flush=True)
+
+    def new_steps(self) -> int:
+        """Steps that attempts after the first have completed."""
+        return sum(attempt > 1 for attempt, _ in self.recording.records)
+
+    def state(self) -> str:
+        """How far it is, in words."""
+        recording = self.recording
+        first = f"attempt 1 completed step {recording.last_step(1)}, {self.commits} checkpoints"
+        fault = (
+            f"; after the fault {self.new_steps()} new steps" if self.broken_at else "; no fault"
+        )
+        return first + fault
+
+
 async def train(
     client: AsyncClient,
     machine: DemoCluster,
     arguments: argparse.Namespace,
-    name: str,
+    run: Run,
     folder: Path,
     fault: str,
-) -> tuple[Recording, float]:
-    """Run a job to its end, with ``fault`` once after the first commit.
+) -> None:
+    """Run a job, with ``fault`` once after the first commit, until enough new steps, or its end.
 
-    Returns:
-        The recording, and the time of the fault.
+    Raises:
+        NotRecovered: the job ended before that.
     """
+    name = run.recording.name
     await client.submit(parse_job(job(arguments, name, folder)))
-    recording, broken_at, committed, stored_step = Recording(name), 0.0, 0, 0
-
-    def see(update: WatchJobResponse) -> None:
-        nonlocal committed, stored_step
-        if update.WhichOneof("update") == "event":
-            if update.event.reason == "CHECKPOINT_COMMITTED":
-                committed, stored_step = committed + 1, recording.last_step(1)
-            print(
-                f"{seconds(update.event.time):.3f} {update.event.reason} {update.event.message}",
-                file=sys.stderr,
-            )
-
-    following = asyncio.create_task(recording.follow(client, see))
-    deadline = time.monotonic() + JOB_TIMEOUT_S
-    while not following.done() and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-        if (
-            fault != "none"
-            and not broken_at
-            and committed
-            and recording.last_step(1) % arguments.interval >= 2
-            and await has_replicas(client, arguments, name, stored_step)
-        ):
-            broken_at = await break_something(
-                client, machine, name, folder, fault, revive=arguments.revive
-            )
-    if not following.done():
+    following = asyncio.create_task(run.recording.follow(client, run.see))
+    try:
+        while not following.done():
+            await asyncio.sleep(0.02)
+            if run.broken_at and not arguments.twin and run.new_steps() >= arguments.after:
+                return
+            if (
+                fault != "none"
+                and not run.broken_at
+                and run.commits
+                and run.recording.last_step(1) % arguments.interval >= 2
+                and await has_replicas(client, arguments, name, run.stored_step)
+            ):
+                await break_something(client, machine, run, folder, fault, revive=arguments.revive)
+        await following
+        if fault != "none" and not run.new_steps():
+            raise NotRecovered(f"{name} ended: {(await client.explain(name)).explanation}")
+    finally:
         following.cancel()
-        why = (await client.explain(name)).explanation
-        raise TimeoutError(f"{name} did not end within {JOB_TIMEOUT_S} s: {why}")
-    await following
-    return recording, broken_at
+        await asyncio.gather(following, return_exceptions=True)
+        run.recording.job = await client.get(name)
 
 
 async def has_replicas(
@@ -144,62 +185,80 @@ async def has_replicas(
 
 
 async def break_something(
-    client: AsyncClient, machine: DemoCluster, name: str, folder: Path, fault: str, *, revive: bool
-) -> float:
-    """SIGKILL the worker of rank 0, or its whole node, which is then revived; returns the time."""
-    node = (await client.get(name)).nodes[0]
-    if fault == "node":
-        killed_at = (await machine.kill_node(node))[0]
-        if revive:
-            command = megascale("node", "start", node, "--detach", "--cluster", str(folder))
-            process = await asyncio.create_subprocess_exec(*command)
-            await process.wait()
-        return killed_at
-    pid = json.loads((folder / "nodes" / node / "pids.json").read_text())["rank-0"]
-    os.kill(pid, signal.SIGKILL)
-    return time.time()
+    client: AsyncClient, machine: DemoCluster, run: Run, folder: Path, fault: str, *, revive: bool
+) -> None:
+    """SIGKILL the worker of rank 0, or its whole node, which is then revived."""
+    node = (await client.get(run.recording.name)).nodes[0]
+    if fault == "worker":
+        pid = json.loads((folder / "nodes" / node / "pids.json").read_text())["rank-0"]
+        run.broken_at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        return
+    run.broken_at = (await machine.kill_node(node))[0]
+    if revive:
+        command = megascale("node", "start", node, "--detach", "--cluster", str(folder))
+        process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr)
+        if await process.wait():
+            raise DemoFailed(f"node {node} cannot be started again")
 
 
-def figures(arguments: argparse.Namespace, run: Recording, broken_at: float) -> dict[str, Any]:
-    """Times, steps, losses and events of a recording, as plain values."""
-    after = run.first_record(2)
+def timeline(run: Run) -> dict[str, float]:
+    """Seconds from the fault to the first event of each kind after it, and to the first step."""
+    found: dict[str, float] = {}
+    for name, reasons in TIMELINE.items():
+        times = [
+            seconds(event.time) - run.broken_at
+            for event in run.recording.events
+            if event.reason in reasons and seconds(event.time) >= run.broken_at
+        ]
+        if times and run.broken_at:
+            found[name] = round(min(times), 3)
+    ends = [
+        seconds(record.completed_at)
+        for (attempt, _), record in run.recording.records.items()
+        if attempt > 1
+    ]
+    return found | ({"first_new_step": round(min(ends) - run.broken_at, 3)} if ends else {})
+
+
+def events(run: Run) -> list[str]:
+    """The audit log, in seconds from the fault (before there is one, since 1970)."""
+    return [
+        f"{seconds(event.time) - run.broken_at:+.3f} {event.reason} {event.message}"
+        for event in run.recording.events
+    ]
+
+
+def figures(arguments: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Times, steps, losses and events of a run, as plain values."""
+    recording, at = run.recording, timeline(run)
     steady = [
         r
-        for (attempt, step), r in run.records.items()
+        for (attempt, step), r in recording.records.items()
         if step % arguments.interval not in (0, 1, 2) and step > 4
-    ]
-    found = ("WORKER_EXITED", "NODE_DEAD")
-    detected = [
-        seconds(e.time) for e in run.events if e.reason in found and seconds(e.time) >= broken_at
-    ]
-    started = [
-        seconds(e.time)
-        for e in run.events
-        if e.reason == "ATTEMPT_STARTED" and seconds(e.time) >= broken_at
-    ]
+    ] or list(recording.records.values())
+    losses = recording.losses()
     return {
-        "attempts": run.attempts,
-        "fault_to_detected_s": round(detected[0] - broken_at, 3) if detected else None,
-        "detected_to_restarted_s": round(started[0] - detected[0], 3)
-        if detected and started
-        else None,
-        "fault_to_first_new_step_s": round(seconds(after.completed_at) - broken_at, 3)
-        if after
-        else None,
-        "steps_lost": run.last_step(1) - run.job.restored_step,
-        "resumed_from_step": run.job.restored_step,
-        "restore_source": run.job.restore_source,
+        "attempts": recording.attempts,
+        "timeline_s": at,
+        "verdict_to_workers_s": _between(at, "verdict", "workers_run"),
+        "fault_to_first_new_step_s": at.get("first_new_step"),
+        "steps_lost": recording.last_step(1) - recording.job.restored_step,
+        "resumed_from_step": recording.job.restored_step,
+        "restore_source": recording.job.restore_source,
         "tokens_per_s_median": statistics.median(r.tokens_per_s for r in steady),
         "step_time_s_median": statistics.median(r.step_time.ToMicroseconds() / 1e6 for r in steady),
         "mfu_causal_median": statistics.median(r.mfu_causal for r in steady),
         "mfu_full_median": statistics.median(r.mfu_full for r in steady),
-        "first_loss": run.losses()[1],
-        "final_loss": run.losses()[arguments.steps],
-        "evicted_nodes": list(run.job.evicted_nodes),
-        "events": [
-            f"{seconds(e.time) - broken_at:+.3f} {e.reason} {e.message}" for e in run.events
-        ],
+        "first_loss": losses[min(losses)],
+        "final_loss": losses[max(losses)],
+        "evicted_nodes": list(recording.job.evicted_nodes),
+        "events": events(run),
     }
+
+
+def _between(at: dict[str, float], first: str, last: str) -> float | None:
+    return round(at[last] - at[first], 3) if first in at and last in at else None
 
 
 def restores(folder: Path, run: Recording) -> list[str]:
@@ -213,21 +272,21 @@ def restores(folder: Path, run: Recording) -> list[str]:
     return [line for line in lines if line.startswith(("restored step ", "ready to train"))]
 
 
-async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def restored_bytes(lines: list[str]) -> dict[str, int]:
+    """What all ranks restored, by where it came from; see the worker's line."""
+    found = {"memory": 0, "peer": 0, "storage": 0}
+    for line in lines:
+        for size, source in re.findall(r"(\d+) bytes from (memory|peer|storage)", line):
+            found[source] += int(size)
+    return found
+
+
+async def measure(arguments: argparse.Namespace, folder: Path, run: Run) -> dict[str, Any]:
     """Start the cluster, train, and return the figures."""
-    vocabulary = PRESETS[arguments.preset][3]
+    began_s = time.monotonic()
     await run_command(
         *("data", "tokenize", sysconfig.get_path("stdlib"), "--output", str(folder / "corpus")),
-        *(
-            "--glob",
-            "**/*.py",
-            "--max-bytes",
-            str(CORPUS_BYTES),
-            "--tokenizer",
-            "bpe",
-            "--vocab-size",
-            str(vocabulary),
-        ),
+        *("--glob", "**/*.py", "--max-bytes", str(CORPUS_BYTES)),
     )
     plan = DemoPlan(
         device=arguments.device,
@@ -241,19 +300,34 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     )
     machine = DemoCluster(plan, folder, lambda text: print(text, file=sys.stderr))
     await machine.start()
+    started_s = time.monotonic() - began_s
     try:
         async with AsyncClient.from_run_folder(folder) as client:
-            run, broken_at = await train(client, machine, arguments, "run", folder, arguments.fault)
-            result = figures(arguments, run, broken_at)
-            result["restores"] = restores(folder, run)
+            await train(client, machine, arguments, run, folder, arguments.fault)
+            result = {"cluster_ready_s": round(started_s, 3), **figures(arguments, run)}
+            result["restores"] = restores(folder, run.recording)
+            result["restored_bytes"] = restored_bytes(result["restores"])
             if arguments.twin:
-                twin, _ = await train(client, machine, arguments, "twin", folder, "none")
-                pairs = [(loss, twin.losses()[step]) for step, loss in run.losses().items()]
+                twin = Run(Recording("twin"))
+                await train(client, machine, arguments, twin, folder, "none")
+                losses = twin.recording.losses()
+                pairs = [(loss, losses[step]) for step, loss in run.recording.losses().items()]
                 result["twin_equal_losses"] = sum(a == b for a, b in pairs)
                 result["twin_max_loss_abs_diff"] = max(abs(a - b) for a, b in pairs)
             return {"arguments": vars(arguments) | {"folder": None}, **result}
     finally:
         await machine.stop()
+
+
+def failed(arguments: argparse.Namespace, folder: Path, run: Run, why: str) -> dict[str, Any]:
+    """What is known of a job that did not recover."""
+    return {
+        "arguments": vars(arguments) | {"folder": None},
+        "failed": f"{why}: {run.state()}",
+        "timeline_s": timeline(run),
+        "restores": restores(folder, run.recording),
+        "events": events(run),
+    }
 
 
 def holds(arguments: argparse.Namespace, found: dict[str, Any]) -> bool:
@@ -275,7 +349,9 @@ def main() -> int:
     parser.add_argument("--devices-per-node", type=int, default=2)
     for axis in ("tp", "pp", "dp"):
         parser.add_argument(f"--{axis}", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=0, help="of the job; 0: as many as it takes")
+    parser.add_argument("--after", type=int, default=3, help="steps behind the fault, then it ends")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="for all of it")
     parser.add_argument("--interval", type=int, default=10, help="steps between snapshots")
     parser.add_argument(
         "--snapshot-interval", type=int, default=0, help="into memory; 0: as often as persisted"
@@ -293,10 +369,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="megascale-recovery-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        run = Run(Recording("run"))
         try:
-            found = asyncio.run(measure(arguments, folder))
-        except TimeoutError as problem:
-            print(json.dumps({"arguments": vars(arguments), "failed": str(problem)}, default=str))
+            work = measure(arguments, folder, run)
+            found = asyncio.run(asyncio.wait_for(work, arguments.limit_s))
+        except (TimeoutError, NotRecovered) as problem:
+            why = str(problem) or f"not within --limit-s {arguments.limit_s:g}"
+            print(json.dumps(failed(arguments, folder, run, why), default=str))
             return 1
         except (DemoFailed, OSError) as problem:
             print(f"recovery.py: {problem}", file=sys.stderr)

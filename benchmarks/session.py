@@ -10,23 +10,27 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.batches import Batches
 from benchmarks.presets import Run, job
+from benchmarks.product_loop import ProductLoop, TimedTrainer, unwatched
 from benchmarks.sensors import Sensors, shared, summary
 from benchmarks.silence import SilentProcessGroup, create_silent_group, silence
 from benchmarks.timing import StepClock
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megascale_common.job.config import JobConfig
+from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.memory import largest_rank_memory
 from megascale_common.sizes.parameter_table import parameter_table
+from megascale_trainer.launch.place import Place
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
-from megascale_trainer.trainer import StepResult, Trainer, set_determinism
+from megascale_trainer.trainer import StepResult, set_determinism
 
 # Steps that are not timed: of a configuration that runs for the first time, of one whose trainer is
 # made again, of a trainer that is still there (its first step finds the allocator's cache as the
@@ -64,9 +68,10 @@ class Leg:
 
 @dataclass(slots=True)
 class _Resident:
-    trainer: Trainer
-    batches: Batches
+    trainer: TimedTrainer
     allocated_before: int
+    batches: Batches | None = None
+    product: ProductLoop | None = None
     new: bool = True
 
 
@@ -74,24 +79,28 @@ class Session:
     """What a rank keeps between measurements; all ranks call every method together.
 
     Args:
+        place: where this rank stands among the ranks and hosts.
         store: where the ranks meet; fresh.
+        folder: of this rank, for what the product's loop writes.
         deadline: time.time() after which :meth:`out_of_time` is true; 0: never.
         on_step: called after every step whose result was read.
     """
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        place: Place,
         store: Store,
         device: torch.device,
+        folder: Path,
         deadline: float,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank, self.world_size, self.device = place.rank, place.world_size, device
+        self._place, self._folder = place, folder
         self._store, self._deadline, self._on_step = store, deadline, on_step
         self._layout: object = None
-        self._layouts = 0
+        self._layouts = self._loops = 0
+        self._status: StatusPageWriter | None = None
         self._groups: Groups | None = None
         self._silent: SilentProcessGroup | None = None
         self._trainers: dict[Run, _Resident] = {}
@@ -122,7 +131,7 @@ class Session:
         gc.disable()
         self.meet()
         with silence(groups, self._silent, tuple(without)), Sensors(self.device) as sensors:
-            times, losses = self._steps(trainer, resident.batches, steps)
+            times, losses = self._steps(resident, run, steps)
             seen = sensors.over(sum(times[warmup:]))
         gc.enable()
         peak = (
@@ -142,8 +151,7 @@ class Session:
 
     def steps(self, run: Run, count: int) -> None:
         """``count`` more steps of ``run``; waits for the device."""
-        resident = self._resident(run)
-        self._steps(resident.trainer, resident.batches, count)
+        self._steps(self._resident(run), run, count)
 
     def maximum(self, *values: float) -> list[float]:
         """The largest of each value over the ranks; waits for the device."""
@@ -168,9 +176,10 @@ class Session:
 
     def forget(self, run: Run | None = None) -> None:
         """Free the trainer of ``run``, or all of them."""
-        self._trainers = {
-            key: kept for key, kept in self._trainers.items() if run is not None and key != run
-        }
+        gone = list(self._trainers) if run is None else [_of_trainer(run)]
+        for resident in [self._trainers.pop(key) for key in gone if key in self._trainers]:
+            if resident.product is not None:
+                resident.product.close()
         self._empty_cache()
 
     def close(self) -> None:
@@ -199,8 +208,38 @@ class Session:
     def _cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def _steps(
-        self, trainer: Trainer, batches: Batches, steps: int
+    def _steps(self, resident: _Resident, run: Run, steps: int) -> tuple[list[float], list[float]]:
+        """Times and losses of ``steps`` steps in the loop that ``run`` asks for."""
+        groups, trainer = self._groups, resident.trainer
+        assert groups is not None
+        if run.loop == "bare":
+            if resident.batches is None:
+                resident.batches = Batches(trainer.config, self.rank, self.device)
+            with unwatched(groups, trainer):
+                return self._bare_steps(trainer, resident.batches, steps)
+        if resident.product is None:
+            resident.product = self._product_loop(trainer, groups)
+        return resident.product.steps(trainer, steps, self._on_step)
+
+    def _product_loop(self, trainer: TimedTrainer, groups: Groups) -> ProductLoop:
+        assert self._status is not None
+        self._loops += 1
+        key, host = f"loader-{self._loops}", str(self._place.host)
+        store = PrefixStore(key, self._store)
+
+        def exchange(path: str | None) -> str:
+            if path is not None:
+                store.set(host, path)
+            return str(store.get(host).decode())
+
+        folder = self._folder / f"{key}-rank-{self.rank}"
+        folder.mkdir()
+        first = trainer.step * trainer.config.training.global_batch_size
+        here = (self._status, self.device, folder)
+        return ProductLoop(trainer.config, self._place, groups, *here, first, exchange)
+
+    def _bare_steps(
+        self, trainer: TimedTrainer, batches: Batches, steps: int
     ) -> tuple[list[float], list[float]]:
         """As in training: a step's result is read after the next one has been launched."""
         losses: list[float] = []
@@ -219,7 +258,8 @@ class Session:
         return clock.times_s(), losses
 
     def _resident(self, run: Run) -> _Resident:
-        if run not in self._trainers:
+        key = _of_trainer(run)
+        if key not in self._trainers:
             config = self.config(run)
             groups = self._meet(config)
             self._make_room(config)
@@ -228,12 +268,10 @@ class Session:
             before = torch.cuda.memory_allocated(self.device) if self._cuda else 0
             if self._cuda:
                 torch.cuda.reset_peak_memory_stats(self.device)
-            trainer = Trainer(config, self.rank, groups, self.device)
+            trainer = TimedTrainer(config, self.rank, groups, self.device, self._status)
             self._initialise(trainer, run)
-            self._trainers[run] = _Resident(
-                trainer, Batches(config, self.rank, self.device), before
-            )
-        return self._trainers[run]
+            self._trainers[key] = _Resident(trainer, before)
+        return self._trainers[key]
 
     def _meet(self, config: JobConfig) -> Groups:
         ring, tied = config.parallelism.virtual_stages > 1, config.model.tie_embeddings
@@ -241,6 +279,8 @@ class Session:
             self.close()
             self._layouts += 1
             store = PrefixStore(f"layout-{self._layouts}", self._store)
+            page = self._folder / f"status-{self._layouts}-rank-{self.rank}"
+            self._status = StatusPageWriter(page, rank=self.rank, attempt=1)
             self._groups = create_groups(
                 config.layout,
                 self.rank,
@@ -249,6 +289,7 @@ class Session:
                 timeout_s=_GROUP_TIMEOUT_S,
                 ring=ring,
                 tied=tied,
+                status=self._status,
             )
             self._silent = create_silent_group(self.world_size) if self.world_size > 1 else None
             self._layout = (config.layout, ring, tied)
@@ -265,7 +306,7 @@ class Session:
         if crowded or len(self._trainers) >= _MAX_TRAINERS:
             self.forget()
 
-    def _initialise(self, trainer: Trainer, run: Run) -> None:
+    def _initialise(self, trainer: TimedTrainer, run: Run) -> None:
         if run.initial == "exact":
             trainer.initialise()
             return
@@ -282,6 +323,11 @@ class Session:
             else:
                 part.fill_(1.0 if piece.initial == "ones" else 0.0)
         trainer.finish_load(0)
+
+
+def _of_trainer(run: Run) -> Run:
+    """What ``run`` asks of its trainer: both loops use the same one."""
+    return replace(run, loop="product")
 
 
 def _state_bytes(config: JobConfig) -> int:

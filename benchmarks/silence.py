@@ -113,6 +113,11 @@ def silence(
             group._handle = handle
 
 
+def all_groups(groups: Groups) -> list[Group]:
+    """Every group of a rank; a rank without peers has one group several times."""
+    return [group for _, group in _named(groups)]
+
+
 def _named(groups: Groups) -> Iterator[tuple[str, Group]]:
     """Every group with its dimension, which is how the name of its field starts."""
     for field in fields(groups):

@@ -91,7 +91,7 @@ def _row(
         "spares": spares,
         "rate_per_1000_node_days": rate,
         "days": options.days,
-        "faults": sum(len(result.faults) for result in results),
+        "faults": sum(result.fault_count for result in results),
         "ettr_lowest": round(min(result.ettr for result in results), 4),
         **figures,
     }

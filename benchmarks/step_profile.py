@@ -12,6 +12,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,15 @@ STEPS = 2
 
 
 def profile_steps(session: Session, run: Run, path: Path) -> dict[str, Any]:
-    """Run two more steps of ``run`` under the profiler on rank 0, and write its trace to ``path``.
+    """Two more bare steps of ``run`` under the profiler on rank 0; writes its trace to ``path``.
+
+    Bare, because the product's loop begins and ends a run on an idle device.
 
     Returns:
         On rank 0 the path of the trace (for Perfetto) and, if a device was used, the split in
         milliseconds per step; elsewhere nothing.
     """
+    run = replace(run, loop="bare")
     session.steps(run, 1)
     if session.rank:
         session.steps(run, STEPS)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import atexit
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from tests.harness.ranks import RankPool, rank_pool
 
 # A deadline per example would make tests fail on a busy machine without a defect in the code.
 settings.register_profile("megascale", deadline=None, print_blob=True)
 settings.load_profile("megascale")
+
+# What tests import and collect is kept: collections would search it again and again, which takes a
+# tenth of the time until the first test.
+gc.disable()
 
 # Tests that start many processes run one after the other in lanes, so that a small machine is not
 # asked to run too many clusters at once; all other files run beside them, one at a time. Each lane
@@ -61,6 +67,7 @@ LANES = {
     "ranks": (
         "integration/test_data_parallel_overlap.py",
         "integration/test_fp8_training.py",
+        "integration/test_lamb_training.py",
         "integration/test_rank_pool.py",
         "integration/test_resharded_resume.py",
         "integration/test_restore_sources.py",
@@ -88,10 +95,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """Keep what was imported (torch, for one) out of every later garbage collection."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     # Given back to the collection at exit: Triton complains of what that does not find.
     atexit.register(gc.unfreeze)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Ranks on the CPU for all tests of this process: torch is imported for them once."""
+    with rank_pool() as ready:
+        yield ready
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -49,7 +49,9 @@ Row = Mapping[str, Any]
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the rows; returns the exit status: 1 if a turn failed, 2 without readable rows."""
-    options = _parser().parse_args(arguments)
+    words = parser(__doc__, steps=10, limit_s=240.0)
+    words.add_argument("--rounds", type=int, default=2, help="of a row")
+    options = words.parse_args(arguments)
     try:
         rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
     except (OSError, ValueError, KeyError, TypeError) as problem:
@@ -143,7 +145,7 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
         if begin + longest_s > end:
             break
         for side in (BAR, OURS):
-            found = _turn(row, side, options, min(time.monotonic() + options.limit_s, end))
+            found = turn(row, side, options, min(time.monotonic() + options.limit_s, end))
             for name, figures in found.items():
                 line = {
                     "row": row["name"],
@@ -163,10 +165,15 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
     return lines
 
 
-def _turn(
+def turn(
     row: Row, side: str, options: argparse.Namespace, deadline: float
 ) -> dict[str, dict[str, Any]]:
-    """The figures of one start, or why there are none, by side or by our configurations' names."""
+    """The figures of one start, or why there are none, by side or by our configurations' names.
+
+    Args:
+        options: ``steps`` of the start, and ``packages``, where the peers are installed.
+        deadline: of ``time.monotonic``, by which the start has to have ended.
+    """
     names = [BAR] if side == BAR else list(row["ours"])
     with tempfile.TemporaryDirectory(prefix="megascale-pair-") as folder:
         results, log = Path(folder) / "results.jsonl", Path(folder) / "log"
@@ -253,28 +260,28 @@ def _free_port() -> int:
     return port
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
+def parser(description: str | None, *, steps: int, limit_s: float) -> argparse.ArgumentParser:
+    """The options of all that starts the sides of rows; ``steps`` and ``limit_s`` are defaults."""
+    found = argparse.ArgumentParser(
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--only", default="", help="the rows whose names contain this")
-    parser.add_argument(
+    found.add_argument("--rows", type=Path, required=True)
+    found.add_argument("--only", default="", help="the rows whose names contain this")
+    found.add_argument(
         "--packages", type=Path, default=REPOSITORY / ".peers", help="where the peers are installed"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="of a row")
-    parser.add_argument("--steps", type=int, default=10, help="of a turn; the first 3 warm up")
-    parser.add_argument("--results", type=Path, help="add the lines to this file")
-    parser.add_argument(
+    found.add_argument("--steps", type=int, default=steps, help="of a start; the first 3 warm up")
+    found.add_argument("--results", type=Path, help="add the lines to this file")
+    found.add_argument(
         "--budget-s", type=float, default=0.0, help="end after this time, whatever is left"
     )
-    parser.add_argument(
-        "--limit-s", type=float, default=240.0, help="end a start that takes longer"
+    found.add_argument(
+        "--limit-s", type=float, default=limit_s, help="end a start that takes longer"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands")
-    return parser
+    found.add_argument("--dry-run", action="store_true", help="print the commands")
+    return found
 
 
 if __name__ == "__main__":

@@ -167,6 +167,7 @@ async def test_a_run_decides_itself_how_often_it_saves(
     record = job.last_record
     assert record.checkpoint_interval_steps >= 4
     assert record.HasField("checkpoint_cost_s"), "it has measured what a save costs"
+    assert record.HasField("data_wait") and record.memory_bytes > 0
     shown_text = (await shown(cluster, "job", "auto")).stdout
     assert f"auto: every {record.checkpoint_interval_steps} steps; one costs" in shown_text
 

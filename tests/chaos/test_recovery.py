@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -65,8 +66,9 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
     assert (job.attempt, other.attempt) == (2, 1)
     log = cluster.rank_log(job, 1)
     assert "rank 1 of 2: tp 0 dp 0 pp 1 on cpu, attempt 2, job interrupted, torch " in log
+    restored = re.search(rf"restored step {job.restored_step}: (\d+) bytes from memory, 0 ", log)
+    assert restored and int(restored[1]) > 0, log
     for line in (
-        f"restored step {job.restored_step} from memory",
         "snapshot started",
         f"finished: step {steps}",
     ):
@@ -145,8 +147,9 @@ async def test_a_flipped_bit_in_memory_costs_neither_the_step_nor_an_attempt(
     again = {step: loss for step, loss in run.losses[1].items() if step > 150}
     assert {step: loss for step, loss in run.losses[2].items() if step in again} == again
     log = cluster.rank_log(job, 1)
-    assert "restored step 150 from storage" in log and "memory is damaged" in log, log
-    assert "restored step 150 from memory" in cluster.rank_log(job, 0)
+    assert re.search(r"restored step 150: 0 bytes from memory, 0 bytes from peer, [1-9]", log), log
+    assert "memory is damaged" in log, log
+    assert re.search(r"restored step 150: [1-9]\d* bytes from memory, 0 ", cluster.rank_log(job, 0))
 
 
 def flip_slots(cluster: ChaosCluster, node: str, rank: int) -> None:

@@ -47,6 +47,7 @@ def test_a_wait_goes_on_while_something_moves_and_ends_when_nothing_does() -> No
     assert until(lambda: len(moved) or None, "what is there already") == len(moved)
 
 
+@pytest.mark.slow  # of the tests' own clusters
 async def test_a_worker_that_stops_stepping_fails_the_wait_in_its_limit(
     cluster: ChaosCluster,
 ) -> None:
@@ -65,6 +66,7 @@ async def test_a_worker_that_stops_stepping_fails_the_wait_in_its_limit(
             assert LIMIT_S <= time.monotonic() - begun_s < LIMIT_S + SLACK_S
 
 
+@pytest.mark.slow  # of the tests' own clusters
 async def test_a_job_that_never_starts_fails_the_wait_and_leaves_none_to_the_next(
     cluster: ChaosCluster,
 ) -> None:
@@ -84,6 +86,7 @@ async def test_a_job_that_never_starts_fails_the_wait_and_leaves_none_to_the_nex
                 await run.until_step(1)
 
 
+@pytest.mark.slow  # of the tests' own clusters
 async def test_a_cluster_that_lacks_a_node_is_replaced(
     cluster: ChaosCluster, ready: Callable[[], ChaosCluster]
 ) -> None:

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the cases; returns the exit status."""
     options = _parse(arguments)
     failed: list[Outcome] = []
-    struck: set[tuple[str, str, str]] = set()
+    hits: set[tuple[str, str, str]] = set()
     found = lost = silent = done = 0
     began_s = shown_s = time.monotonic()
     for case in outcomes(options.seed, options.cases, tuple(options.only), options.jobs):
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         found += case.found
         lost += bool(case.lost)
         silent += bool(case.silent)
-        struck |= case.struck
+        hits |= case.hits
         if case.failed:
             failed.append(case)
             if options.first:
@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{done} of {options.cases} cases, {len(failed)} failed", file=sys.stderr)
     took_s = time.monotonic() - began_s
     print(f"{done} cases in {took_s:.1f} s", file=sys.stderr)
-    faults = sorted({f"{kind} at {call}" if call else kind for kind, call, _ in struck})
-    print(f"struck at {len(struck)} places: {', '.join(faults)}", file=sys.stderr)
+    faults = sorted({f"{kind} at {call}" if call else kind for kind, call, _ in hits})
+    print(f"hit at {len(hits)} places: {', '.join(faults)}", file=sys.stderr)
     if failed:
         _show(min(failed, key=lambda case: len(case.history)))
     result = {"cases": done, "lost": lost, "silent": silent, "newest_complete_found": found}

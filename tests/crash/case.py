@@ -54,7 +54,7 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 URI = "crash:///job"
 COLUMNS = 32
-# Faults of the disk that change what was durable; they strike between two lives.
+# Faults of the disk that change what was durable; they hit between two lives.
 FLIP, SWAP_RECORD, SWAP_MANIFEST, REMOVE_RECORD, SWAP_FILE = (
     *("flip", "swap record", "swap manifest", "remove record", "swap file"),
 )
@@ -100,12 +100,12 @@ class Case:
         """All lives, the last of them without faults."""
         asyncio.get_running_loop().set_exception_handler(_unless_crash)
         lives = self.rng.randint(2, 4)
-        struck = self.rng.randrange(lives)  # the life after which the disk damages something
+        hit = self.rng.randrange(lives)  # the life after which the disk damages something
         for life in range(lives):
             await self._life(last=False)
             if self.oracle.failed or self.machine.violation:
                 break
-            self._between_lives(strike=life == struck)
+            self._between_lives(hit=life == hit)
         self.machine.faults.clear()
         self.machine.note("no faults from here on")
         if not self.oracle.failed:
@@ -206,7 +206,7 @@ class Case:
         if not self.oracle.log_damaged:
             self.oracle.lost = self.oracle.lost or f"damaged without a fault: {error}"
             return False
-        self.oracle.noticed = True
+        self.oracle.reported = True
         with suppress(OSError):
             plan = commit_repair.plan(self.open(URI))
             commit_repair.carry_out(self.open(URI), plan)
@@ -289,7 +289,7 @@ class Case:
                     continue
                 except DamagedError as error:
                     self.machine.note(f"step {step} refused: {error}")
-                    self.oracle.noticed |= self.oracle.log_damaged
+                    self.oracle.reported |= self.oracle.log_damaged
                     return
                 except ServiceError as error:
                     self.machine.note(f"step {step} refused: {error}")
@@ -378,14 +378,14 @@ class Case:
             image[start : start + piece.size_bytes] = self.rng.randbytes(piece.size_bytes)
         return bytes(image)
 
-    def _between_lives(self, *, strike: bool) -> None:
+    def _between_lives(self, *, hit: bool) -> None:
         """The power may fail, and the disk may damage what was durable."""
         if self.zombie is None and self.rng.random() < 0.5:
             self.machine.note("power fails between two processes")
             self.machine.power_off()
             self.process = Process(self.machine)
-        if strike:
-            strike_disk(self, self.rng.choice(self.disk_faults))
+        if hit:
+            damage_disk(self, self.rng.choice(self.disk_faults))
 
 
 def _unless_crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -403,14 +403,14 @@ async def _first(task: asyncio.Future[object], machine: Machine) -> bool:
     return True
 
 
-def strike_disk(case: Case, kind: str) -> None:
+def damage_disk(case: Case, kind: str) -> None:
     """Damage one durable file; the oracle is informed of what cannot be restored any more."""
     machine, rng = case.machine, case.rng
     records = machine.files("/job/commits")
     files = machine.files("/job/attempts")
     found = [path for path in files if path.endswith(manifest.NAME)]
     ranks = [path for path in files if path.endswith(".safetensors")]
-    # Records behind which there is another: what stands there in their place can be told by it.
+    # Records behind which there is another: what stands there in their place can be seen from it.
     followed = [path for path in records[:-1] if b'"COMMIT"' in machine.file(Path(path)).data]
     path = ""
     if kind == FLIP and records:
@@ -436,7 +436,7 @@ def strike_disk(case: Case, kind: str) -> None:
     if not path:
         return
     machine.note(f"the disk: {kind}: {path}")
-    machine.struck.add((kind, "", path.split("/")[2]))
+    machine.hits.add((kind, "", path.split("/")[2]))
     case.oracle.log_damaged |= "/commits/" in path
     for (attempt, step), saved in case.oracle.saved.items():
         saved.damaged |= f"/{manifest.step_folder(attempt, step)}/" in path

@@ -4,7 +4,7 @@ Only what was synced is sure to survive a loss of power: of the rest each write 
 disk whole, in part or not at all, and in any order, and each name of a folder that was not synced
 may be there or not. A sync that fails drops what it could not write: it stays visible, a later sync
 reports success, and the disk does not have it. Every system call is a point at which a fault can
-strike, before it takes effect or after.
+hit, before it takes effect or after.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ POWER, KILL, FAILED_SYNC, NO_SPACE, LOST_REPLY, STALL = (
 )
 SYNCS = ("fsync", "sync_folder")
 CHANGES = ("create_temporary", "mkdir", "link", "rename", "unlink", "rmdir")
-# Which calls a fault can strike; one that is not listed strikes any.
-STRIKES: dict[str, tuple[str, ...]] = {
+# Which calls a fault can hit; one that is not listed hits any.
+CALLS_HIT: dict[str, tuple[str, ...]] = {
     FAILED_SYNC: SYNCS,
     NO_SPACE: ("write", "create_temporary", "mkdir"),
     LOST_REPLY: ("link", "rename", "mkdir"),
@@ -43,7 +43,7 @@ class Crash(BaseException):
 
 @dataclass(slots=True)
 class Fault:
-    """What strikes at the first call from number ``point`` on that it can strike."""
+    """What hits at the first call from number ``point`` on that it can hit."""
 
     point: int
     kind: str
@@ -96,12 +96,12 @@ class Folder:
 
 
 class Machine:
-    """The disk, and the faults that are still to strike.
+    """The disk, and the faults that are still to hit.
 
     Attributes:
         points: calls so far.
         history: what happened, for people.
-        struck: what faults have hit: kind, call and file's kind.
+        hits: what faults have hit: kind, call and file's kind.
         violation: a rule that a process has broken, "" when none.
     """
 
@@ -110,7 +110,7 @@ class Machine:
         self.faults = sorted(faults, key=lambda fault: fault.point)
         self.points = 0
         self.history: list[str] = []
-        self.struck: set[tuple[str, str, str]] = set()
+        self.hits: set[tuple[str, str, str]] = set()
         self.violation = ""
         self.nodes: dict[int, File | Folder] = {1: Folder()}
         self.processes: list[Process] = []
@@ -121,8 +121,8 @@ class Machine:
         """Add a line to the history."""
         self.history.append(text)
 
-    def strike(self, call: str, path: str, process: Process) -> Fault | None:
-        """The fault that strikes this call, if one does."""
+    def fault_at(self, call: str, path: str, process: Process) -> Fault | None:
+        """The fault that hits this call, if one does."""
         self.points += 1
         for fault in self.faults:
             if fault.point > self.points:
@@ -130,14 +130,14 @@ class Machine:
             in_lane = threading.current_thread() is not threading.main_thread()
             if fault.kind == STALL and not (in_lane and call in (*CHANGES, *SYNCS)):
                 continue
-            if call not in STRIKES.get(fault.kind, (call,)):
+            if call not in CALLS_HIT.get(fault.kind, (call,)):
                 continue
             self.faults.remove(fault)
             if fault.kind == FAILED_SYNC and self.rng.random() < 0.3:
                 # Before it can do anything about it, the process is gone.
                 self.faults.insert(0, Fault(self.points + 1, KILL))
             name = Path(path).name.lstrip(".").split(".")[0].rstrip("0123456789-")
-            self.struck.add((fault.kind, call, f"{Path(path).parent.name[:4]}/{name}"))
+            self.hits.add((fault.kind, call, f"{Path(path).parent.name[:4]}/{name}"))
             when = "after" if fault.after else "before"
             self.note(f"{fault.kind} {when} {call} {path} of process {process.number}")
             return fault
@@ -408,7 +408,7 @@ class Process:
         with machine.lock:
             self._check_alive()
             self._check_one_writer(call, path)
-            fault = machine.strike(call, path, self)
+            fault = machine.fault_at(call, path, self)
             if fault is not None and fault.kind in (FAILED_SYNC, NO_SPACE):
                 fail()
                 number = errno.EIO if fault.kind == FAILED_SYNC else errno.ENOSPC

@@ -41,13 +41,13 @@ class Oracle:
         opened: attempts whose OPEN was answered, in order.
         log_damaged: whether a fault has changed, removed or replaced a record, which must not go
             without an error.
-        noticed: whether that error was raised.
+        reported: whether that error was raised.
     """
 
     saved: dict[Key, Saved] = field(default_factory=dict)
     opened: list[int] = field(default_factory=list)
     log_damaged: bool = False
-    noticed: bool = False
+    reported: bool = False
     found: bool = False
     lost: str = ""
     silent: str = ""
@@ -94,7 +94,7 @@ class Oracle:
                 return
         self.found = newest is None or (key is not None and order.index(key) >= order.index(newest))
         if not self.found:
-            kind = "silent" if self.log_damaged and not self.noticed else "lost"
+            kind = "silent" if self.log_damaged and not self.reported else "lost"
             text = f"{key} was restored although {newest} was committed"
             setattr(self, kind, getattr(self, kind) or text)
 
@@ -120,7 +120,7 @@ class Oracle:
                         f"attempt {record.attempt} committed step {record.step} "
                         f"after attempt {highest} was opened"
                     )
-        if self.noticed:
+        if self.reported:
             return
         for key, saved in self.saved.items():
             if saved.reported and key not in committed:

@@ -22,8 +22,10 @@ from tests.harness.checkpoint_files import registration_of
 from megascale_checkpoint.checksums import piece_checksums
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
 from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.replicas import streams
+from megascale_checkpoint.replicas.connection import PeerError
 from megascale_checkpoint.replicas.fetch import fetch
-from megascale_checkpoint.replicas.protocol import PeerError, StateKey
+from megascale_checkpoint.replicas.protocol import StateKey
 from megascale_checkpoint.replicas.sender import ReplicaSender
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import ReplicaStore
@@ -32,27 +34,30 @@ from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.errors import DamagedError, ServiceError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
-TOKEN, JOB, VALUES, SLOTS = "token-of-the-tests", "job", 24_576, 4
+TOKEN, JOB, VALUES, SLOTS = "token-of-the-tests", "job", 8_192, 4
 RETRY_AFTER_S = (0.001, 0.001)
 FLIP_REPLICA, LOSE_PEER, OLD_SENDER = "flip a replica", "lose the peer", "an old sender goes on"
 REPLICA_KINDS = (CUT, FLIP_ON_THE_WAY, FLIP_REPLICA, LOSE_PEER, OLD_SENDER)
 OPERATIONS = ("seal", "seal", "seal", "settle", "fetch", "attempt", "fault", "fault")
-BOX = ("float32", (2 * VALUES,))
+COUNT, STREAMS = 6, 3  # of pieces, with padding between them, and of the connections of a transfer
+BOX = ("float32", (COUNT * VALUES,))
 PIECES = tuple(
     ShardPiece(
-        f"v{n}", "master", *BOX, (n * VALUES,), ((n + 1) * VALUES,), 0, VALUES, at, primary=True
+        f"v{n}", "master", *BOX, (n * VALUES,), ((n + 1) * VALUES,), 0, VALUES,
+        n * (4 * VALUES + 64), primary=True,
     )
-    for n, at in ((0, 0), (1, 4 * VALUES + 64))
-)
-LAYOUT = ShardLayout(PIECES, 8 * VALUES + 4096)
+    for n in range(COUNT)
+)  # fmt: skip
+LAYOUT = ShardLayout(PIECES, COUNT * (4 * VALUES + 64) + 4096)
+streams.LEAST_BATCH_BYTES = 4 * VALUES  # each piece may go over another connection
 
 
 @dataclass(slots=True)
 class History:
-    """What happened, for people; the places that faults have struck."""
+    """What happened, for people; the places that faults have hit."""
 
     history: list[str] = field(default_factory=list)
-    struck: set[tuple[str, str, str]] = field(default_factory=set)
+    hits: set[tuple[str, str, str]] = field(default_factory=set)
 
     def note(self, text: str) -> None:
         """One line."""
@@ -124,7 +129,7 @@ class ReplicaCase:
         self.peer = Peer(self.folder, 0, self.attempts)
         self.wire = Wire(self.peer.endpoint)
         self.rank = Rank(self._registration())
-        self.job, self.sender = SendingJob(self.rank), ReplicaSender(TOKEN, self.changed)
+        self.job, self.sender = SendingJob(self.rank), ReplicaSender(TOKEN, self.changed, STREAMS)
         self.sender.retry_after_s = RETRY_AFTER_S
         try:
             for _ in range(self.rng.randint(6, 14)):
@@ -136,7 +141,7 @@ class ReplicaCase:
             await self._fetch()
             self.oracle.found = True
         finally:
-            self.machine.struck |= {(f.kind, "", "replica") for f in self.wire.struck}
+            self.machine.hits |= {(f.kind, "", "replica") for f in self.wire.hits}
             await self.sender.close()
             self.wire.close()
             await self.peer.close()
@@ -226,7 +231,7 @@ class ReplicaCase:
         held = self.peer.store.sealed(JOB)
         if kind in (CUT, FLIP_ON_THE_WAY):
             # Within the request now and then, mostly within the bytes.
-            at = self.rng.choice((self.rng.randrange(600), self.rng.randrange(8 * VALUES)))
+            at = self.rng.choice((self.rng.randrange(600), self.rng.randrange(2 * COUNT * VALUES)))
             self.wire.fault = WireFault(kind, self.rng.random() < 0.7, at)
         elif kind == LOSE_PEER:
             await self.peer.close()
@@ -234,7 +239,7 @@ class ReplicaCase:
             self.damaged.clear()
             self.peer = Peer(self.folder, self.peers, self.attempts)
             self.wire.target = self.peer.endpoint
-            self.machine.struck.add((kind, "", "replica"))
+            self.machine.hits.add((kind, "", "replica"))
         elif kind == FLIP_REPLICA and held:
             await self._settle()
             slot = self.peer.store.lend(key := self.rng.choice(self.peer.store.sealed(JOB)))
@@ -243,7 +248,7 @@ class ReplicaCase:
             slot.memory.view[at] ^= 1
             await self.peer.store.returned(slot)
             self.damaged.add((key.attempt, key.step))
-            self.machine.struck.add((kind, "", "replica"))
+            self.machine.hits.add((kind, "", "replica"))
         elif kind == OLD_SENDER:
             await self._old_sender()
 
@@ -263,13 +268,13 @@ class ReplicaCase:
         rank.table.acquire(key[1])
         rank.table.begin_seal(0, key[1], persist=False, replicate=True)
         rank.table.finish_seal(0, seal)
-        job, sender = SendingJob(rank), ReplicaSender(TOKEN, changed := Signal())
+        job, sender = SendingJob(rank), ReplicaSender(TOKEN, changed := Signal(), STREAMS)
         sender.consider([job])
         while any(each.task is not None for each in sender._transfers.values()):
             await changed.wait()
         await sender.close()
         self.machine.note(f"an old sender has sent step {key[1]} of attempt {key[0]}")
-        self.machine.struck.add((OLD_SENDER, "", "replica"))
+        self.machine.hits.add((OLD_SENDER, "", "replica"))
         now = {(each.attempt, each.step) for each in self.peer.store.sealed(JOB)}
         if max(held) not in now:
             self.oracle.lost = self.oracle.lost or f"the replica of {max(held)} was overwritten"
@@ -287,7 +292,7 @@ class ReplicaCase:
         beside = not faulty and self.rng.random() < 0.5
         reading = asyncio.create_task(
             asyncio.to_thread(
-                fetch, self.wire.endpoint, TOKEN, key, memoryview(into), Cancellation()
+                fetch, self.wire.endpoint, TOKEN, key, memoryview(into), Cancellation(), STREAMS
             )
         )
         if beside:

@@ -30,7 +30,7 @@ class Outcome:
     lost: str
     silent: str
     found: bool
-    struck: frozenset[tuple[str, str, str]]
+    hits: frozenset[tuple[str, str, str]]
     history: tuple[str, ...]
 
     @property
@@ -76,7 +76,7 @@ def _numbered(asked: tuple[int, int, tuple[str, ...]]) -> Outcome:
         oracle.lost,
         oracle.silent,
         oracle.found and not oracle.failed,
-        frozenset(machine.struck),
+        frozenset(machine.hits),
         tuple(machine.history) if oracle.failed else (),
     )
 

@@ -27,7 +27,8 @@ from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.commit_record import LogState, Record
 from megascale_checkpoint.concurrency import Lane
 from megascale_checkpoint.replicas import store as replica_store
-from megascale_checkpoint.replicas.protocol import Connection, SealedState
+from megascale_checkpoint.replicas.connection import Connection
+from megascale_checkpoint.replicas.protocol import SealedState
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import Filling, ReplicaStore
 from megascale_checkpoint.restore_decision import RestoreDecision
@@ -289,8 +290,10 @@ def commit_before_files(patch: Patch) -> None:
 def replica_unchecked(patch: Patch) -> None:
     """What arrives from a peer is believed."""
 
-    def believing(self: Connection, state: SealedState, image: memoryview, where: str) -> None:
-        for piece in state.pieces:
+    def believing(
+        self: Connection, state: SealedState, numbers: Any, image: memoryview, where: str
+    ) -> None:
+        for piece in (state.pieces[number] for number in numbers):
             self._receive_into(image[piece.offset : piece.offset + piece.size_bytes])
 
     patch.setattr(Connection, "receive_pieces", believing)

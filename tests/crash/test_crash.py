@@ -43,11 +43,11 @@ def test_no_case_is_lost_or_silent(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0, captured.err
     result = json.loads(captured.out.splitlines()[-1])
     assert result == {"cases": CASES, "lost": 0, "silent": 0, "newest_complete_found": CASES}
-    struck = captured.err.splitlines()[-1]
+    hits = captured.err.splitlines()[-1]
     for kind in (POWER, KILL, FAILED_SYNC, NO_SPACE, LOST_REPLY, STALL, "flip"):
-        assert kind in struck, f"no fault of the kind {kind} has struck: {struck}"
+        assert kind in hits, f"no fault of the kind {kind} has hit: {hits}"
     for call in (*SYNCS, *(set(CHANGES) - {"rmdir"}), "write", "message"):
-        assert call in struck, f"no fault has struck {call}: {struck}"
+        assert call in hits, f"no fault has hit {call}: {hits}"
 
 
 def test_processes_share_the_cases_and_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:

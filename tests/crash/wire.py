@@ -1,6 +1,6 @@
 """A relay between two daemons that breaks their connections: cut, or with a bit flipped on the way.
 
-Real sockets on both sides; one thread per direction. Faults are armed one at a time and strike the
+Real sockets on both sides; one thread per direction. Faults are armed one at a time and hit the
 next connection.
 """
 
@@ -15,7 +15,7 @@ CUT, FLIP_ON_THE_WAY = "cut", "flip on the way"
 
 @dataclass(slots=True)
 class WireFault:
-    """What strikes byte ``at`` of one direction of a connection."""
+    """What hits byte ``at`` of one direction of a connection."""
 
     kind: str
     forth: bool
@@ -28,7 +28,7 @@ class Wire:
     def __init__(self, target: str) -> None:
         self.target = target
         self.fault: WireFault | None = None
-        self.struck: list[WireFault] = []
+        self.hits: list[WireFault] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -61,7 +61,7 @@ class Wire:
         try:
             while data := bytearray(source.recv(1 << 16)):
                 if fault is not None and passed <= fault.at < passed + len(data):
-                    self.struck.append(fault)
+                    self.hits.append(fault)
                     if fault.kind == CUT:
                         sink.sendall(data[: fault.at - passed])
                         break

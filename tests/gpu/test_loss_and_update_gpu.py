@@ -1,10 +1,11 @@
-"""Cross entropy, gradient norm and AdamW on CUDA at training shapes: exact, small, without sync."""
+"""Cross entropy, gradient norm, AdamW, LAMB on CUDA at training shapes: exact, small, no sync."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,6 +16,7 @@ from megascale_common.job.rank_layout import Coordinates
 from megascale_common.sizes.parameter_slices import BufferPlan
 from megascale_kernels.adamw import AdamWUpdate, adamw
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
+from megascale_kernels.lamb import LambRuns, Segment
 from megascale_trainer.optimizer.step_control import local_totals
 
 pytestmark = [
@@ -186,6 +188,68 @@ def test_adamw_of_a_shard_whose_states_pass_two_to_the_31_elements() -> None:
     )
     torch.testing.assert_close(states[0], torch.full_like(states[0], -UPDATE.learning_rate))
     torch.testing.assert_close(states[2], torch.full_like(states[2], 1 - UPDATE.beta2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lamb_is_exact_repeats_and_never_waits(dtype: torch.dtype) -> None:
+    """Both passes over a bucket of three parameters, beside the plain ones, against float64."""
+    pytest.importorskip("triton")
+    from megascale_kernels.fused import lamb as fused
+
+    cuts = (0, 2**20 + 8, 2**20 + 4096, SIZE)
+    segments = [
+        Segment(start, stop, number != 1) for number, (start, stop) in enumerate(pairwise(cuts))
+    ]
+    begin = torch.stack([_random(SIZE, seed=seed) for seed in (4, 5, 6)])
+    begin[1] *= 1e-3
+    begin[2] = begin[2].square() * 1e-6
+    gradient = _random(SIZE, seed=7) * 2e-3
+    scale, apply = torch.tensor([0.5, 1.0], device="cuda")
+    master, mean, square = begin.double()
+    mean = UPDATE.beta1 * mean + (1 - UPDATE.beta1) * 0.5 * gradient.double()
+    square = UPDATE.beta2 * square + (1 - UPDATE.beta2) * (0.5 * gradient.double()).square()
+    correction1, correction2 = UPDATE.corrections
+    change = (mean / correction1) / ((square / correction2).sqrt() + UPDATE.epsilon)
+    sums = torch.zeros((2, 3), dtype=torch.float64, device="cuda")
+    ratios, wanted = torch.tensor([0.3, 1.0, 2.0], device="cuda"), master.clone()
+    for number, one in enumerate(segments):
+        part = slice(one.start, one.stop)
+        change[part] += (UPDATE.weight_decay if one.decay else 0.0) * master[part]
+        sums[0, number] = master[part].square().sum()
+        sums[1, number] = change[part].square().sum()
+        wanted[part] -= UPDATE.learning_rate * ratios[number].double() * change[part]
+    exact, errors, results = torch.stack((wanted, mean, square)), {}, []
+    for name, kind in (("torch", LambRuns), ("fused", fused.LambRuns), ("again", fused.LambRuns)):
+        states, parameters = begin.clone(), torch.zeros(SIZE, dtype=dtype, device="cuda")
+        runs, direction = kind(segments, begin.device), gradient.clone()
+        found = torch.zeros_like(sums)
+        with _no_sync() if name == "again" else nullcontext():
+            runs.direction(states, direction, scale, apply, UPDATE, found)
+            runs.apply(states, direction, parameters, ratios, apply, UPDATE.learning_rate)
+        torch.testing.assert_close(found, sums, atol=0, rtol=1e-5)
+        assert torch.equal(parameters, states[0].to(dtype))
+        errors[name] = (states - exact).abs().amax(dim=1).tolist()
+        results.append((states, found))
+    for one, two in zip(results[1], results[2], strict=True):
+        assert torch.equal(one, two), "it must repeat bit for bit"
+    for ours, theirs in zip(errors["fused"], errors["torch"], strict=True):
+        assert ours <= SLACK * theirs, errors
+
+
+def test_lamb_skips_without_a_trace() -> None:
+    pytest.importorskip("triton")
+    from megascale_kernels.fused import lamb as fused
+
+    states = torch.stack([_random(SIZE, seed=seed) for seed in (4, 5, 6)])
+    gradient = torch.full((SIZE,), float("nan"), device="cuda")
+    parameters, before = states[0].bfloat16(), states.clone()
+    zero, nan = torch.zeros((), device="cuda"), torch.full((1,), float("nan"), device="cuda")
+    runs = fused.LambRuns([Segment(0, SIZE, True)], states.device)
+    sums = torch.zeros((2, 1), dtype=torch.float64, device="cuda")
+    runs.direction(states, gradient, zero, zero, UPDATE, sums)
+    runs.apply(states, gradient, parameters, nan, zero, 1.0)
+    assert torch.equal(states.view(torch.int32), before.view(torch.int32))
+    assert torch.equal(parameters, before[0].bfloat16())
 
 
 def test_the_benchmark_of_operators_runs_dry(capsys: pytest.CaptureFixture[str]) -> None:

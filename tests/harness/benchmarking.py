@@ -14,17 +14,46 @@ from benchmarks.silence import silence
 from tests.harness.training import device_of
 from torch._C._distributed_c10d import FileStore
 
+from megascale_common.node.status_page import read_status_page
+from megascale_trainer.launch.place import Place
+
+
+def _session(rank: int, world_size: int, folder: Path, deadline: float) -> Session:
+    place = Place(rank, world_size, rank, world_size)
+    store = FileStore(str(folder / "store"), world_size)
+    return Session(place, store, device_of(rank), folder, deadline)
+
 
 def measured(
     rank: int, world_size: int, folder: Path, *, arguments: list[str], deadline: float = 0.0
 ) -> dict[str, Any]:
     """Program of one rank: the result of a measurement."""
-    session = Session(
-        rank, world_size, FileStore(str(folder / "store"), world_size), device_of(rank), deadline
-    )
+    session = _session(rank, world_size, folder, deadline)
     result = measure(session, entry_of(arguments), folder)
     session.close()
     return result
+
+
+def losses_of_both_loops(
+    rank: int, world_size: int, folder: Path, *, arguments: list[str]
+) -> dict[str, Any]:
+    """Program of one rank: the losses of the same new trainer in the product's loop and bare."""
+    session = _session(rank, world_size, folder, 0.0)
+    found: dict[str, Any] = {}
+    for loop in ("product", "bare"):
+        run = entry_of([*arguments, "--initial", "exact", "--loop", loop]).run
+        before = _tp_operations(folder, rank)
+        found[loop] = session.leg(run, whole=True).losses
+        found[f"{loop} operations"] = _tp_operations(folder, rank) - before
+        session.forget()
+    session.close()
+    return found
+
+
+def _tp_operations(folder: Path, rank: int) -> int:
+    """Of the status page; 0 before there is one."""
+    page = read_status_page(folder / f"status-1-rank-{rank}")
+    return 0 if page is None else sum(row.entered for row in page.rows if row.name == "tp")
 
 
 def steps_without_peers(
@@ -35,12 +64,11 @@ def steps_without_peers(
     The others do nothing meanwhile: a single operation that still communicated would wait for a
     peer until the groups' timeout.
     """
-    session = Session(
-        rank, world_size, FileStore(str(folder / "store"), world_size), device_of(rank), 0.0
-    )
-    run = entry_of(arguments).run
+    session = _session(rank, world_size, folder, 0.0)
+    run = entry_of([*arguments, "--loop", "bare"]).run
     session.leg(run)
-    groups, trainer = session._groups, session._trainers[run].trainer
+    [resident] = session._trainers.values()
+    groups, trainer = session._groups, resident.trainer
     assert groups is not None
     handle = groups.world._handle
     losses: list[float] = []
@@ -48,9 +76,8 @@ def steps_without_peers(
         if rank == alone:
             with silence(groups, session._silent, ("all",)):
                 session.steps(run, 2)
-                losses.append(
-                    trainer.train_step(session._trainers[run].batches.step(0)).read().loss
-                )
+                assert resident.batches is not None
+                losses.append(trainer.train_step(resident.batches.step(0)).read().loss)
         session.meet()
     assert groups.world._handle is handle
     masters = trainer.states()["master"]

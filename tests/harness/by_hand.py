@@ -62,11 +62,18 @@ def held(from_step: int) -> dict[str, Any]:
 class HandRun:
     """A run in the background; its standard output is JSON lines.
 
-    ``rendezvous``: torchrun's options where it is one of several.
+    ``rendezvous``: torchrun's options where it is one of several, ``inside`` a command that runs
+    another elsewhere, such as in a network of its own.
     """
 
     def __init__(
-        self, folder: Path, job: Path, ranks: int, *options: str, rendezvous: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        job: Path,
+        ranks: int,
+        *options: str,
+        rendezvous: tuple[str, ...] = (),
+        inside: tuple[str, ...] = (),
     ) -> None:
         self.folder, self.site = folder, folder / "site"
         self._mark = uuid.uuid4().hex
@@ -74,7 +81,15 @@ class HandRun:
         alone = [sys.executable, "-m", "megascale_trainer"]
         several = [sys.executable, "-m", "torch.distributed.run", *(rendezvous or _STANDALONE)]
         several += ["--nproc-per-node", str(ranks), "-m", "megascale_trainer"]
-        command = [*(several if ranks > 1 else alone), str(job), "--json", "--device", "cpu"]
+        torchrun = ranks > 1 or rendezvous
+        command = [
+            *inside,
+            *(several if torchrun else alone),
+            str(job),
+            "--json",
+            "--device",
+            "cpu",
+        ]
         command += ["--run-folder", str(folder / "runs"), *options]
         with self.output.open("wb") as output, self.errors.open("wb") as errors:
             self.process = subprocess.Popen(

@@ -54,7 +54,7 @@ class WatchedEtcd(EtcdClient):
         success: Sequence[Operation] = (),
         failure: Sequence[Operation] = (),
     ) -> TxnResult:
-        """Count, and crash where told to."""
+        """Count, and crash where ordered to."""
         self.txns += 1
         request = self.keys.txn_request(compare, success, failure)
         self.largest_request_bytes = max(self.largest_request_bytes, request.ByteSize())

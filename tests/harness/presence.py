@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megascale.v1 import link_pb2
 from megascale_driver.core import hang
 from megascale_driver.core.events import (
     Event,
@@ -22,7 +23,15 @@ from megascale_driver.core.events import (
 )
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Cluster
+from megascale_driver.presence.arrival import Arrival, parsed
 from megascale_driver.presence.lane import Lane
+
+
+def arrived(beat: link_pb2.Heartbeat) -> Arrival:
+    """A heartbeat as its stream brings it."""
+    found = parsed(link_pb2.ConnectRequest(heartbeat=beat).SerializeToString())
+    assert found is not None
+    return found
 
 
 class Presence:

@@ -271,6 +271,9 @@ def _template() -> None:
     arm_parent_death()
     import torch
 
+    # torch.utils.checkpoint imports it when it first computes a layer again: 0.9 s of each rank.
+    import torch._dynamo
+
     torch.set_num_threads(1)
     # A collection in a fork would walk through all of torch, and copy its pages.
     gc.collect()

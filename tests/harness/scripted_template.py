@@ -4,7 +4,7 @@ Run by an agent through ``--template-command``. Its workers speak
 :mod:`megascale_common.node.messages`, keep a status page and write a log; instead of training they
 sleep. Labels of the job: ``steps`` and ``interval_s``; ``fail_rank`` with ``fail`` = exit | vanish
 | watchdog (of NCCL) | a kind of error | finish_early (status 0 without Finished) | peer_absent
-(OTHER, after the timeout in an operation), and ``fail_step``.
+(OTHER, after the timeout in an operation) | linger (OTHER, and does not end), and ``fail_step``.
 """
 
 from __future__ import annotations
@@ -131,13 +131,16 @@ def _fail(agent: socket.socket, how: str) -> int:
         os.abort()
     if how == "exit":
         return 3
+    lingers = how == "linger"
     if how == "finish_early":
         return 0
     detail = "/checkpoints/rank-00001.safetensors" if how == "CHECKPOINT_CORRUPT" else ""
-    how = "OTHER" if how == "peer_absent" else how
+    how = "OTHER" if how in ("peer_absent", "linger") else how
     framing.send(
         agent, {"kind": "failed", "error_kind": how, "error": f"scripted {how}", "detail": detail}
     )
+    if lingers:
+        time.sleep(60)
     return 1
 
 

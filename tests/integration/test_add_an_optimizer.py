@@ -123,8 +123,8 @@ def test_a_wrong_name_is_refused_with_field_and_remedy(site: Path) -> None:
     )
     _install(site, package="more", group={"twice": "b:B"}, modules={})
     problems = {
-        "lamb": r"optimizer.name: 'lamb' is not installed on this node; "
-        r"known here: absent, adamw, momentum, twice, unordered; install the package",
+        "adafactor": r"optimizer.name: 'adafactor' is not installed on this node; "
+        r"known here: absent, adamw, lamb, momentum, twice, unordered; install the package",
         "absent": "'absent' cannot be imported from no_such_module:X",
         "unordered": "'unordered' declares the states momentum, master: .* first of them 'master'",
         "twice": r"'twice' is registered more than once \(a:A, b:B\)",

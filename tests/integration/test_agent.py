@@ -206,6 +206,35 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
     assert "scripted failure" in found[0].sample_line
 
 
+async def test_a_failure_that_the_stop_overtakes_is_reported_with_it(
+    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
+) -> None:
+    """A peer reported first: the order to stop comes while the culprit is about to end."""
+    await driver.until_joined()
+    given = assignment(tmp_path, fail_rank="1", fail="linger", fail_step="3")
+    began_s = time.time()
+    await run_attempt(driver, given, link_pb2.ATTEMPT_PHASE_RUNNING)
+    log = agent.node_folder / "jobs/demo/attempt-000001/rank-00001.log"
+    await eventually(lambda: "scripted failure" in log.read_text(), "the culprit's error")
+    version = driver.want(IDLE)
+    await driver.until(
+        lambda: driver.beats[-1].desired_version == version and driver.beats[-1].attempt == 0
+    )
+    stopped = driver.beats[-1].stopped
+    assert (stopped.job, stopped.attempt) == (given.job, given.attempt)
+    (culprit,) = stopped.workers  # and not the bystander
+    assert (culprit.rank, culprit.exit_status, culprit.error_kind) == (1, -9, "OTHER")
+    assert culprit.error == "scripted OTHER"
+    assert began_s < culprit.exited_at.ToNanoseconds() / 1e9 <= time.time()
+    again = await run_attempt(driver, assignment(tmp_path, 2), link_pb2.ATTEMPT_PHASE_RUNNING)
+    assert not again.HasField("stopped")
+    version = driver.want(IDLE)
+    await driver.until(
+        lambda: driver.beats[-1].desired_version == version and driver.beats[-1].attempt == 0
+    )
+    assert not driver.beats[-1].HasField("stopped"), "nothing had failed"
+
+
 async def test_killed_worker_is_reported_at_once(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:

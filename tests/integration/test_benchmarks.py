@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.compare_losses import compare, read_losses
 from benchmarks.peers import pair
-from tests.harness.ranks import REPOSITORY, RankPool, rank_pool
+from benchmarks.product_loop import EDGE_STEPS, write_random_tokens
+from tests.harness.ranks import REPOSITORY, RankPool
 
 LAYOUT = [
     "--tp",
@@ -30,12 +31,6 @@ LAYOUT = [
     "--steps",
     "4",
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool() as ready:
-        yield ready
 
 
 def _results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -222,6 +217,42 @@ def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) 
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     [line] = _results(done)
     assert "the time is up" in line["skipped"]
+
+
+def test_the_products_loop_is_measured_with_all_of_its_parts(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    write_random_tokens(tmp_path / "corpus", 512)
+    options = ["--tp", "2", "--seq", "32", "--global-batch", "8", "--steps", "5", "--layers", "2"]
+    tracker = "tensorboard" if find_spec("tensorboard") else "none"
+    options += ["--data", str(tmp_path / "corpus"), "--trackers", tracker]
+    program = "tests.harness.benchmarking:losses_of_both_loops"
+    for rank, found in enumerate(pool.run(program, 2, tmp_path / "ranks", arguments=options)):
+        assert len(found["product"]) == 5
+        assert found["product"] == found["bare"], "the loader's samples are those of the bare step"
+        # A layer alone gathers and scatters twice in each direction.
+        assert found["product operations"] > 8 * (5 + EDGE_STEPS)
+        assert found["bare operations"] == 0, "the bare step writes no status page"
+        written = list((tmp_path / "ranks").rglob(f"loader-1-rank-{rank}/**/events.out.*"))
+        assert bool(written) == (rank == 0 and tracker != "none"), (
+            "step records reach the tracker of rank 0"
+        )
+        log = (tmp_path / "ranks" / f"loader-1-rank-{rank}" / "log").read_text()
+        assert "step 3: loss" in log
+
+
+@pytest.mark.slow
+def test_the_overhead_of_the_loop_is_a_figure_with_a_bound(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/loop_overhead.py", "--preset", "tiny", "--device", "cpu"]
+    command += ["--seq", "32", "--steps", "5", "--rounds", "3", "--folder", str(tmp_path)]
+    for most, status in (("1e9", 0), ("-1e9", 1)):
+        words = [*command, f"--most-percent={most}"]
+        done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr[-2000:]
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["pairs"] == 3
+        assert found["holds"] is (status == 0)
+        assert found["least_percent"] <= found["overhead_percent"] < found["upper_95_percent"]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.harness.by_hand import STEPS, HandRun, held, small_job, write_job
 from tests.harness.local_cluster import UpProcess, settle
+from tests.harness.networks import two_networks, why_not
 from tests.harness.paced import release
 
 from megascale_client import Client, load_job
@@ -31,13 +32,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.close()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of two ranks that train without an end in between."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = HandRun(folder, write_job(folder, small_job(folder, parallelism={"dp": 2})), 2)
+    try:
+        assert run.end() == 0, run.story()
+        losses = run.losses()
+    finally:
+        run.close()
+    assert list(losses) == list(range(1, STEPS + 1))
+    return losses
+
+
 def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
-    tmp_path: Path, start: Start
+    tmp_path: Path, start: Start, whole: dict[int, float]
 ) -> None:
-    twin = tmp_path / "twin"
-    twin.mkdir()
     two = {"dp": 2}
-    whole = start(write_job(twin, small_job(twin, parallelism=two)), 2)
     job = write_job(tmp_path, small_job(tmp_path, parallelism=two, optimizer=held(7)))
     killed = start(job, 2)
     killed.await_step(6)
@@ -48,17 +60,15 @@ def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
     release(killed.site)
     resumed = start(job, 2)
     assert resumed.end() == 0, resumed.story()
-    assert whole.end() == 0, whole.story()
     assert resumed.events("attempt")[0]["restored_step"] == 4
     assert min(resumed.losses()) == 5
-    assert {**killed.losses(), **resumed.losses()} == whole.losses()
-    assert killed.losses().items() <= whole.losses().items()
+    assert {**killed.losses(), **resumed.losses()} == whole
+    assert killed.losses().items() <= whole.items()
     assert resumed.losses().keys() & killed.losses().keys() == {5, 6}
-    assert list(whole.losses()) == list(range(1, STEPS + 1))
     # The attempt's number is the commit log's, and all attempts share the job's folder.
     folders = sorted(path.name for path in (tmp_path / "runs/jobs/hand").glob("attempt-*"))
     assert folders == ["attempt-000001", "attempt-000002"]
-    assert not resumed.processes() and not whole.processes()
+    assert not resumed.processes()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -92,6 +102,17 @@ def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
     }
 
 
+def test_a_time_limit_saves_and_ends(tmp_path: Path, start: Start) -> None:
+    rare = {"interval_steps": 100}
+    job = write_job(tmp_path, small_job(tmp_path, optimizer=held(3), checkpoint=rare))
+    run = start(job, 1, "--time-limit", "1s")
+    assert run.end() == 0, run.story()
+    assert "saves and ends: the time limit" in [note["text"] for note in run.events("note")]
+    (end,) = run.events("end")
+    assert end["step"] < STEPS, run.story()
+    run.await_commit(end["step"])
+
+
 @pytest.mark.slow
 def test_two_torchruns_as_two_hosts_train_and_commit_together(tmp_path: Path) -> None:
     job = write_job(tmp_path, small_job(tmp_path, parallelism={"dp": 4}))
@@ -112,6 +133,53 @@ def test_two_torchruns_as_two_hosts_train_and_commit_together(tmp_path: Path) ->
     finally:
         for run in runs:
             run.close()
+
+
+@pytest.mark.slow
+def test_hosts_that_share_no_loopback_commit_together_on_a_trusted_network(
+    tmp_path: Path,
+) -> None:
+    if missing := why_not():
+        pytest.skip(missing)
+    job = write_job(tmp_path, small_job(tmp_path, parallelism={"dp": 2}))
+    with two_networks() as networks:
+        options = ("--nnodes", "2", "--master-addr", networks[0].address, "--master-port", "29500")
+
+        def runs(*more: str) -> list[HandRun]:
+            return [
+                HandRun(
+                    tmp_path,
+                    job,
+                    1,
+                    *more,
+                    rendezvous=(*options, "--node-rank", str(number)),
+                    inside=network.inside,
+                )
+                for number, network in enumerate(networks)
+            ]
+
+        refused = runs()
+        try:
+            assert all(run.end() for run in refused)
+            for run in refused:  # rank 0 as well: it does not wait for the other host
+                errors = run.errors.read_text()
+                assert "checkpoint.uri: rank 0's checkpoint daemon listens on loopback" in errors
+                assert "give --trusted-network" in errors
+        finally:
+            for run in refused:
+                run.close()
+
+        trusting = runs("--trusted-network")
+        try:
+            story = "\n".join(run.story() for run in trusting)
+            assert [run.end() for run in trusting] == [0, 0], story
+            (first,) = (run for run in trusting if run.events("end"))
+            assert list(first.losses()) == list(range(1, STEPS + 1))
+            first.await_commit(STEPS)
+            assert not any(run.processes() for run in trusting)
+        finally:
+            for run in trusting:
+                run.close()
 
 
 def test_a_warm_start_takes_the_parameters_alone_or_goes_on(tmp_path: Path, start: Start) -> None:
@@ -139,13 +207,10 @@ def test_a_warm_start_takes_the_parameters_alone_or_goes_on(tmp_path: Path, star
     assert again.end() == 0 and again.events("attempt")[0]["restored_step"] == 4
 
 
-def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(tmp_path: Path, start: Start) -> None:
+def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(
+    tmp_path: Path, start: Start, whole: dict[int, float]
+) -> None:
     two = {"parallelism": {"dp": 2}, "checkpoint": {"interval_steps": 2}}
-    twin = tmp_path / "twin"
-    twin.mkdir()
-    whole = start(write_job(twin, small_job(twin, **two)), 2)
-    assert whole.end() == 0, whole.story()
-
     first = start(write_job(tmp_path, small_job(tmp_path, **two, optimizer=held(4))), 2)
     first.await_step(3)
     first.await_commit(2)
@@ -173,6 +238,6 @@ def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(tmp_path: Path, sta
     assert third.events("attempt")[0]["attempt"] == 3
     assert third.events("attempt")[0]["restored_step"] >= 6
     assert min(records) == 3
-    assert {**first.losses(), **records, **third.losses()} == whole.losses()
+    assert {**first.losses(), **records, **third.losses()} == whole
     for part in (first.losses(), records):
-        assert part.items() <= whole.losses().items()
+        assert part.items() <= whole.items()

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool() as ready:
-        yield ready
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.ranks import RankPool
 from tests.harness.reference_model import ReferenceModel
 from tests.harness.training import CPU, hiding, micro_batches, pieces_of, sample, tiny_job
 
@@ -40,12 +40,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2vpp2": {"pp": 2, "virtual_stages": 2},
     "dp2, overlapped": {"dp": 2, **hiding("dp")},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool() as ready:
-        yield ready
 
 
 @pytest.fixture(scope="module")

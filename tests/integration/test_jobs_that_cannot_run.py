@@ -152,7 +152,7 @@ def other_batch(folder: Path) -> dict[str, Any]:
 
 def unknown_optimizer(folder: Path) -> dict[str, Any]:
     spec = job(folder, "unknown-optimizer")
-    spec["trainer"]["optimizer"] = {"name": "lamb"}
+    spec["trainer"]["optimizer"] = {"name": "adagrad"}
     return spec
 
 
@@ -250,6 +250,26 @@ def test_a_run_that_diverges_ends_or_goes_on_as_it_asks_for(cluster: Path, actio
     else:
         assert ended.phase == types_pb2.JOB_PHASE_SUCCEEDED, ended.phase_reason
         assert {line.mode for line in lines} == {"OBSERVE"}
+
+
+def test_a_run_that_diverges_is_taken_back_and_skips_the_data(cluster: Path) -> None:
+    """It diverges again and again, so that it ends after the last time that it may go back."""
+    name = "taken-back"
+    recovery = {"on_loss_rise": "roll_back", "max_roll_backs": 2}
+    ended = run(cluster, diverging(cluster, name, **recovery))
+    with Client.from_run_folder(cluster / "runs") as client:
+        lines = [line for line in client.events(f"jobs/{name}") if line.reason == "LOSS_DIVERGED"]
+    print(ended.phase_reason)
+    assert ended.phase == types_pb2.JOB_PHASE_FAILED, ended.phase_reason
+    assert "was taken back 2 times (recovery.max_roll_backs)" in ended.phase_reason
+    # One more for each checkpoint that was committed while its attempt was being stopped.
+    assert ended.attempt >= 3 and (ended.restarts, len(lines)) == (0, 3)
+    assert {line.mode for line in lines} == {"ENFORCE"}
+    skips = ended.spec.trainer.data.skips
+    for line, skip in zip(sorted(lines, key=lambda line: line.attempt), skips, strict=False):
+        first, last = skip.after_step + 1, skip.after_step + skip.steps
+        assert f"leaves out the data of steps {first} to {last}" in line.outcome, line.outcome
+    assert len(skips) in (1, 2) and 0 < ended.restored_step <= 15
 
 
 def test_a_run_that_is_never_finite_ends_by_default(cluster: Path) -> None:

@@ -4,6 +4,7 @@ held-out data.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megascale_client import AsyncClient, load_job
 
 OPTIONS = ("--nodes", "1", "--devices-per-node", "4", "--device", "cpu")
 LOADED_STEP, LAST_STEP = 4, 7
+TENSORBOARD = find_spec("tensorboard") is not None
 LOSS_TOLERANCE = 5e-6  # float32 sums in another order; see test_trainer_equality
 
 
@@ -56,7 +58,7 @@ async def run(
                 "interval_steps": 2,
                 "batches": 2,
             },
-            "telemetry": {"tensorboard": True},
+            "telemetry": {"tensorboard": TENSORBOARD},
         },
         "checkpoint": {
             "uri": str(folder / "checkpoints" / name),
@@ -127,4 +129,5 @@ async def test_another_layout_goes_on_as_if_nothing_had_happened(tmp_path: Path)
     assert whole[1].evaluation_loss - whole[-1].evaluation_loss > 0.1
     assert shown.stdout.count("held-out loss") == 4
     jobs = [path.parents[1] for path in cluster.glob("nodes/n1/jobs/*/tensorboard/events*")]
-    assert {path.name for path in jobs} >= {"first", "second", "whole"}
+    if TENSORBOARD:
+        assert {path.name for path in jobs} >= {"first", "second", "whole"}

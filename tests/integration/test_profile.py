@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
 
 STEPS = 7
 PROGRAM = "tests.harness.profiling:train_under_profiler"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool() as running:
-        yield running
 
 
 def profiled(

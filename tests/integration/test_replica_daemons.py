@@ -16,7 +16,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.replicas.protocol import Connection
+from megascale_checkpoint.replicas.connection import Connection
 from megascale_common.service.channel import open_channel
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.harness.checkpoint_files import write_images
 from tests.harness.checkpoint_node import DaemonProcess
-from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
 
 from megascale_common.job.config import from_accepted
@@ -43,17 +43,17 @@ MODEL = {
 BLOCKS = ("parallel", "serial")
 
 
-def test_the_next_losses_are_those_of_one_rank_that_went_on(tmp_path: Path) -> None:
-    check_all_pairs(tmp_path, "parallel", ["one", "tp2dp2", "tp2pp2vpp2-uneven"])
+def test_the_next_losses_are_those_of_one_rank_that_went_on(pool: RankPool, tmp_path: Path) -> None:
+    check_all_pairs(pool, tmp_path, "parallel", ["one", "tp2dp2", "tp2pp2vpp2-uneven"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_layout_goes_on_from_every_other(tmp_path: Path, block: str) -> None:
-    assert check_all_pairs(tmp_path, block, list(LAYOUTS)) == 30
+def test_every_layout_goes_on_from_every_other(pool: RankPool, tmp_path: Path, block: str) -> None:
+    assert check_all_pairs(pool, tmp_path, block, list(LAYOUTS)) == 30
 
 
-def check_all_pairs(folder: Path, block: str, names: list[str]) -> int:
+def check_all_pairs(pool: RankPool, folder: Path, block: str, names: list[str]) -> int:
     """Write with each of the layouts, resume with each other; returns the number of pairs."""
     jobs = {
         name: tiny_job(
@@ -64,7 +64,7 @@ def check_all_pairs(folder: Path, block: str, names: list[str]) -> int:
         for name in names
     }
     resumed = {}
-    with rank_pool() as pool, DaemonProcess(folder, "n0") as daemon:
+    with DaemonProcess(folder, "n0") as daemon:
         written = {name: write(pool, folder, name, job) for name, job in jobs.items()}
         for name, job in jobs.items():
             results = pool.run(

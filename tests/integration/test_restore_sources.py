@@ -13,7 +13,7 @@ import pytest
 from tests.harness.checkpoint_files import image_of, write_checkpoint
 from tests.harness.checkpoint_node import DaemonProcess, WorkerClient
 from tests.harness.planned_restore import trainer_layouts
-from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.ranks import RankPool
 from tests.harness.restoring import digest, registered, seal_image
 from tests.integration.test_checkpoint_daemon import commit_steps, open_attempt, progress
 from tests.unit.test_checkpoint_damage import flip
@@ -26,12 +26,6 @@ from megascale_common.job.wire import restore as wire
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as entered:
         yield entered
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool() as ready:
-        yield ready
 
 
 async def test_a_flipped_bit_in_memory_leaves_the_stored_copy(

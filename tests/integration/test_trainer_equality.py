@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.ranks import RankPool
 from tests.harness.training import assemble, hiding, tiny_job
 
 from megascale_trainer.trainer import StepRecord
@@ -77,12 +77,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool() as ready:
-        yield ready
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,7 @@ shortest history is on stderr), 2 for wrong arguments.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import math
 import os
 import sys
 import time
@@ -26,11 +24,6 @@ of them switches that take all their nodes along), and storms: minutes in which 
 links, etcd and operators fail, far more often than in production, because defects live there.
 Figures of a simulation are simulated: they are not measurements of a cluster.
 """
-
-_COLUMNS = (
-    "seed", "digest", "ettr", "recoveries", "detections", "detect_p50_s", "detect_p99_s",
-    "false_evictions", "node_days", "faults", "cpu_s", "broken",
-)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,15 +48,27 @@ def main(arguments: list[str] | None = None) -> int:
 def _many(setup: object, options: argparse.Namespace) -> int:
     from dataclasses import replace
 
+    from tests.simulation.seed_csv import SeedCsv
     from tests.simulation.shell.fleet import run_all, shortest
     from tests.simulation.shell.run import Result, Setup
 
     assert isinstance(setup, Setup)
+    try:
+        lines = SeedCsv(options.csv, setup) if options.csv else None
+    except ValueError as error:
+        print(f"--csv: {error}", file=sys.stderr)
+        return 2
     seeds = range(options.first, options.first + options.seeds)
-    results: list[Result] = []
+    known = lines.known if lines is not None else {}
+    results: list[Result] = [known[seed] for seed in seeds if seed in known]
+    if results:
+        print(f"{len(results)} of {len(seeds)} seeds are in {options.csv}", file=sys.stderr)
     shown_s = time.monotonic()
-    for result in run_all([replace(setup, seed=seed) for seed in seeds], options.jobs):
+    wanted = [replace(setup, seed=seed) for seed in seeds if seed not in known]
+    for result in run_all(wanted, options.jobs):
         results.append(result)
+        if lines is not None:
+            lines.add(result)
         if result.broken:
             print(f"seed {result.seed}: {result.broken}", file=sys.stderr, flush=True)
         if time.monotonic() - shown_s > 5.0:
@@ -71,8 +76,6 @@ def _many(setup: object, options: argparse.Namespace) -> int:
             broken = sum(bool(item.broken) for item in results)
             print(f"{len(results)} of {len(seeds)} seeds, {broken} broken", file=sys.stderr)
     results.sort(key=lambda item: item.seed)
-    if options.csv:
-        write_csv(options.csv, results)
     failed = [item for item in results if item.broken]
     if failed and not options.no_shortest:
         worst = failed[0]
@@ -85,6 +88,7 @@ def _many(setup: object, options: argparse.Namespace) -> int:
 
 def summary(results: list[object]) -> dict[str, object]:
     """The figures of many seeds; every one of them is simulated."""
+    from tests.simulation.seed_csv import percentile
     from tests.simulation.shell.run import Result
 
     found = [item for item in results if isinstance(item, Result)]
@@ -103,31 +107,6 @@ def summary(results: list[object]) -> dict[str, object]:
         "detect_p99_s": round(percentile(detected, 0.99), 2),
         "cpu_s": round(sum(item.cpu_s for item in found), 1),
     }
-
-
-def write_csv(path: str, results: list[object]) -> None:
-    """One line per seed; times in seconds, every figure simulated."""
-    from tests.simulation.shell.run import Result
-
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        lines = csv.writer(file)
-        lines.writerow(_COLUMNS)
-        for item in results:
-            assert isinstance(item, Result)
-            detected = sorted(item.detected_s)
-            lines.writerow(
-                [
-                    item.seed, item.digest, round(item.ettr, 5), item.recoveries, len(detected),
-                    round(percentile(detected, 0.50), 2), round(percentile(detected, 0.99), 2),
-                    item.false_evictions, round(item.node_days, 2), len(item.faults),
-                    round(item.cpu_s, 2), item.broken,
-                ]
-            )  # fmt: skip
-
-
-def percentile(values: list[float], share: float) -> float:
-    """By nearest rank; 0 of nothing. ``values`` are sorted."""
-    return values[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
 
 
 def _replay(setup: object, seed: int) -> int:
@@ -182,7 +161,10 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=int, default=len(os.sched_getaffinity(0)),
         help="seeds at a time, each in a process of its own; default: the number of cores",
     )  # fmt: skip
-    parser.add_argument("--csv", default="", help="also write each seed's figures here")
+    parser.add_argument(
+        "--csv", default="",
+        help="append each seed's figures here as it ends; seeds that are there are not run again",
+    )  # fmt: skip
     parser.add_argument("--no-skip", action="store_true", help="skip no stretch without changes")
     parser.add_argument("--no-shortest", action="store_true", help="do not cut a broken history")
     return parser

@@ -74,16 +74,14 @@ MUTANTS = (
     # engine and links
     _driver(
         "publish before the commit", "engine.py",
-        "            await self._commit(store, leadership, old, state, audit)\n",
+        "            await self._commit(store, leadership, changes)\n",
         "            self.state = state\n            self._publish(old, outcomes, audit)\n"
         "            outcomes, audit = [], ()\n"
-        "            await self._commit(store, leadership, old, state, canonical("
-        "line for entry in () for line in ()))\n",
+        "            await self._commit(store, leadership, changes)\n",
     ),
     _driver(
         "commit without the log", "engine.py",
-        "await self._commit(store, leadership, old, state, audit)",
-        "await self._commit(store, leadership, old, state, ())",
+        "store.between(old, state, audit)", "store.between(old, state, ())",
     ),
     _driver(
         "lose a hello", "engine.py",
@@ -125,7 +123,7 @@ MUTANTS = (
     ),
     _driver(
         "never report silence", "presence/lane.py",
-        "                silences.append(Silence(name, found.incarnation, found.last_beat_s))\n",
+        "                silences.append(Silence(name, found.incarnation, last_beat_s))\n",
         "",
     ),
     _driver(
@@ -259,5 +257,209 @@ MUTANTS = (
         "return max(usable, default=(0, 0))",
         "found = max(usable, default=(0, 0))\n"
         "    return (found[0] + 10, found[1]) if found[0] else found",
+    ),
+    _driver(
+        "restore a step by its number alone", "core/restore.py",
+        "common = steps if common is None else common & steps",
+        "same = {step for step, _ in steps}\n"
+        "        common = steps if common is None else {c for c in common if c[0] in same}",
+    ),
+    # orders to go back to a step
+    _driver(
+        "go back to what an order gave up", "core/state.py",
+        "            if attempt <= back.attempt and step > back.step:\n"
+        "                return True\n",
+        "            pass\n",
+    ),
+    _driver(
+        "go back and refuse nothing", "core/rolling_back.py",
+        "        refused_steps=tuple(item for item in refused if item != step),\n",
+        "",
+    ),
+    _driver(
+        "a step that was given up once stays so", "core/state.py",
+        "            if (step, attempt) == (back.step, back.written_by):\n"
+        "                break\n",
+        "",
+    ),
+    _driver(
+        "go back and save first", "core/orders.py",
+        "now=event.now or back)", "now=event.now)",
+    ),
+    # the search for an unnamed culprit
+    _driver(
+        "search for no culprit", "core/searching.py",
+        "    return cause.kind is FaultKind.WORKER_SYMPTOM or"
+        " (cause.kind in _UNNAMED and not cause.node)",
+        "    return False",
+    ),
+    _driver(
+        "search after a crash of workers alone", "core/searching.py",
+        " or (cause.kind in _UNNAMED and not cause.node)", "",
+    ),
+    _driver(
+        "keep a bad link to oneself", "core/searching.py",
+        "        _say_link(draft, job, one, other)\n", "        pass\n",
+    ),
+    _driver(
+        "keep a node that fails with all others", "core/searching.py",
+        "    if breaker.allows(draft, name, nodes.GROUP_CHECK):\n", "    if False:\n",
+    ),
+    _driver(
+        "take every answer for a pass", "group_checks.py",
+        "    if bad:\n        return Found(Answer.FAIL",
+        "    if False:\n        return Found(Answer.FAIL",
+    ),
+    _driver(
+        "blame a node for one failed pair", "analysis/group_search.py",
+        "PARTNERS = 2  # good", "PARTNERS = 1  # good",
+    ),
+    _driver(
+        "never cross the halves", "analysis/group_search.py",
+        "            if all(passed):\n"
+        "                self.tasks.append(Task(Kind.CROSS, groups[0][0], groups[1][0]))\n",
+        "",
+    ),
+    _driver(
+        "check all nodes but the last", "core/searching.py",
+        "    for index, group in enumerate(running):\n",
+        "    for index, group in enumerate(running[:1]):\n",
+    ),
+    # over-eviction
+    _driver(
+        "over-evict although nobody has allowed it", "core/rules.py",
+        'OBSERVED: frozenset[str] = frozenset({"over-eviction"})',
+        "OBSERVED: frozenset[str] = frozenset()",
+    ),
+    _driver(
+        "over-evict although nobody stands by", "core/searching.py",
+        "    enough = spare >= len(suspects)", "    enough = True",
+    ),
+    _driver(
+        "over-evict nobody", "core/searching.py",
+        "    if enough and enforced:\n", "    if False:\n",
+    ),
+    _driver(
+        "count nodes at work as standing by", "core/searching.py",
+        "    taken |= draft.holders().keys()\n", "",
+    ),
+    # spares by the rule
+    _driver(
+        "name no spares by the rule", "core/scheduling.py",
+        '    if job.config.recovery.spares != "auto" or not job.slots:\n        return',
+        "    return",
+    ),
+    Mutant(
+        "take a device for a node in the rule of spares", COMMON + "sizes/spare_count.py",
+        "hours / max(1, devices_per_node)", "hours",
+    ),
+    _driver(
+        "name one spare too few", "core/scheduling.py",
+        "        missing = spares_wanted(job) - len(kept) if job.active else 0\n",
+        "        missing = spares_wanted(job) - len(kept) - 1 if job.active else 0\n",
+    ),
+    # replicas
+    _driver(
+        "count the replicas of dead nodes", "core/replicas.py",
+        "        if node.liveness is not Liveness.ALIVE or not node.connected:\n"
+        "            continue\n"
+        "        if node.report is None",
+        "        if node.report is None",
+    ),
+    _driver(
+        "name no source of a replica", "core/replicas.py",
+        "    if restore.source is not RestoreSource.MEMORY:\n        return ()\n",
+        "    return ()\n",
+    ),
+    _driver(
+        "take any node for the source of a replica", "core/replicas.py",
+        "        name = copies.get(rank, {}).get(wanted)\n",
+        "        name = min(nodes) if wanted in copies.get(rank, {}) else None\n",
+    ),
+    _driver(
+        "restore replicas that some ranks lack", "core/restore.py",
+        "steps = {item for item in own | set(copies.get(rank, {})) if item[1] < job.attempt}\n",
+        "steps = {item for item in own | set().union(*copies.values())"
+        " if item[1] < job.attempt}\n",
+    ),
+    _driver(
+        "restore the oldest step that all have", "core/restore.py",
+        "    return max(usable, default=(0, 0))", "    return min(usable, default=(0, 0))",
+    ),
+    # quotas
+    _driver(
+        "ignore the quota", "placement/quota.py",
+        "        return max(0, taken + job.world_size - quota)", "        return 0",
+    ),
+    _driver(
+        "forget what has started in this decision", "placement/quota.py",
+        "        self._used[job.tenant] += job.world_size\n\n    def promise",
+        "        pass\n\n    def promise",
+    ),
+    _driver(
+        "hold only to the driver's own quotas", "core/quotas.py",
+        "    return {**policy.quotas, **{name: tenant.quota for name, tenant in tenants.items()}}",
+        "    return {**policy.quotas}",
+    ),
+    _driver(
+        "write no quota", "journal/rows.py",
+        "                self._put(batch, f\"tenants/{name}\", tenant, lambda _: \"parts/\")\n",
+        "                pass\n",
+    ),
+    _driver(
+        "never lift a quota", "core/quotas.py",
+        "        del draft.tenants[event.tenant]\n", "        pass\n",
+    ),
+    # nodes that have left
+    _driver(
+        "never forget a node", "core/forgetting.py",
+        "    if draft.now_s < draft.forget_due_s:\n", "    if True:\n",
+    ),
+    _driver(
+        "forget a node after an hour", "core/forgetting.py",
+        "    limit_s = draft.policy.forget_dead_s\n",
+        "    limit_s = draft.policy.forget_dead_s / 24\n",
+    ),
+    _driver(
+        "forget a cordoned node", "core/forgetting.py",
+        "        and node.disposition is Disposition.SCHEDULABLE\n", "",
+    ),
+    _driver(
+        "forget a node that a job needs", "core/forgetting.py",
+        "    gone = [node for node in gone if node.name not in wanted]\n", "",
+    ),
+    _driver(
+        "keep the row of a forgotten node", "journal/rows.py",
+        'batch.changes.append(Change(f"nodes/{name}"))\n', "pass\n",
+    ),
+    # saves that fail
+    _driver(
+        "wait for a save that has failed", "core/leaving.py",
+        "    why = _not_saved(draft, job)\n", "    why = \"\"\n",
+    ),
+    _driver(
+        "believe the failure of an older order", "core/leaving.py",
+        "if r.leave_failed[0] == order]", "if r.leave_failed[0]]",
+    ),
+    # new code
+    _driver(
+        "begin the next attempt with the old code", "core/updating.py",
+        "config=config, spec_revision", "config=job.config, spec_revision",
+    ),
+    _driver(
+        "send no code path", "orders.py",
+        "        spec=job_spec.to_proto(job.config),\n",
+        "        spec=job_spec.to_proto(__import__(\"dataclasses\").replace(\n"
+        "            job.config, code=type(job.config.code)())),\n",
+    ),
+    _driver(
+        "lose an update with the leader", "core/state.py",
+        "    pending_spec: str = \"\"\n",
+        "    pending_spec: str = field(default=\"\", metadata=VOLATILE)\n",
+    ),
+    _driver(
+        "update an attempt that runs", "core/orders.py",
+        "    if not job.active:\n        updating.apply(draft, job)\n    elif event.restart:\n",
+        "    updating.apply(draft, job)\n    if event.restart:\n",
     ),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
@@ -75,3 +76,23 @@ def test_self_checks_that_fail_alike_on_many_nodes_are_not_about_the_nodes() -> 
     assert len(gone) == POLICY.software_checks - 1
     assert len(desk.job().evicted) == len(gone), "nor does the job leave the others one by one"
     assert "SOFTWARE_SUSPECTED" in desk.reasons()
+
+
+@pytest.mark.parametrize(("nodes", "limit"), [(24, 4), (300, 6)])
+def test_scattered_losses_beyond_the_share_of_the_fleet_are_only_observed(
+    nodes: int, limit: int
+) -> None:
+    """Nodes of many switches go silent: a number in a small fleet, a share of a large one."""
+    world = SimulatedCluster(8, nodes=nodes, switches=nodes)
+    world.run(2.0)
+    world.feed(JobSubmitted(world.now_s, demo_job("a", dp=10, spares=0), "test"))
+    world.run(20.0)
+    held = [slot.node for slot in world.state.jobs["a"].slots]
+    assert world.state.jobs["a"].phase is JobPhase.RUNNING and len(held) == 10
+    for name in held[:8]:
+        world.pause(name, 400.0)
+    world.run(60.0)
+    dead = [line for line in world.audit if line.reason == "NODE_DEAD"]
+    assert len([line for line in dead if line.outcome == "job a loses it"]) == limit
+    (tripped,) = [line for line in world.audit if line.reason == "BREAKER_TRIPPED"]
+    assert tripped.mode == "OBSERVE" and f"{limit} nodes were lost" in tripped.message

@@ -146,6 +146,36 @@ def test_a_restart_from_a_step_refuses_all_that_came_after_it() -> None:
     assert "go back to step 20" in desk.job().current.faults[0].message
 
 
+def test_a_checkpoint_that_was_committed_after_the_order_is_refused_and_no_fault() -> None:
+    desk = back_to_20()
+    late = RestorePlan(RestoreSource.STORAGE, 50, 1, "m")
+    desk.feed(AttemptOpened(desk.now_s, "a", 2, late, "n1:2"))
+    assert desk.job().phase is JobPhase.STOPPING and not desk.job().current.faults
+    desk.stop()
+    for slot in desk.job().slots:
+        desk.report(slot.node, AttemptPhase.PREPARED)
+    asked = [effect for effect in desk.effects if isinstance(effect, OpenAttempt)][-1]
+    assert (asked.attempt, asked.refused_steps) == (3, (30, 40, 50))
+
+
+def test_a_step_that_an_earlier_order_gave_up_can_be_named_again() -> None:
+    desk = back_to_20()
+    desk.feed(
+        AttemptOpened(desk.now_s, "a", 2, RestorePlan(RestoreSource.STORAGE, 20, 1, "m"), "n1:2")
+    )
+    assert restart(desk, from_step=40, from_attempt=1, later_steps=()) == ""
+    job = desk.job()
+    assert not job.abandoned(40, 1) and job.abandoned(41, 1) and job.abandoned(41, 2)
+    assert 40 not in job.refused_steps
+    desk.stop()
+    for slot in desk.job().slots:
+        desk.report(slot.node, AttemptPhase.PREPARED)
+    desk.feed(
+        AttemptOpened(desk.now_s, "a", 3, RestorePlan(RestoreSource.STORAGE, 40, 1, "m"), "n1:2")
+    )
+    assert desk.job().phase is JobPhase.STARTING and not desk.job().current.faults
+
+
 def test_what_old_attempts_wrote_stays_abandoned_after_the_restart_and_a_new_leader() -> None:
     desk = back_to_20()
     desk.feed(

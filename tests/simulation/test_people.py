@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from tests.simulation.__main__ import write_csv
+from tests.simulation.seed_csv import SeedCsv
 from tests.simulation.shell.faults import DAY_S, Fault
 from tests.simulation.shell.fleet import run_all
 from tests.simulation.shell.people import PEOPLE
@@ -50,6 +50,6 @@ def test_a_drained_job_saves_and_goes_on_with_the_next_step(tmp_path: Path) -> N
         assert then.index("CHECKPOINT_COMMITTED") < then.index("ATTEMPT_STOPPED")
     assert "JOB_SUSPENDED" in reasons and "JOB_RESUMED" in reasons
     assert result.ettr > 0.95, "waiting for the deadline of 420 s would cost 0.2"
-    write_csv(str(tmp_path / "seeds.csv"), [result])
+    SeedCsv(str(tmp_path / "seeds.csv"), Setup(1)).add(result)
     (row,) = csv.DictReader((tmp_path / "seeds.csv").open())
     assert (row["seed"], row["recoveries"], row["broken"]) == ("1", "3", "")

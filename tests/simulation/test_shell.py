@@ -9,11 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.simulation import mutants
+from tests.simulation.hints import HINTS
 from tests.simulation.hunt import AFTER_S, NODES
 from tests.simulation.mutant_list import MUTANTS
 from tests.simulation.shell.drills import drills
@@ -21,6 +23,7 @@ from tests.simulation.shell.faults import DAY_S, HARDWARE, STORM, Fault, history
 from tests.simulation.shell.fleet import run_all, shortest
 from tests.simulation.shell.people import PEOPLE
 from tests.simulation.shell.run import Result, Setup
+from tests.simulation.shell.scenarios import REPEATED, SCENARIOS, scenario
 
 SHORT = Setup(0, nodes=16, days=0.1, storms=40.0)
 # Lines that report what daemons have done, and not what a driver has decided.
@@ -64,16 +67,21 @@ def test_another_seed_is_another_history() -> None:
     assert history(1, 16, 1.0, 0.0, 4.0) == history(1, 16, 1.0, 0.0, 4.0)
 
 
-# They strike after a number of callbacks, and ticks that are left out are callbacks, too.
+# They hit after a number of callbacks, and ticks that are left out are callbacks, too.
 _BY_CALLBACKS = ("driver_crash", "crash_on_commit")
 
 
-@pytest.mark.parametrize("seed", [3, pytest.param(range(20), marks=pytest.mark.slow)])
-def test_skips_change_no_decision(seed: int | range) -> None:
-    for number in [seed] if isinstance(seed, int) else seed:
+@pytest.mark.parametrize(
+    ("seeds", "rest"),
+    [([3], SHORT.rest), ([19], 1), pytest.param(range(20), SHORT.rest, marks=pytest.mark.slow)],
+    ids=["skips", "skips and rests", "twenty"],
+)
+def test_skips_change_no_decision(seeds: Sequence[int], rest: int) -> None:
+    """Nor do resting nodes in this seed; in others they change the order of what is due at once."""
+    for number in seeds:
         drawn = history(number, 16, 0.02, 0.0, 100.0)
         faults = tuple(fault for fault in drawn if fault.kind not in _BY_CALLBACKS)
-        wanted = replace(SHORT, seed=number, days=0.02, faults=faults)
+        wanted = replace(SHORT, seed=number, days=0.02, rest=rest, faults=faults)
         skipped, lived = run_all([wanted, replace(wanted, skip=False)], 1)
         assert not skipped.broken and not lived.broken, (skipped.broken, lived.broken)
         assert decisions(skipped) == decisions(lived), f"seed {number}"
@@ -89,6 +97,15 @@ def test_drills_break_no_rule() -> None:
     assert not result.broken and result.recoveries > 5, result.broken
 
 
+def test_scenarios_break_no_rule() -> None:
+    """Each leads to its state and back: its watches end, and every rule of the others holds."""
+    setups = [replace(scenario(name), point=n) for n, name in enumerate([*SCENARIOS, *REPEATED])]
+    broken = {result.point: result.broken for result in run_all(setups, 2)}
+    names = [*SCENARIOS, *REPEATED]
+    assert len(broken) == len(names)
+    assert {names[n]: what for n, what in broken.items() if what} == {}
+
+
 QUICK = (
     "drop the fence", "reuse an attempt", "lose a hello", "never report silence",
     "a restarted node is no fault",
@@ -98,13 +115,22 @@ QUICK = (
 def test_mutants_are_caught() -> None:
     chosen = [mutant for mutant in MUTANTS if mutant.name in QUICK]
     assert len(chosen) == len(QUICK)
-    survivors = [str(v) for v in mutants.run_all(chosen, range(4), 2) if not v.caught]
+    histories = mutants.searched(range(4))
+    survivors = [str(v) for v in mutants.run_all(chosen, histories, 2, HINTS) if not v.caught]
     assert not survivors, survivors
+
+
+def test_a_mutant_that_its_hint_does_not_catch_is_searched_for() -> None:
+    (mutant,) = [each for each in MUTANTS if each.name == "name no spares by the rule"]
+    verdict = mutants.run(mutant, ["back", "auto"], "back")
+    assert verdict.caught and verdict.what.startswith("history auto"), verdict
+    assert verdict.hint == "back" and "renew it" in str(verdict)
 
 
 def test_every_mutant_still_applies() -> None:
     assert len(MUTANTS) >= 30 and len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert [mutant.name for mutant in MUTANTS if not mutants.applies(mutant)] == []
+    assert {*HINTS} <= {mutant.name for mutant in MUTANTS}
 
 
 def test_a_broken_history_is_cut_to_the_faults_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,8 +175,11 @@ def test_step_record_on_the_wire() -> None:
         "completed_at_s": 1e9,
         "mfu_causal": None,
         "votes": 1,
+        "data_wait_s": 0.0005,
+        "memory_bytes": 3 << 40,
     }
     message = to_proto(record)
+    assert (message.data_wait.ToMicroseconds(), message.memory_bytes) == (500, 3 << 40)
     assert (message.step, message.loss, message.step_time.ToMilliseconds()) == (3, 2.5, 250)
     assert message.completed_at.seconds == 1_000_000_000 and not message.HasField("mfu_causal")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -39,14 +40,36 @@ INNER = (
     "/megascale_checkpoint/export/",
 )
 ANSWERS = ("/agent/service.py", "/agent/diagnosis.py", "/agent/group_checks.py")
-MODULES = {
-    path: ast.parse(path.read_text())
-    for package in CALLERS
-    for path in sorted((REPOSITORY / "services").glob(f"*/{package}/**/*.py"))
-}
+# Sent to workers over the node's own socket, or caught where a damaged checkpoint is skipped.
+LOCAL = {"LIMIT", "MISSING_FILE"}
 each_call = pytest.mark.parametrize(
     ("service", "call"), CALLS, ids=lambda item: item.name if isinstance(item, Call) else ""
 )
+
+
+@functools.cache
+def modules() -> dict[Path, ast.Module]:
+    """Every module of the services that call or answer."""
+    return {
+        path: ast.parse(path.read_text())
+        for package in CALLERS
+        for path in sorted((REPOSITORY / "services").glob(f"*/{package}/**/*.py"))
+    }
+
+
+@functools.cache
+def callers() -> dict[str, set[tuple[Path, str]]]:
+    """Where each method of a stub is called: the module and its party."""
+    found: dict[str, set[tuple[Path, str]]] = defaultdict(set)
+    for path, tree in modules().items():
+        package = next(part for part in path.parts if part in CALLERS)
+        # A platform starts clusters from outside, as a client.
+        party = "client" if "platform" in path.parts else CALLERS[package]
+        for node in ast.walk(tree):
+            is_call = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if is_call and node.value.id == "stub":
+                found[node.attr].add((path, party))
+    return found
 
 
 def kinds() -> dict[str, type[ServiceError]]:
@@ -95,26 +118,23 @@ def reasons(node: ast.AST) -> Iterator[tuple[ast.AST | str, str]]:
                 yield key, kind.id
 
 
+@functools.cache
 def raised() -> dict[str, set[str]]:
     """Every reason of an ErrorInfo in the services' responses, with its codes."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path, tree in MODULES.items():
+    for path, tree in modules().items():
         answers = path.as_posix().endswith(ANSWERS)
         if not answers and any(part in path.as_posix() for part in INNER):
             continue
         for node in ast.walk(tree):
             for reason, kind in reasons(node):
                 word = reason.value if isinstance(reason, ast.Constant) else reason
-                if isinstance(word, str) and word:
+                if isinstance(word, str) and word and word not in LOCAL:
                     found[word] |= {KINDS[kind].code} if kind else set()
     return found
 
 
-# Sent to workers over the node's own socket, or caught where a damaged checkpoint is skipped.
-LOCAL = {"LIMIT", "MISSING_FILE"}
-RAISED = {reason: codes for reason, codes in raised().items() if reason not in LOCAL}
-
-
+@functools.cache
 def listed() -> dict[str, set[str]]:
     """Every reason that the protos list, with its codes."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -129,13 +149,13 @@ def listed() -> dict[str, set[str]]:
 def test_the_protos_list_every_reason_that_handlers_raise_and_no_other() -> None:
     # Every call may end with these: exceptions that are not of the tree, and a missing token.
     general = {"BAD_JOB_SPEC", "INTERNAL", "NO_TOKEN"}
-    assert set(listed()) - general == set(RAISED) - general
+    assert set(listed()) - general == set(raised()) - general
     assert general <= set(listed())
 
 
-@pytest.mark.parametrize("reason", sorted(RAISED))
+@pytest.mark.parametrize("reason", sorted(listed()))
 def test_a_reason_is_listed_with_the_code_that_it_is_raised_with(reason: str) -> None:
-    codes = RAISED[reason]
+    codes = raised().get(reason, set())
     assert codes <= listed()[reason]
     if codes and reason != "REFUSED_BY_NODE":  # it has the code of the node's error
         assert codes == listed()[reason]
@@ -157,14 +177,8 @@ def test_a_call_has_a_description_and_its_callers(service: Service, call: Call) 
     assert call.comment.text.endswith(".")
     assert call.comment.callers and set(call.comment.callers) <= PARTIES
     assert all(error.when.endswith(".") for error in call.comment.errors)
-    for path, tree in MODULES.items():
-        for node in ast.walk(tree):
-            is_call = isinstance(node, ast.Attribute) and node.attr == call.name
-            if is_call and isinstance(node.value, ast.Name) and node.value.id == "stub":
-                package = next(part for part in path.parts if part in CALLERS)
-                # A platform starts clusters from outside, as a client.
-                party = "client" if "platform" in path.parts else CALLERS[package]
-                assert party in call.comment.callers, path
+    for path, party in callers().get(call.name, set()):
+        assert party in call.comment.callers, path
 
 
 @each_call

@@ -13,8 +13,9 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from tests.unit.test_driver_orders import fleet
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_driver.core import jobs, machine, scheduling
+from megascale_driver.core import jobs, machine, recovery, scheduling
 from megascale_driver.core.attempt import Attempt, NodeSlot
+from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.events import (
     CancelRequested,
     JobSubmitted,
@@ -23,11 +24,13 @@ from megascale_driver.core.events import (
     NodeReport,
     Tick,
 )
+from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,
     Cluster,
     Device,
+    Disposition,
     Identity,
     JobPhase,
     Liveness,
@@ -185,3 +188,66 @@ async def test_orders_to_many_nodes_leave_turns_to_other_tasks() -> None:
     assert most <= 2 * AT_ONCE, "a few at a time"
     await asyncio.sleep(0)
     assert len(sent) == len(state.nodes), "each once, though ordered twice"
+
+
+def running(count: int) -> Cluster:
+    """A job that runs on so many nodes."""
+    state = fleet(count)
+    report = Report(2, "a", 3, AttemptPhase.RUNNING)
+    nodes = {
+        name: replace(node, liveness=Liveness.ALIVE, connected=True, report=report)
+        for name, node in state.nodes.items()
+    }
+    job = replace(state.jobs["a"], phase=JobPhase.RUNNING, timer_s=1000.0)
+    return Cluster(nodes=nodes, jobs={"a": job})
+
+
+def test_a_tick_looks_only_at_nodes_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = [0]
+    original = recovery._fault_of
+
+    def counted(*arguments: object) -> object:
+        looked[0] += 1
+        return original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recovery, "_fault_of", counted)
+    state, now_s = running(NODES), 1001.0
+    names = list(state.nodes)
+    for beat in range(400):  # more than a layer of nodes: their map gets new bases meanwhile
+        now_s += 0.25
+        name = names[beat % NODES]
+        known = state.nodes[name].report
+        assert known is not None
+        progress = (Progress("a", committed_step=beat + 1, committed_by_attempt=3),)
+        report = NodeReport(now_s, name, "i", replace(known, progress=progress))
+        state, _ = machine.step(state, report, Policy())
+        state, _ = machine.step(state, Tick(now_s), Policy())
+    assert looked[0] < 2 * NODES + 3 * 400, "all once, then what has changed"
+
+
+@given(st.lists(st.tuples(st.sampled_from("fdq."), st.integers(0, 5)), max_size=30))
+def test_what_a_tick_finds_does_not_depend_on_what_was_found_sound(
+    history: list[tuple[str, int]],
+) -> None:
+    state = running(6)
+    names = list(state.nodes)
+    for what, at in history:
+        node = state.nodes[names[at]]
+        if what == "f":
+            node = replace(node, report=Report(2, "a", 3, AttemptPhase.FAILED, failure="why"))
+        elif what == "d":
+            node = replace(node, liveness=Liveness.DEAD)
+        elif what == "q":
+            node = replace(node, disposition=Disposition.QUARANTINED)
+        nodes = Working(state.nodes)
+        nodes[names[at]] = node
+        state = replace(state, nodes=nodes.frozen())
+        job = state.jobs["a"]
+        # Another tuple of the same slots remembers nothing.
+        unaware = replace(job, current=replace(job.current, slots=tuple(list(job.slots))))
+        event = Tick(1001.0)
+        expected = machine.step(replace(state, jobs={"a": unaware}), event, Policy())
+        found = machine.step(state, event, Policy())
+        assert found[0].jobs["a"] == expected[0].jobs["a"] and found[1] == expected[1]
+        if what == ".":
+            state = found[0]

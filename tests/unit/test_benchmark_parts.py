@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from benchmarks import compare_losses, timing
+from benchmarks import compare_losses, fleet, timing
 from benchmarks.ablation import ladder
 from benchmarks.launch import Journal
+from benchmarks.loop_overhead import overhead, student_t
 from benchmarks.options import entry_of, read_sweep
 from benchmarks.presets import PRESETS, ConfigurationRefused, job
 from benchmarks.report import table, text
 from hypothesis import given
 from hypothesis import strategies as st
+
+from megascale_common.etcd.errors import EtcdUnavailable
 
 SWEEPS = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "sweeps").glob("*.json"))
 Times = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30)
@@ -55,6 +61,21 @@ def test_a_comparison_has_the_measured_configuration_last() -> None:
     assert entry.run.tp == 2
     assert entry.rounds == 5, "five A/B pairs by default"
     assert entry_of(["--tp", "2"]).rounds == 1
+
+
+def test_the_bound_of_an_overhead_follows_its_spread() -> None:
+    # Tables of Student's t, one-sided 95 %.
+    for freedom, quantile in ((5, 2.015), (9, 1.833), (19, 1.729), (120, 1.658)):
+        assert student_t(freedom) == pytest.approx(quantile, rel=2e-3)
+    found = overhead([1.0] * 20, [1.001, 1.003] * 10)
+    assert found["overhead_percent"] == pytest.approx(0.2)
+    spread = 0.1 * math.sqrt(20 / 19)
+    assert found["upper_95_percent"] == pytest.approx(
+        0.2 + 1.729 * spread / math.sqrt(20), rel=1e-3
+    )
+    assert overhead([1.0, 2.0], [1.0, 2.0])["upper_95_percent"] == 0
+    with pytest.raises(ValueError, match="--rounds"):
+        overhead([1.0], [1.0])
 
 
 def test_a_ladder_adds_one_thing_after_the_other() -> None:
@@ -193,3 +214,30 @@ def test_results_read_as_text() -> None:
         text({"name": "30b", "failed": "OutOfMemoryError: no room"})
         == "30b: failed: OutOfMemoryError: no room"
     )
+
+
+class SlowEtcd:
+    """Takes transactions, each a turn of the loop later."""
+
+    def __init__(self, fails_after: int = 10**9) -> None:
+        self.stored, self.fails_after = 0, fails_after
+
+    async def txn(self, **_: Any) -> None:
+        await asyncio.sleep(0)
+        if self.stored >= self.fails_after:
+            raise EtcdUnavailable("etcd is gone")
+        self.stored += 1
+
+
+def test_the_rows_of_a_fleet_are_made_as_they_are_stored() -> None:
+    etcd, ahead = SlowEtcd(), []
+
+    def batches() -> Iterator[list[Any]]:
+        for made in range(1, 101):
+            ahead.append(made - etcd.stored)
+            yield []
+
+    asyncio.run(fleet.put_all(etcd, batches()))  # type: ignore[arg-type]
+    assert etcd.stored == 100 and max(ahead) <= fleet.TXNS_AT_ONCE + 1
+    with pytest.raises(EtcdUnavailable, match="etcd is gone"):
+        asyncio.run(fleet.put_all(SlowEtcd(3), batches()))  # type: ignore[arg-type]

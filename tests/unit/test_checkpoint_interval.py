@@ -18,7 +18,6 @@ from megascale_common.sizes.checkpoint_interval import (
     best_interval_s,
     device_hours_per_failure,
     interval_steps,
-    lost_share,
 )
 from megascale_driver.core import failure_rate
 from megascale_driver.core.attempt import FailureCount
@@ -41,6 +40,11 @@ def wall_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: float) -> fl
     """Expected time of a run without restarts' own time: Daly 2006, equation (20)."""
     pieces = work_s / interval_s
     return mtbf_s * (math.exp((interval_s + cost_s) / mtbf_s) - 1) * pieces
+
+
+def lost_share(cost_s: float, interval_s: float, mtbf_s: float) -> float:
+    """Share of the run's time that saves and repeated work take together, to the first order."""
+    return cost_s / interval_s + interval_s / (2 * mtbf_s)
 
 
 @given(st.floats(0.05, 600), st.floats(3600, 3.6e6))

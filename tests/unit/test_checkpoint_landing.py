@@ -148,13 +148,12 @@ class Owner:
 
 
 async def test_a_slot_whose_writer_is_replaced_is_followed_no_more(
-    snapshots: RankSnapshots, tmp_path: Path
+    snapshots: RankSnapshots,
 ) -> None:
-    staging = StagingFolder(tmp_path / "other", "c", "n", "i1")
     assert snapshots.acquire(5) == 0
     snapshots.take_over(snapshots.registration, Owner())
     followed, old = snapshots._landings[0], snapshots.memories[0]
-    await snapshots.detach_owner(staging)
+    await snapshots.detach_owner()
     assert snapshots.memories[0] is not old, "the old writer maps it still"
     await followed.following
     assert snapshots.acquire(6) == 0

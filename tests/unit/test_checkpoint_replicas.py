@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
-from megascale_checkpoint.replicas import protocol
+from megascale_checkpoint.replicas import connection as connections
+from megascale_checkpoint.replicas.connection import Connection, PeerError
 from megascale_checkpoint.replicas.fetch import fetch
 from megascale_checkpoint.replicas.protocol import (
-    Connection,
-    PeerError,
     PieceBytes,
     SealedState,
     StateKey,
@@ -91,7 +90,11 @@ def send(endpoint: str, state: SealedState, image: bytearray, attempt: int = 0) 
         connection.send({"verb": "store", "attempt": attempt, "state": state.to_mapping()})
         reply = connection.receive()
         if reply["verb"] == "go":
-            connection.send_pieces(state, memoryview(image), lambda _: 0.0)
+            connection.send({"verb": "pieces", "numbers": [0, 1]})
+            connection.send_pieces(state, [0, 1], memoryview(image))
+            reply = connection.receive()
+        if reply["verb"] == "have":
+            connection.send({"verb": "end"})
             reply = connection.receive()
         return str(reply.get("error") or reply["verb"])
 
@@ -179,7 +182,9 @@ async def test_bytes_that_change_on_the_way_back_are_found_by_the_reader() -> No
                 connection.accept(TOKEN)
                 connection.receive()
                 connection.send({"verb": "state", "state": state.to_mapping()})
-                connection.send_pieces(state, memoryview(image), lambda _: 0.0)
+                asked = connection.receive()
+                connection.send({"verb": "bytes"})
+                connection.send_pieces(state, asked["numbers"], memoryview(image))
 
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
         into = memoryview(bytearray(SLOT_BYTES))
@@ -187,6 +192,30 @@ async def test_bytes_that_change_on_the_way_back_are_found_by_the_reader() -> No
             pool.submit(serve)
             with pytest.raises(DamagedError, match="piece 0"):
                 await asyncio.to_thread(fetch, endpoint, TOKEN, state.key, into, Cancellation())
+
+
+async def test_a_state_waits_for_the_reader_of_the_replica_whose_place_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with peer_at(tmp_path) as peer:
+        assert await stored(peer, 10) == await stored(peer, 20) == "kept"
+        slot, waits = peer.store.lend(state_of(10)[0].key), asyncio.Event()
+        until_unread = peer.store._until_unread
+
+        async def waiting(slot: ReplicaSlot) -> None:
+            waits.set()
+            await until_unread(slot)
+
+        monkeypatch.setattr(peer.store, "_until_unread", waiting)
+        storing = asyncio.create_task(stored(peer, 30))
+        await waits.wait()
+        await peer.store.returned(slot)
+        assert await storing == "kept"
+        peer.store.reader_wait_s = 0.01
+        slot = peer.store.lend(state_of(20)[0].key)
+        assert "is being read: try again" in await stored(peer, 40)
+        await peer.store.returned(slot)
+        assert steps(peer) == [(1, 20), (1, 30)], "what was read is kept"
 
 
 async def test_only_the_present_attempt_of_a_job_with_ranks_here_is_kept(tmp_path: Path) -> None:
@@ -198,9 +227,28 @@ async def test_only_the_present_attempt_of_a_job_with_ranks_here_is_kept(tmp_pat
         assert await asyncio.to_thread(send, peer.endpoint, state, image, 2) == "kept"
         assert await stored(peer, 10, attempt=2) == "kept"
         peer.attempts.clear()
+        peer.store.rank_wait_s = 0.01
         assert "no rank of job job has slots on this node" in await stored(peer, 20, attempt=2)
         await peer.store.retire()
         assert steps(peer) == [] and peer.staging.used_bytes == 0
+
+
+async def test_a_state_waits_for_the_first_rank_of_its_job(tmp_path: Path) -> None:
+    """At the start of an attempt its nodes register one after the other."""
+    async with peer_at(tmp_path) as peer:
+        peer.attempts.clear()
+        asked, attempt_of = asyncio.Event(), peer.store._attempt_of
+
+        def asking(job: str) -> int:
+            asked.set()
+            return attempt_of(job)
+
+        peer.store._attempt_of = asking
+        storing = asyncio.create_task(stored(peer, 10))
+        await asked.wait()
+        peer.attempts["job"] = 1
+        peer.store._changed.notify()
+        assert await storing == "kept"
 
 
 async def test_replicas_of_an_attempt_before_stay_until_the_present_has_its_own(
@@ -227,13 +275,13 @@ async def test_a_newer_transfer_ends_one_that_stands_still(tmp_path: Path) -> No
             connection = Connection.dial(peer.endpoint, TOKEN, Cancellation())
             request = {"verb": "store", "attempt": 1, "state": stalled.to_mapping()}
             connection.send(request)
-            assert connection.receive() == {"verb": "go"}
+            assert connection.receive()["verb"] == "go"
             return connection
 
         with await asyncio.to_thread(stall):
             begun_s = time.monotonic()
             assert await stored(peer, 20) == "kept"
-            assert time.monotonic() - begun_s < protocol.SILENCE_S
+            assert time.monotonic() - begun_s < connections.SILENCE_S
         assert steps(peer) == [(1, 20)]
 
 
@@ -271,7 +319,7 @@ async def test_a_peer_that_is_gone_is_an_error_at_once() -> None:
 
 
 async def test_a_peer_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "SILENCE_S", 0.2)
+    monkeypatch.setattr(connections, "SILENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(PeerError, match="sends nothing"):
@@ -301,6 +349,7 @@ async def _operate(folder: Path, operations: list[tuple[str, int, int]]) -> None
     staging = StagingFolder(folder / "staging", "test", "n1", uuid.uuid4().hex)
     pools = Pools()
     store = ReplicaStore(staging, pools, lambda _: 1, Signal())
+    store.reader_wait_s = 0.0
     fillings: dict[int, Filling] = {}
     lent: list[tuple[ReplicaSlot, SealedState]] = []
     newest = {0: 0, 1: 0}
@@ -388,4 +437,4 @@ def test_a_sender_that_is_cancelled_stops_between_two_chunks() -> None:
     with there, Connection(here, cancelled) as connection:
         cancelled.cancel()
         with pytest.raises(ServiceError, match="cancelled"):
-            connection.send_pieces(replace(state), memoryview(image), lambda _: 30.0)
+            connection.send_pieces(state, [0, 1], memoryview(image), lambda _: 30.0)

@@ -61,6 +61,7 @@ COMMANDS = [
     "version",
     "up",
     "data",
+    "generate",
     "pipeline",
     "checkpoint",
 ]

@@ -68,6 +68,10 @@ def test_mfu_is_shown_twice_or_not_at_all() -> None:
     assert "loss 2.5000" in line
     assert "12,346 tokens/s" in line
     assert "attempt 2" in line
+    assert "memory" not in line, "a build before this one reports none"
+    record = types_pb2.StepRecord(step=3, memory_bytes=3 << 29)
+    record.data_wait.FromMicroseconds(1_250)
+    assert "memory 1.50 GiB  data 1.2 ms" in output.step_text(record, 100)
 
 
 def test_phase_and_enum_names_are_short() -> None:

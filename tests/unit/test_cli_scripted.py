@@ -117,6 +117,19 @@ async def test_events_are_those_of_the_cluster_or_of_a_job(
     assert driver.requests[0].subject == (f"jobs/{name}" if name else "")
 
 
+@pytest.mark.parametrize(
+    ("name", "token"), [("", "t0"), ("nodes/n1", "t0"), ("n1", "0.n1"), ("jobs/n1", "0.n1")]
+)
+async def test_all_events_begin_with_the_oldest_that_can_be_read(
+    driver: ScriptedDriver, name: str, token: str
+) -> None:
+    driver.updates = [1, 2]
+    status, _, _ = await run("events", *([name] if name else []), "--all")
+    assert (status, driver.requests[0].page_token) == (OK, token)
+    status, _, errors = await run("events", "--all", "--follow")
+    assert status != OK and "--all" in errors and len(driver.requests) == 1
+
+
 async def test_events_are_followed_across_a_lost_driver_until_ctrl_c(
     driver: ScriptedDriver,
 ) -> None:

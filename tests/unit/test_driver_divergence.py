@@ -10,7 +10,8 @@ import pytest
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job.config import JobConfig
+from megascale_common.job.config import DataSkip, JobConfig, to_json
+from megascale_common.job.data_config import skipping
 from megascale_driver.analysis.divergence import (
     Divergence,
     DivergenceKind,
@@ -20,7 +21,7 @@ from megascale_driver.analysis.divergence import (
     observe,
 )
 from megascale_driver.core.events import JobSubmitted, LossDiverged
-from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.core.state import AttemptPhase, JobPhase, Rollback
 
 NAN = float("nan")
 
@@ -169,3 +170,90 @@ def test_records_of_an_attempt_that_is_over_change_nothing() -> None:
         desk.report(name, AttemptPhase.FINISHED)
     diverge(desk, DivergenceKind.NON_FINITE)
     assert desk.job().phase is JobPhase.SUCCEEDED
+
+
+def _committed(job: JobConfig, step: int) -> Desk:
+    """A running job with checkpoints, of which the newest is of ``step``."""
+    desk = running(job)
+    stored = replace(job, checkpoint=replace(job.checkpoint, uri="/ckpt", interval_steps=10))
+    job_now = replace(desk.job(), config=stored, committed_step=step, committed_by_attempt=1)
+    desk.state = replace(desk.state, jobs={"a": job_now})
+    return desk
+
+
+@pytest.mark.parametrize("kind", list(DivergenceKind))
+def test_a_run_is_taken_back_to_its_last_good_checkpoint_without_the_data_since(
+    kind: DivergenceKind,
+) -> None:
+    desk = _committed(config(on_non_finite="roll_back", on_loss_rise="roll_back"), 90)
+    diverge(desk, kind)
+    assert desk.job().phase is JobPhase.STOPPING
+    diverge(desk, kind)
+    assert len(desk.job().rollbacks) == 1, "once for an episode"
+    desk.stop()
+    job = desk.job()
+    assert (job.attempt, job.committed_step, job.pending_spec) == (2, 90, "")
+    assert job.phase in (JobPhase.QUEUED, JobPhase.PREPARING)
+    assert job.config.data.skips == (DataSkip(after_step=90, steps=10),)
+    assert not job.abandoned(90, 1)
+    assert job.abandoned(95, 1), "nothing that was written since is restored"
+    [line] = [line for line in desk.audit if line.reason == "LOSS_DIVERGED"]
+    assert line.mode == "ENFORCE"
+    assert "up to step 90 and leaves out the data of steps 91 to 100" in line.outcome
+
+
+def test_checkpoints_from_within_the_divergence_are_refused() -> None:
+    desk = _committed(config(on_loss_rise="roll_back"), 95)
+    diverge(desk, DivergenceKind.LOSS_RISE)
+    desk.stop()
+    job = desk.job()
+    assert job.config.data.skips == (DataSkip(after_step=90, steps=10),)
+    assert job.refused_steps == (95, 100, 110), "what is committed meanwhile as well"
+    assert job.abandoned(95, 1) and not job.abandoned(90, 1)
+
+
+def test_a_job_that_cannot_go_back_ends_and_says_why() -> None:
+    job = config(on_non_finite="roll_back", max_roll_backs=2)
+    bare = _committed(job, 0)
+    diverge(bare, DivergenceKind.NON_FINITE, first_step=10)
+    bare.stop()
+    assert bare.job().phase is JobPhase.FAILED
+    assert "there is no checkpoint to go back to" in bare.job().reason
+    tired = _committed(job, 80)
+    back = (Rollback(10, 0), Rollback(20, 0))
+    tired.state = replace(tired.state, jobs={"a": replace(tired.job(), rollbacks=back)})
+    diverge(tired, DivergenceKind.NON_FINITE)
+    tired.stop()
+    assert tired.job().phase is JobPhase.FAILED
+    assert "taken back 2 times (recovery.max_roll_backs)" in tired.job().reason
+
+
+def test_a_configuration_that_waits_gets_the_skip_as_well() -> None:
+    desk = _committed(config(on_non_finite="roll_back"), 80)
+    wanted = replace(desk.job().config, priority=7)
+    desk.state = replace(desk.state, jobs={"a": replace(desk.job(), pending_spec=to_json(wanted))})
+    diverge(desk, DivergenceKind.NON_FINITE)
+    desk.stop()
+    assert desk.job().config.priority == 7
+    assert desk.job().config.data.skips == (DataSkip(after_step=90, steps=10),)
+
+
+def test_a_checkpoint_that_is_due_counts_before_the_driver_has_heard_of_it() -> None:
+    desk = _committed(config(on_non_finite="roll_back"), 0)
+    diverge(desk, DivergenceKind.NON_FINITE, first_step=95)
+    desk.stop()
+    job = desk.job()
+    assert job.config.data.skips == (DataSkip(after_step=90, steps=14),)
+    assert (job.committed_step, job.refused_steps) == (0, (100, 110))
+    assert not job.abandoned(94, 1) and job.abandoned(95, 1)
+
+
+def test_skips_of_steps_that_are_given_up_become_part_of_the_new_one() -> None:
+    """The data that was seen after the checkpoint, with what was left out in it, is left out."""
+    skips = (DataSkip(after_step=50, steps=5), DataSkip(after_step=90, steps=7))
+    assert skipping(skips, 80, 100) == (
+        DataSkip(after_step=50, steps=5), DataSkip(after_step=80, steps=27),
+    )  # fmt: skip
+    assert skipping(skipping((), 100, 120), 100, 150) == (
+        DataSkip(after_step=100, steps=20), DataSkip(after_step=100, steps=50),
+    )  # fmt: skip

@@ -200,3 +200,24 @@ def test_changes_below_a_commit_are_all_stored() -> None:
     desk.submit()
     assert changed_keys(plain.nodes, desk.state.nodes) == ("n1", "n2")
     assert changed_keys(plain.jobs, desk.state.jobs) == ("a",)
+
+
+def test_a_map_knows_what_changed_in_the_events_before_it() -> None:
+    """Without going through its layer, as every decision on a large fleet would."""
+    first: Layers[int] = Layers({str(number): number for number in range(500)})
+    maps = [first]
+    for number in range(12):
+        after = Working(maps[-1])
+        after[str(number)] = -1 - number
+        if number % 3 == 2:
+            del after[str(100 + number)]
+        maps.append(after.frozen())
+    newest = maps[-1]
+    assert newest.changed_since(maps[-3]) == {"10": None, "11": None, "111": None}
+    assert newest.changed_since(first) is None  # too many events ago
+    for old in maps:
+        found = changed_keys(old, newest)
+        assert set(found) == {key for key in old if old.get(key) != newest.get(key)}
+    aside = Working(first)
+    aside["7"] = 70
+    assert set(changed_keys(aside.frozen(), maps[1])) == {"7", "0"}

@@ -264,6 +264,8 @@ def samples(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], flo
 def record(attempt: int, step: int, mfu: float | None = None) -> types_pb2.StepRecord:
     made = types_pb2.StepRecord(attempt=attempt, step=step, loss=2.5, tokens_per_s=1000.0)
     made.step_time.FromMilliseconds(250)
+    made.data_wait.FromMilliseconds(10)
+    made.memory_bytes = step << 30
     if mfu is not None:
         made.mfu_causal = made.mfu_full = mfu
     return made
@@ -291,6 +293,8 @@ def test_steps_recoveries_and_events_are_counted() -> None:
     assert samples(registry, "megascale_step_duration_seconds_count") == {("a",): 2}
     assert samples(registry, "megascale_step_duration_seconds_sum") == {("a",): 0.5}
     assert samples(registry, "megascale_tokens_total") == {("a",): 500}
+    assert samples(registry, "megascale_data_wait_seconds_total") == {("a",): pytest.approx(0.02)}
+    assert samples(registry, "megascale_memory_bytes") == {("a",): 2 << 30}
     assert samples(registry, "megascale_mfu_ratio") == {("a", "causal"): 0.4, ("a", "full"): 0.4}
     assert samples(registry, "megascale_leader") == {(): 0}
     assert samples(registry, "megascale_jobs") == {}, (

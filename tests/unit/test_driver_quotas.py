@@ -11,11 +11,13 @@ from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
 from megascale_common.job.config import CheckpointConfig
+from megascale_common.service.errors import LimitError
 from megascale_driver import wire
-from megascale_driver.core import machine
+from megascale_driver.core import machine, quotas
 from megascale_driver.core.events import JobSubmitted, QuotaRequested, RequestKey, Tick
 from megascale_driver.core.quotas import in_force
 from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.service_base import raise_refusal
 
 WORLD = 8  # ranks of a job here
 
@@ -86,6 +88,27 @@ def test_a_request_takes_effect_once_and_its_id_is_not_used_for_another() -> Non
     order(desk, 5)
     assert order(desk, 4, key="k") == "" and desk.state.tenants["red"].quota == 5
     assert order(desk, 6, key="k") == "REQUEST_ID_REUSED"
+
+
+def test_tenants_are_bounded_over_jobs_and_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "MAX_TENANTS", 3)
+    desk = Desk("n1")
+    submit(desk, "a", tenant="blue")
+    submit(desk, "d", tenant="red")
+    assert order(desk, 4, tenant="green") == ""
+    config = replace(demo_job("b", spares=0), checkpoint=CheckpointConfig(), tenant="grey")
+    outcome = machine.step(desk.state, JobSubmitted(desk.now_s, config, "me"), POLICY)[1]
+    with pytest.raises(LimitError, match="tenant: grey would be one more than 3 ") as error:
+        raise_refusal(outcome)
+    assert error.value.reason == "TOO_MANY_TENANTS" and error.value.fields[0][0] == "tenant"
+    assert "b" not in desk.state.jobs and order(desk, 4, tenant="grey") == "TOO_MANY_TENANTS"
+    # Those that are there go on, and one that is given up makes room.
+    submit(desk, "c", tenant="red")
+    assert "c" in desk.state.jobs and order(desk, 5, tenant="green") == ""
+    assert order(desk, None, tenant="grey") == "", "nothing to give up, nothing to refuse"
+    assert order(desk, None, tenant="green") == ""
+    submit(desk, "b", tenant="grey")
+    assert "b" in desk.state.jobs and order(desk, 1, tenant="green") == "TOO_MANY_TENANTS"
 
 
 def test_a_tick_changes_no_tenant() -> None:

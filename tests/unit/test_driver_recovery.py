@@ -35,6 +35,7 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Report,
+    StoppedReport,
     WorkerReport,
 )
 
@@ -83,6 +84,61 @@ def test_the_earliest_explicit_failure_is_the_culprit_and_peers_show_symptoms(de
     assert stopped.message.endswith("rank 5 on node n2 ended with status 1: ValueError: bad shape")
     outcomes = [line.outcome for line in desk.audit if line.reason == "WORKER_EXITED"]
     assert "symptom" in outcomes[0] and "symptom" not in outcomes[1]
+
+
+def test_a_failure_that_the_stop_overtook_names_the_culprit_in_the_same_attempt(desk: Desk) -> None:
+    """The report of a rank that lost its peer came first, and with it the order to stop."""
+    desk.fail("n1", exited(0, 1001.2, kind="COLLECTIVE", error="peer closed"))
+    assert desk.job().phase is JobPhase.STOPPING
+    before = exited(5, desk.now_s - 0.2, error="ValueError: bad shape")
+    desk.report("n1", AttemptPhase.IDLE)
+    desk.report("n2", AttemptPhase.IDLE, stopped=StoppedReport("a", 1, workers=(before,)))
+    desk.stop(search=False)
+    assert desk.job().attempt == 2 and desk.job().node_failures == {"n2": 1}
+    assert "GROUP_CHECK_STARTED" not in desk.reasons(), "the culprit is known"
+    stopped = next(line for line in desk.audit if line.reason == "ATTEMPT_STOPPED")
+    assert stopped.message.endswith("rank 5 on node n2 ended with status 1: ValueError: bad shape")
+
+
+@pytest.mark.parametrize(
+    ("job", "attempt", "at_s", "kind"),
+    [
+        ("a", 1, 9.0, "OTHER"),  # after the stop: of what it did to the peers
+        ("a", 1, -0.2, "COLLECTIVE"),
+        ("a", 7, -0.2, "OTHER"),
+        ("b", 1, -0.2, "OTHER"),
+    ],
+)
+def test_what_is_no_cause_of_the_stop_blames_nobody(
+    desk: Desk, job: str, attempt: int, at_s: float, kind: str
+) -> None:
+    desk.fail("n1", exited(0, 1001.2, kind="COLLECTIVE", error="peer closed"))
+    found = exited(5, desk.now_s + at_s, kind=kind, error="RuntimeError: aborted")
+    desk.report("n2", AttemptPhase.IDLE, stopped=StoppedReport(job, attempt, workers=(found,)))
+    assert {fault.node for fault in desk.job().current.faults} == {"n1"}
+    desk.stop()
+    assert desk.job().attempt == 2 and desk.job().node_failures == {}
+
+
+def test_a_new_leader_blames_nobody_for_what_the_stop_did(desk: Desk) -> None:
+    """It does not know when the stop began, only when the first failure was."""
+    desk.fail("n1", exited(0, desk.now_s - 0.1, kind="COLLECTIVE", error="peer closed"))
+    desk.wait(10.0)
+    desk.feed(LeaderStarted(desk.now_s, "there"))
+    assert desk.job().phase is JobPhase.STOPPING
+    found = exited(5, desk.now_s - 2.0, error="RuntimeError: aborted")
+    desk.hello("n2")
+    desk.report("n2", AttemptPhase.IDLE, stopped=StoppedReport("a", 1, workers=(found,)))
+    assert {fault.node for fault in desk.job().current.faults} == {"n1"}
+
+
+def test_a_stop_by_order_blames_nobody_for_what_it_does(desk: Desk) -> None:
+    desk.feed(CancelRequested(desk.now_s, "a", "me", "enough"))
+    found = exited(5, desk.now_s - 0.2, error="RuntimeError: aborted")
+    desk.report("n2", AttemptPhase.IDLE, stopped=StoppedReport("a", 1, workers=(found,)))
+    desk.stop()
+    assert desk.job().phase is JobPhase.CANCELLED and not desk.job().current.faults
+    assert "WORKER_EXITED" not in desk.reasons()
 
 
 def test_a_node_that_dies_while_its_peers_report_symptoms_is_the_culprit(desk: Desk) -> None:

@@ -241,9 +241,9 @@ def test_a_failing_checkpoint_is_in_status_and_explanation_until_the_next_commit
     desk.report("n1", AttemptPhase.RUNNING, progress=(committed(10, failure=failure(20).failure),))
     (condition,) = desk.job().conditions
     assert condition.type is ConditionType.CHECKPOINT_FAILING and FULL in condition.message
-    told = explain(desk.state, "a", desk.now_s, POLICY)
-    assert "the checkpoint of step 20 is not saved by rank 3" in told
-    assert "that of step 10, 60 s old" in told
+    explained = explain(desk.state, "a", desk.now_s, POLICY)
+    assert "the checkpoint of step 20 is not saved by rank 3" in explained
+    assert "that of step 10, 60 s old" in explained
     desk.report("n1", AttemptPhase.RUNNING, progress=(committed(30),))
     assert desk.job().conditions == ()
     # The other node has not learned of the commit yet.

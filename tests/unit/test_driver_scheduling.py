@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tests.harness.desk import Desk
 from tests.harness.fleet import Fleet
+from tests.harness.simulated_cluster import demo_job
 
 from megascale_driver.core.candidates import usable
-from megascale_driver.core.events import CordonRequested, EvictRequested, StreamReset
+from megascale_driver.core.events import CordonRequested, EvictRequested, JobSubmitted, StreamReset
 from megascale_driver.core.state import AttemptPhase, JobPhase
 
 
@@ -105,3 +107,17 @@ def test_small_jobs_do_not_starve_a_gang() -> None:
 
 def _others(fleet: Fleet, spare: str) -> set[str]:
     return set(fleet.state.nodes) - {spare, *fleet.nodes_of("a")}
+
+
+def test_every_placement_and_every_wait_says_why() -> None:
+    desk = Desk("n1", "n2", "n3")
+    desk.submit(spares=1)
+    desk.run()
+    desk.crash("n2")
+    desk.stop()
+    first, second = [line.message for line in desk.audit if line.reason == "PLACED"]
+    assert first.endswith("(2 nodes, the fewest that have room)")
+    assert second.endswith("(1 of 2 nodes keep their ranks, spare n3 joins them)")
+    desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me"))
+    assert desk.job("b").phase is JobPhase.QUEUED
+    assert "needs 8 devices" in desk.job("b").reason and "until job a ends" in desk.job("b").reason

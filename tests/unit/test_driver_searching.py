@@ -18,8 +18,9 @@ from megascale_driver.core.events import (
     PolicyRequested,
 )
 from megascale_driver.core.group_events import CheckGroup, GroupChecked
-from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.core.state import AttemptPhase, Job, JobPhase, Node
 from megascale_driver.core.timers import next_s
+from megascale_driver.journal import codec
 
 SYMPTOM = {"kind": "COLLECTIVE", "error": "peer closed"}
 
@@ -221,19 +222,85 @@ def test_a_cancelled_job_does_not_wait_for_its_search() -> None:
     assert desk.job().phase is JobPhase.CANCELLED
 
 
-def test_a_new_leader_begins_the_search_again() -> None:
-    desk = started("n1", "n2")
-    all_fail(desk)
-    job = desk.job()
-    stored = replace(job, current=replace(job.current, searching=None))  # it is not stored
-    desk.state = replace(desk.state, jobs={"a": stored})
+def new_leader(desk: Desk, gone: Collection[str] = ()) -> None:
+    """Another driver leads, with what is stored; every node dials it but those that are gone."""
+    stored = codec.load(Job, codec.dump(desk.job()), config=desk.job().config)
+    assert stored.current.searching is None
+    nodes = {n: codec.load(Node, codec.dump(node)) for n, node in desk.state.nodes.items()}
+    desk.state = replace(desk.state, jobs={"a": stored}, nodes=nodes)
     desk.effects.clear()
     desk.feed(LeaderStarted(desk.now_s, "there"))
-    for name in ("n1", "n2"):
-        desk.hello(name)
-        desk.report(name, AttemptPhase.IDLE)
-    assert len(asked(desk)) == 1
-    assert search(desk) == 1 and desk.job().attempt == 2
+    for name in list(desk.state.nodes):
+        if name not in gone:
+            desk.hello(name)
+            desk.report(name, AttemptPhase.IDLE)
+
+
+def of_eight() -> Desk:
+    desk = Desk(*(f"n{i}" for i in range(8)))
+    desk.submit(dp=8)
+    desk.run()
+    all_fail(desk)
+    return desk
+
+
+def test_a_new_leader_goes_on_with_the_round_that_was_open() -> None:
+    desk = of_eight()
+    for _ in range(2):
+        answer(desk, {"n5"})
+    open_round, begun_s = asked(desk), desk.now_s
+    idle(desk, 30.0)
+    new_leader(desk)
+    assert asked(desk) == open_round and open_round[0].round == 3
+    search = desk.job().current.searching
+    assert search is not None and search.begun_at_s == begun_s, "the time cap goes on, too"
+    answer(desk, {"n5"})
+    new_leader(desk)
+    assert asked(desk)[0].round == 4
+    said = [item.message for item in desk.audit if item.reason == "GROUP_CHECK_STARTED"]
+    assert len(said) == 3 and "a new leader goes on with round 4" in said[-1]
+    for _ in range(3):
+        if desk.job().phase is JobPhase.STOPPING:
+            answer(desk, {"n5"})
+    assert desk.disposition("n5") == "QUARANTINED" and desk.job().attempt >= 1
+    assert line(desk, "GROUP_CHECK_ENDED").startswith("ENFORCE group-check: ")
+
+
+def test_a_new_leader_waits_for_all_nodes_and_a_restarted_one_ends_the_search() -> None:
+    desk = of_eight()
+    for _ in range(2):
+        answer(desk, {"n5"})
+    new_leader(desk, gone=("n1",))
+    assert not [each for each in desk.effects if isinstance(each, CheckGroup)], "n1 is waited for"
+    desk.hello("n1", boot=2)
+    desk.report("n1", AttemptPhase.IDLE)
+    assert not [each for each in desk.effects if isinstance(each, CheckGroup)]
+    assert desk.job().phase is not JobPhase.STOPPING and "NODE_RESTARTED" in desk.reasons()
+
+
+def test_a_new_leader_without_the_helper_of_the_round_begins_anew() -> None:
+    desk = started("n1", "n2", "n3", spares=1)
+    all_fail(desk)
+    answer(desk, {"n1", "n2"})
+    assert any("n3" in [m.node for m in group.members] for group in asked(desk))
+    begun_s = desk.job().current.search_log.begun_at_s
+    idle(desk, 10.0)
+    new_leader(desk, gone=("n3",))
+    (group,) = asked(desk)
+    assert group.round == 1 and [m.node for m in group.members] == ["n1", "n2"]
+    assert desk.job().current.search_log.begun_at_s == begun_s, "within the same time"
+
+
+def test_a_search_among_values_that_are_not_finite_survives_the_leader() -> None:
+    desk = started("n1", "n2", "n3", spares=1)
+    sample = StepSample(1, 12, math.nan, math.nan, 0)
+    found = Divergence(DivergenceKind.NON_FINITE, 3, 10, sample, 5.0)
+    desk.feed(LossDiverged(desk.now_s, "a", found))
+    desk.stop(search=False)
+    new_leader(desk)
+    assert desk.job().phase is JobPhase.STOPPING
+    search(desk, {"n2"})
+    assert desk.job().phase is JobPhase.FAILED and desk.disposition("n2") == "QUARANTINED"
 
 
 def test_values_that_are_not_finite_end_the_job_and_the_device_behind_them_is_looked_for() -> None:

@@ -27,7 +27,6 @@ from megascale_driver.journal.store import LEADER_KEY
 from megascale_driver.leadership import Leader
 from megascale_driver.platform import local
 from megascale_driver.platform.local import LocalCluster, LocalOptions
-from megascale_driver.streams import first_of
 
 
 class FullEtcd:
@@ -82,18 +81,6 @@ async def test_a_leader_whose_key_is_deleted_by_hand_ends_its_term_without_a_wri
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-async def test_a_cancellation_is_obeyed_at_every_moment_of_a_wait() -> None:
-    for moment in range(1, 8):  # before the task has started there is no wait to cancel
-        event = asyncio.Event()
-        event.set()
-        waiting = asyncio.create_task(first_of(event.wait(), asyncio.Event().wait()))
-        for _ in range(moment):
-            await asyncio.sleep(0)
-        accepted = waiting.cancel()
-        await asyncio.wait({waiting})
-        assert waiting.cancelled() == accepted, moment
 
 
 async def test_up_continues_without_a_driver_that_never_starts(

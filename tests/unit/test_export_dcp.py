@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.harness.checkpoint_files import STATES
 from tests.harness.exporting import MODELS, STEP, job_of, random_values, write_model
-from tests.harness.ranks import rank_pool
+from tests.harness.ranks import RankPool
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -50,18 +50,17 @@ def test_the_stock_loader_reads_parameters_states_and_step(tmp_path: Path) -> No
     assert set(nested["optimizer"]) == set(STATES[1:])
 
 
-def test_ranks_load_rows_and_columns_of_it(tmp_path: Path) -> None:
+def test_ranks_load_rows_and_columns_of_it(pool: RankPool, tmp_path: Path) -> None:
     write_model(tmp_path / "written", CONFIG)
     stored = open_checkpoint(str(tmp_path / "written"))
     export_dcp(stored, tmp_path / "out", lambda *_: None)
-    with rank_pool() as pool:
-        found = pool.run(
-            "tests.harness.exporting:load_dcp_shards",
-            2,
-            tmp_path / "ranks",
-            export=str(tmp_path / "out"),
-            names=["embedding.weight", "layers.1.q.weight"],
-        )
+    found = pool.run(
+        "tests.harness.exporting:load_dcp_shards",
+        2,
+        tmp_path / "ranks",
+        export=str(tmp_path / "out"),
+        names=["embedding.weight", "layers.1.q.weight"],
+    )
     assert found == [{"embedding.weight": True, "layers.1.q.weight": True}] * 2
 
 

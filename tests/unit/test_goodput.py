@@ -76,9 +76,9 @@ def test_steps_that_a_driver_never_saw_are_not_lost_if_a_later_one_is_restored()
     assert parts(goodput.restored(broken, 8)) == {
         "starting": 1, "productive": 4 + 4, "detecting": 1,
     }  # fmt: skip
-    told = goodput.learned(broken, 9)
-    assert goodput.learned(told, 5) == told
-    again = goodput.restored(told, 9)
+    learned_too = goodput.learned(broken, 9)
+    assert goodput.learned(learned_too, 5) == learned_too
+    again = goodput.restored(learned_too, 9)
     assert (parts(again)["productive"], again.lost_steps) == (8, 0)
     assert parts(goodput.restored(broken, 0))["lost"] == 8
 

@@ -8,7 +8,14 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_driver.analysis.group_search import Answer, Search, advance, begin
+from megascale_driver.analysis.group_search import (
+    Answer,
+    Search,
+    advance,
+    begin,
+    replayed,
+    taken,
+)
 
 Pair = tuple[str, str]
 
@@ -24,7 +31,8 @@ def run(
     limit: int = 500,
 ) -> Search:
     """Search among ``count`` nodes of which some fail, until it is over or ``limit`` rounds ran."""
-    search = begin([f"n{i}" for i in range(count)], helpers)
+    names = [f"n{i}" for i in range(count)]
+    search, rounds = begin(names, helpers), []
     for _ in range(limit):
         if search.over:
             break
@@ -40,7 +48,9 @@ def run(
                     answers[name] = Answer.SKIPPED
                 elif name not in silent:
                     answers[name] = Answer.FAIL if broken else Answer.PASS
+        rounds.append(taken(search, answers))
         search = advance(search, answers)
+    assert replayed(names, helpers, rounds) == search, "what is stored leads to the same search"
     return search
 
 

@@ -106,8 +106,8 @@ def test_what_init_writes_is_acceptable_and_shows_every_field_at_its_default(
     config = job_spec.from_proto(load_job(tmp_path / "job.yaml"))
     assert job_validation.validate(config) == []
     for where in FIELDS:
-        # The list of trainer.evaluation.sources is empty: a comment shows the fields of its items.
-        if not where.startswith("trainer.evaluation.sources."):
+        # These lists are empty: a comment shows the fields of their items.
+        if not where.startswith(("trainer.evaluation.sources.", "trainer.data.skips.")):
             assert re.search(rf"^ *(- |#)?{where.rpartition('.')[2]}:", text, re.M), where
     # With every default uncommented the job is the same.
     (tmp_path / "all.yaml").write_text(re.sub(r"^( *)#(\w+: )", r"\1\2", text, flags=re.M))

@@ -157,6 +157,43 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("trainer.optimizer.beta2", {"optimizer__beta2": 1.0}, "beta"),
     ("trainer.optimizer.clip_norm", {"optimizer__clip_norm": -1.0}, "0"),
     ("trainer.optimizer.name", {"optimizer__name": "My Optimizer"}, "a-z"),
+    ("recovery.max_roll_backs", {"recovery__max_roll_backs": 9}, "1 to 8"),
+    (
+        "recovery.on_loss_rise",
+        {"recovery__on_loss_rise": "roll_back", "checkpoint__uri": ""},
+        "folder for checkpoints",
+    ),
+    ("trainer.data.skips[0].steps", {"data__skips": [{"after_step": 5, "steps": -1}]}, "give 1"),
+    (
+        "trainer.data.skips[0].after_step",
+        {"data__skips": [{"after_step": -1, "steps": 1}]},
+        "give 0",
+    ),
+    ("trainer.data.skips", {"data__skips": [{"after_step": 1, "steps": 1}] * 1025}, "at most"),
+    ("trainer.optimizer.lamb", {"optimizer__lamb": {"max_weight_norm": 10}}, "name to lamb"),
+    (
+        "trainer.optimizer.lamb.min_weight_norm",
+        {"optimizer__name": "lamb", "optimizer__lamb": {"min_weight_norm": -1}},
+        "0",
+    ),
+    (
+        "trainer.optimizer.lamb.max_weight_norm",
+        {"optimizer__name": "lamb", "optimizer__lamb": {"max_weight_norm": float("nan")}},
+        "no bound",
+    ),
+    (
+        "trainer.optimizer.lamb.max_weight_norm",
+        {
+            "optimizer__name": "lamb",
+            "optimizer__lamb": {"min_weight_norm": 2, "max_weight_norm": 1},
+        },
+        "more than that",
+    ),
+    (
+        "trainer.optimizer.options",
+        {"optimizer__name": "lamb", "optimizer__options": {"momentum": 0.9}},
+        "optimizer.name",
+    ),
     (
         "trainer.optimizer.options",
         {"optimizer__options": {"momentum": 0.9}},

@@ -17,8 +17,10 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_trainer.launch import command
 from megascale_trainer.launch.display import Display, duration
+from megascale_trainer.launch.host_services import ServiceFailed
 from megascale_trainer.launch.job_file import load_config
-from megascale_trainer.launch.place import Place
+from megascale_trainer.launch.place import LOOPBACK, Place, is_loopback, own_address
+from megascale_trainer.launch.run import _refuse_unreachable
 
 TORCHRUN = {
     "RANK": "5",
@@ -159,3 +161,45 @@ def test_an_output_that_is_gone_costs_no_step() -> None:
     display.step(RECORD)
     display.step(RECORD)
     assert display._output is None
+
+
+def test_rank_0_listens_where_other_hosts_reach_it() -> None:
+    assert own_address(Place()) == LOOPBACK
+    two = {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 1, "host": 0}
+    assert own_address(Place(**two, master=("127.0.0.2", 29500))).startswith("127.")
+    with pytest.raises(JobError, match=r"MASTER_ADDR: .* --local-addr"):
+        own_address(Place(**two, master=("no host", 29500)))
+    assert is_loopback("127.0.0.2") and is_loopback("::1") and not is_loopback("10.0.0.1")
+
+
+def test_hosts_without_a_common_loopback_are_refused_what_listens_there() -> None:
+    opened = {"store": ["127.0.1.1", 5], "committer_endpoint": ""}
+    with pytest.raises(ServiceFailed, match=r"MASTER_ADDR: .* --local-addr") as refused:
+        _refuse_unreachable(opened)
+    assert refused.value.final
+    opened = {"store": ["10.0.0.1", 5], "committer_endpoint": "[::1]:7"}
+    with pytest.raises(ServiceFailed, match=r"checkpoint\.uri: .* --trusted-network"):
+        _refuse_unreachable(opened)
+    for reached in ("", "10.0.0.1:7", "[fd00::1]:7"):
+        _refuse_unreachable({**opened, "committer_endpoint": reached})
+
+
+def test_a_daemon_listens_beyond_loopback_only_where_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t" * 32 + "\n")
+    words = {
+        "cluster": "c",
+        "node": "n",
+        "incarnation": "1",
+        "run-folder": tmp_path,
+        "socket": tmp_path / "s",
+        "token-file": tmp_path / "token",
+        "address-file": tmp_path / "address",
+        "host": "0.0.0.0",
+    }
+    (tmp_path / "token").chmod(0o600)
+    command = [sys.executable, "-m", "megascale_checkpoint"]
+    command += [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "refusing to listen on 0.0.0.0 without TLS" in done.stderr
+    assert not (tmp_path / "address").exists()

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 from tests.harness.exporting import MODELS, job_of
 
-from megascale_trainer.process.loaded_model import differences
+from megascale_common.job.config import DataConfig
+from megascale_trainer.process.loaded_model import differences, order_of, other_order
 
 MODEL = job_of(MODELS["llama"][1]).model
 
@@ -45,3 +46,15 @@ def test_other_heads_are_refused_and_another_angle_is_shown() -> None:
         ],
         ["trainer.model.rope_theta: 500000.0 here and 10000.0 in the checkpoint"],
     )
+
+
+def test_a_position_under_another_rule_is_refused_and_an_earlier_versions_is_the_defaults() -> None:
+    samples = DataConfig(shuffle="samples", blend="tokens")
+    assert other_order(order_of(samples), samples) == []
+    assert other_order(None, DataConfig()) == []
+    refused = other_order(None, samples)
+    assert [line.split(":")[0] for line in refused] == [
+        "trainer.data.shuffle",
+        "trainer.data.blend",
+    ]
+    assert "samples here and documents in the checkpoint" in refused[0]

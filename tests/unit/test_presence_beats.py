@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.harness.desk import Desk
+from tests.harness.presence import arrived
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_driver.core import blame
@@ -83,6 +86,100 @@ def test_whatever_decides_is_evidence(path: str) -> None:
     assert evidence.of(changed(path)).prompt != evidence.of(working()).prompt
 
 
+def variants(message: Any) -> Iterator[Any]:
+    """Copies of the message, each with another value in one field, at any depth."""
+    for field in message.DESCRIPTOR.fields:
+        parts = []
+        if field.message_type is not None:
+            parts = list(getattr(message, field.name)) if field.is_repeated else []
+            if not field.is_repeated:
+                parts = [getattr(message, field.name)]
+            if field.is_repeated:
+                copied = type(message)()
+                copied.CopyFrom(message)
+                getattr(copied, field.name).add()
+                yield copied
+            for at, part in enumerate(parts):
+                for other in variants(part):
+                    copied = type(message)()
+                    copied.CopyFrom(message)
+                    held = getattr(copied, field.name)
+                    (held[at] if field.is_repeated else held).CopyFrom(other)
+                    yield copied
+        elif not field.is_repeated:
+            value = getattr(message, field.name)
+            copied = type(message)()
+            copied.CopyFrom(message)
+            setattr(copied, field.name, value + "x" if isinstance(value, str) else value + 1)
+            yield copied
+
+
+@pytest.mark.parametrize("phase", ["RUNNING", "PREPARED"])
+@pytest.mark.parametrize("slow_due", [True, False])
+def test_no_evidence_hides_behind_an_equal_signature(phase: str, slow_due: bool) -> None:
+    beat = working(2)
+    beat.phase = link_pb2.AttemptPhase.Value(f"ATTEMPT_PHASE_{phase}")
+    beat.workers[1].state, beat.workers[1].error_kind = link_pb2.WORKER_STATE_EXITED, "DATA"
+    beat.checks.add(name="compute", verdict=types_pb2.CHECK_VERDICT_FAIL)
+    beat.traces.add(profile="p", rank=1)
+    beat.checkpoints[0].damaged.add(rank=1)
+    beat.checkpoints[0].replicas.add(rank=1)
+    beat.checkpoints[0].skipped_step = 3
+
+    def signature(of: link_pb2.Heartbeat) -> bytes:
+        found = arrived(of)
+        return found.signature(memory=slow_due or not found.at_work)
+
+    hidden = different = 0
+    for other in variants(beat):
+        if evidence.of(other, slow_due) != evidence.of(beat, slow_due):
+            different += 1
+            assert signature(other) != signature(beat), f"not among the signs: {other}"
+        elif signature(other) == signature(beat):
+            hidden += 1
+    assert different > 30 and hidden > 15, "counters, times and status pages change no signature"
+
+
+def test_a_heartbeat_that_repeats_the_one_before_is_not_evaluated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluated = [0]
+    original = evidence.of
+
+    def counted(*arguments: Any) -> evidence.Evidence:
+        evaluated[0] += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(evidence, "of", counted)
+    intake = Intake(Policy())
+    seats = {name: Seat(name, "i", 100.0) for name in "ab"}
+    for name in seats:
+        intake.lane.opened(100.0, name, "i")
+
+    def news(name: str, beat: link_pb2.Heartbeat, now_s: float) -> News:
+        beat.seq += 1
+        beat.sent_at.seconds, beat.workers[0].step = int(now_s), beat.seq
+        return intake.take(seats[name], arrived(beat), now_s)
+
+    beats = {name: working() for name in seats}
+    for second in range(20):
+        for name in seats:
+            assert news(name, beats[name], 100.0 + second) is (
+                News.NONE if second else News.DECIDES
+            )
+    assert evaluated[0] == 2, "the first of each"
+    # A fact that the other reported is lost with its link: it is news again.
+    for beat in beats.values():
+        beat.checkpoints[0].committed_step = 7
+    assert [news(name, beats[name], 120.0) for name in seats] == [News.PROGRESS, News.NONE]
+    intake.lane.closed("a", "i")
+    assert news("b", beats["b"], 121.0) is News.PROGRESS
+    assert news("b", beats["b"], 122.0) is News.NONE
+    before = evaluated[0]
+    intake.lane.forget("b")
+    assert news("b", beats["b"], 123.0) is News.DECIDES and evaluated[0] == before + 1
+
+
 def test_what_lies_in_memory_decides_only_between_attempts() -> None:
     beat = working()
     beat.checkpoints[0].sealed[0].step = 2
@@ -104,7 +201,7 @@ def test_what_lies_in_memory_is_not_even_read_while_it_is_not_due() -> None:
 
     def news(step: int, now_s: float) -> News:
         beat.checkpoints[0].sealed[0].step = step
-        return intake.take(seat, link_pb2.Heartbeat.FromString(beat.SerializeToString()), now_s)
+        return intake.take(seat, arrived(beat), now_s)
 
     pause_s = 1.0 / SLOW_PER_S  # with one link
     assert news(1, 100.0) is News.DECIDES, "the first"
@@ -156,14 +253,14 @@ def heard(
 ) -> None:
     """Two heartbeats of a node whose clock is ``skew_s`` ahead, the second after the answer."""
     beat.sent_at.FromNanoseconds(int((now_s - 0.001 + skew_s) * NS))
-    intake.take(seat, beat, now_s)
+    intake.take(seat, arrived(beat), now_s)
     second = link_pb2.Heartbeat()
     second.CopyFrom(beat)
     second.sent_at.FromNanoseconds(int((now_s + 1 + skew_s) * NS))
     second.ack_driver_received_at.FromNanoseconds(int(now_s * 1e9))
     second.ack_driver_sent_at.FromNanoseconds(int(now_s * 1e9))
     second.ack_received_at.FromNanoseconds(int((now_s + 0.001 + skew_s) * NS))
-    intake.take(seat, second, now_s + 1.002)
+    intake.take(seat, arrived(second), now_s + 1.002)
 
 
 def test_the_culprit_is_the_first_by_the_drivers_clock_whatever_the_nodes_clocks_say() -> None:
@@ -195,7 +292,7 @@ def test_an_oversized_heartbeat_keeps_its_node_alive() -> None:
     intake = Intake(Policy())
     seat = Seat("n1", "i", 100.0)
     intake.lane.opened(100.0, "n1", "i")
-    assert intake.take(seat, working(), 101.0) is News.DECIDES
+    assert intake.take(seat, arrived(working()), 101.0) is News.DECIDES
     assert [intake.take(seat, None, 102.0 + i) for i in range(20)] == [News.NONE] * 20
     assert intake.lane.last_beat_s("n1") == 121.0 and seat.beat is not None
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.presence import arrived
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import link_pb2, types_pb2
@@ -134,7 +135,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
             seq=sealed, job="a", attempt=1, phase=link_pb2.ATTEMPT_PHASE_RUNNING
         )
         heartbeat.checkpoints.add(job="a").sealed.add(rank=0, attempt=1, step=sealed)
-        engine.heard(to, heartbeat, clock.now_s())
+        engine.heard(to, arrived(heartbeat), clock.now_s())
 
     def decide() -> None:
         nonlocal state
@@ -181,7 +182,7 @@ def test_the_end_of_an_attempt_brings_no_silence_of_a_loop_that_stood_still() ->
     clock.advance(6.0)
     engine.step_done("j", types_pb2.StepRecord(attempt=1, step=1))
     failed = link_pb2.Heartbeat(seq=1, job="j", attempt=1, phase=link_pb2.ATTEMPT_PHASE_FAILED)
-    engine.heard(links["a"], failed, clock.now_s())
+    engine.heard(links["a"], arrived(failed), clock.now_s())
     engine.post(engine._tick_of(clock.now_s(), blocked=True))
     for entry in engine._inbox.clear():
         state, _ = machine.step(state, entry.event, engine.policy)

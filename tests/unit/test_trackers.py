@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.harness.training import tiny_job
-from tests.unit.test_event_file import RECORD, events
 
 from megascale_common.job.config import JobConfig, TelemetryConfig, from_accepted
 from megascale_trainer.telemetry import trackers
 from megascale_trainer.telemetry.trackers import Trackers, problem_of
 
+RECORD = {
+    "step": 300,
+    "loss": 2.5,
+    "gradient_norm": float("nan"),
+    "z_loss": 1e300,
+    "consumed_tokens": 1 << 40,
+    "mfu_causal": None,
+    "attempt": 2,
+    "completed_at_s": 1_700_000_000.25,
+}
 CURVES = {"loss", "gradient_norm", "z_loss", "consumed_tokens"}
 # What it was called with, as JSON lines: the library itself needs a network or minutes.
 _WANDB = """
@@ -86,21 +97,51 @@ def test_all_attempts_of_a_job_write_one_run_with_the_records_own_names(
     assert [what for what, *_ in calls].count("finish") == 2
 
 
+def curves(folder: Path) -> dict[str, list[Any]]:
+    """What TensorBoard shows of a job's folder: the events of each curve."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_every_number_of_the_record_at_its_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    found = Trackers(job(tensorboard=True), tmp_path, 0)
+    found.add(RECORD)
+    found.add({**RECORD, "step": 301, "evaluation_loss": 3.0})
+    found.close()
+    shown = curves(tmp_path)
+    assert shown.keys() == CURVES | {"evaluation_loss"}
+    assert [(event.step, event.value) for event in shown["loss"]] == [(300, 2.5), (301, 2.5)]
+    assert shown["loss"][0].wall_time == RECORD["completed_at_s"]
+    assert shown["z_loss"][0].value == math.inf, "beyond float32"
+    assert math.isnan(shown["gradient_norm"][0].value)
+    assert [event.step for event in shown["evaluation_loss"]] == [301]
+
+
 def test_a_later_attempt_hides_what_an_earlier_one_has_written_beyond_it(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
     config = job(tensorboard=True)
-    run(config, tmp_path, 6, 7)
-    _, restart, step = events(tmp_path / "tensorboard")
-    assert (restart.step, restart.session_log.status) == (7, 1)
-    assert {value.tag for value in step.summary.value} == CURVES
+    run(config, tmp_path, 0, 1, 2, 3)
+    run(config, tmp_path, 1, 2)
+    shown = curves(tmp_path)
+    assert shown.keys() == CURVES
+    assert [event.step for event in shown["loss"]] == [1, 2]
 
 
 def test_a_tracker_that_fails_costs_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("tensorboard")
     install(tmp_path, monkeypatch, _BROKEN)
     run(job(wandb=True, tensorboard=True), tmp_path, 0, 1)
     assert "tracker wandb is given up: OSError: no space" in capsys.readouterr().out
-    assert len(list(events(tmp_path / "tensorboard"))) == 2
+    assert curves(tmp_path).keys() == CURVES
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tensorboard").write_text("in the way")
+    run(job(tensorboard=True), tmp_path / "other", 0, 1)
+    assert "tracker tensorboard is given up" in capsys.readouterr().out
 
 
 def test_a_tracker_that_cannot_follow_loses_records_and_holds_nothing_up(
@@ -116,10 +157,9 @@ def test_a_tracker_that_cannot_follow_loses_records_and_holds_nothing_up(
     assert capsys.readouterr().out.count("records are dropped") == 1
 
 
-def test_a_missing_library_is_named_with_its_extra() -> None:
-    assert problem_of(TelemetryConfig(tensorboard=True)) == ""
-    for name in ("wandb", "mlflow"):
-        if name in sys.modules:
-            continue
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problem_of(TelemetryConfig()) == ""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("tensorboard", "wandb", "mlflow"):
         problem = problem_of(TelemetryConfig(**{name: True}))
         assert f"trainer.telemetry.{name}" in problem and "megascale[trackers]" in problem

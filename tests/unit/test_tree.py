@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,12 @@ def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{node.name} is too long"
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by their last name alone, and collects none if two share it."""
+    names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("name", ["common", "executor"])

@@ -185,6 +185,12 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"{facts['micro_batches']} micro-batches; "
             f"pipeline bubble {facts['pipeline_bubble']:.1%}",
         ]
+    for number, row in enumerate(facts.get("larger_batches", ())):
+        lines.append(
+            f"{'' if number else 'larger batch':<12} {row['global_batch_size']} sequences over the "
+            f"same tokens: {row['steps']} steps, {row['warmup_steps']} of warm-up, "
+            f"learning rate {row['learning_rate']:.3g}"
+        )
     if "nodes" in facts:
         lines.append(
             f"devices      {facts['world_size']} ranks: {_plural(facts['nodes'], 'node')} of "

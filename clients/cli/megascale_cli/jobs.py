@@ -236,8 +236,7 @@ def events(
         bool,
         typer.Option(
             "--all",
-            help="Also lines that only etcd and the driver's export have: of a job, or without "
-            "NAME those of no job.",
+            help="Also lines that only etcd and the driver's export have.",
         ),
     ] = False,
     follow: Annotated[
@@ -253,11 +252,8 @@ def events(
     Example: [bold]megascale events nodes/n2 --follow[/bold]
     """
     subject = f"jobs/{name}" if name and "/" not in name else name
-    if older and (follow or subject.startswith("nodes/")):
-        raise typer.BadParameter(
-            "it lists the log of one job, without --follow", param_hint="--all"
-        )
-    subject = subject or ("cluster" if older else "")
+    if older and follow:
+        raise typer.BadParameter("it lists what was, without --follow", param_hint="--all")
 
     async def action(client: AsyncClient) -> None:
         any_event = False

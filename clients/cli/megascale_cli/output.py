@@ -169,9 +169,17 @@ def step_text(record: types_pb2.StepRecord, steps: int) -> str:
     return (
         f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  "
         f"norm {record.gradient_norm:.3f}  lr {record.learning_rate:.2e}  "
-        f"{record.tokens_per_s:,.0f} tokens/s  MFU {mfu_text(record)}  "
+        f"{record.tokens_per_s:,.0f} tokens/s  MFU {mfu_text(record)}  {needs_text(record)}"
         f"attempt {record.attempt}{evaluation_text(record)}"
     )
+
+
+def needs_text(record: types_pb2.StepRecord) -> str:
+    """Memory and the wait for data; "" where the trainer is of a build that reports neither."""
+    if not record.HasField("data_wait"):
+        return ""
+    wait_ms = record.data_wait.ToNanoseconds() / 1e6
+    return f"memory {record.memory_bytes / 2**30:.2f} GiB  data {wait_ms:.1f} ms  "
 
 
 def evaluation_text(record: types_pb2.StepRecord) -> str:

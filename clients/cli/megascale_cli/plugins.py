@@ -52,6 +52,11 @@ KNOWN = {
         "megascale_trainer.commands.data:app",
         "executor",
     ),
+    "generate": Plugin(
+        "Print a sample of text from a job's newest checkpoint.",
+        "megascale_trainer.commands.generate:app",
+        "executor",
+    ),
     "pipeline": Plugin(
         "Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"
     ),

@@ -14,6 +14,7 @@ from megascale_cli.output import (
     evaluation_text,
     event_text,
     mfu_text,
+    needs_text,
     on_a_terminal,
     phase_text,
     print_json,
@@ -147,6 +148,6 @@ class _Bar(_Lines):
         self._held_out = evaluation_text(record) or self._held_out
         numbers = (
             f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  MFU {mfu_text(record)}  "
-            f"attempt {record.attempt}{self._held_out}"
+            f"{needs_text(record)}attempt {record.attempt}{self._held_out}"
         )
         self._progress.update(self._task, completed=record.step, numbers=numbers)

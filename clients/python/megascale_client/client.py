@@ -311,12 +311,14 @@ class AsyncClient(OrderCalls):
     ) -> AsyncIterator[types_pb2.Event]:
         """The audit log of ``jobs/NAME``, ``nodes/NAME``, ``cluster`` (what is no job's) or all.
 
-        ``older``: of ``jobs/NAME`` and ``cluster`` also the lines that only etcd and the driver's
-        export have. Raises NotFound; InvalidRequest for older lines that cannot be read.
+        ``older``: also the lines that only etcd and the driver's export have; of several logs they
+        come in the order of time. Raises NotFound; InvalidRequest for older lines that cannot be
+        read.
         """
         request = driver_pb2.ListEventsRequest(subject=subject, page_size=PAGE_SIZE)
+        one_log = subject == "cluster" or subject.startswith("jobs/")
         if older:
-            request.page_token = f"0.{subject.partition('/')[2]}"
+            request.page_token = f"0.{subject.partition('/')[2]}" if one_log else "t0"
         async for page in self._connection.pages(
             "ListEvents", request, driver_pb2.ListEventsResponse
         ):

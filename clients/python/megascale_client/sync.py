@@ -207,8 +207,9 @@ class Client:
     def events(self, subject: str = "", *, older: bool = False) -> Iterator[types_pb2.Event]:
         """The audit log of ``jobs/NAME``, ``nodes/NAME``, ``cluster`` (what is no job's) or all.
 
-        ``older``: of ``jobs/NAME`` and ``cluster`` also the lines that only etcd and the driver's
-        export have. Raises NotFound; InvalidRequest for older lines that cannot be read.
+        ``older``: also the lines that only etcd and the driver's export have; of several logs they
+        come in the order of time. Raises NotFound; InvalidRequest for older lines that cannot be
+        read.
         """
         return self._loop.iterate(self._client.events(subject, older=older))
 

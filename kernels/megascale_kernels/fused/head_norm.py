@@ -147,9 +147,8 @@ def _forward_kernel(
     first, second = _halves(x, at, lower, upper, HALF)
     squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     scale = tl.rsqrt(squares / SIZE + epsilon)[:, None]
-    w_first = tl.load(weight + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    w_second = tl.load(weight + pair + HALF, mask=pair < SIZE - HALF, other=0.0)
-    first, second = first * scale * w_first, second * scale * w_second.to(tl.float32)[None, :]
+    w_first, w_second = _halves(weight, pair, pair < HALF, pair < SIZE - HALF, HALF)
+    first, second = first * scale * w_first[None, :], second * scale * w_second[None, :]
     if cos is not None:
         c, s = _turns(cos, sin, position * batch + b, pair, lower, HALF)
         first, second = first * c - second * s, second * c + first * s
@@ -207,9 +206,8 @@ def _backward_kernel(
     row = partial + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * SIZE + pair
     tl.store(row, tl.sum(d_first * first, axis=0), mask=pair < HALF)
     tl.store(row + HALF, tl.sum(d_second * second, axis=0), mask=pair < SIZE - HALF)
-    w_first = tl.load(weight + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    w_second = tl.load(weight + pair + HALF, mask=pair < SIZE - HALF, other=0.0)
-    d_first, d_second = d_first * w_first, d_second * w_second.to(tl.float32)[None, :]
+    w_first, w_second = _halves(weight, pair, pair < HALF, pair < SIZE - HALF, HALF)
+    d_first, d_second = d_first * w_first[None, :], d_second * w_second[None, :]
     along = tl.sum(d_first * first, axis=1) + tl.sum(d_second * second, axis=1)
     along = (along / SIZE)[:, None]
     to = b * d_batch_stride + head * d_head_stride

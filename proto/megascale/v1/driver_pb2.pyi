@@ -1764,8 +1764,9 @@ class ListEventsRequest(google.protobuf.message.Message):
     """Events per page; default 100, at most 1000."""
     page_token: builtins.str
     """next_page_token of the previous page, valid at every driver; empty: the first page of the lines
-    that the driver holds. `0.NAME` with subject jobs/NAME, and `0.` with subject `cluster`: the
-    first page of all lines that can be read.
+    that the driver holds. `t0`: the first page of all lines that can be read, in the order of time;
+    `tSECONDS`: of those from a Unix time on. `0.NAME` with subject jobs/NAME, and `0.` with subject
+    `cluster`: all lines of that log, in its own order.
     """
     def __init__(
         self,

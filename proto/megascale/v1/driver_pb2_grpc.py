@@ -204,6 +204,8 @@ class DriverServiceServicer(object):
         with its problem and the remedy.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
+        - RESOURCE_EXHAUSTED (TOO_MANY_TENANTS): with this tenant there would be more than 1,000, of jobs
+        that are kept and of quotas.
         - FAILED_PRECONDITION (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
@@ -531,13 +533,16 @@ class DriverServiceServicer(object):
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
         A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
         5,000 of the cluster's log and 500 of each job's. Older lines of one log, a job's or the
-        cluster's own, are read from etcd and from the driver's export, if page_token names them.
+        cluster's own, are read from etcd and from the driver's export, if page_token names them; those
+        of any subject, in the order of time, with a token `tSECONDS`. A page of such a list may have
+        fewer events than asked for, or none, though more follow: it ends where there is no token.
 
         Callers: client, operator
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): the subject, page_size or page_token is malformed.
-        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, and the list is
-        not of one log; or it has left etcd, and the message says where to look for the export.
+        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, the list is not
+        of one log, and the token has no time; or lines have left etcd, and the message says where to
+        look for the export.
         - UNAVAILABLE (ETCD_SILENT): older lines are asked for, and etcd does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -617,6 +622,8 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
         reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - RESOURCE_EXHAUSTED (TOO_MANY_TENANTS): with this tenant there would be more than 1,000, of jobs
+        that are kept and of quotas.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
         """

@@ -235,6 +235,50 @@ RECOMPUTE_FULL: Recompute.ValueType  # 3
 """Whole layers are computed again in backward; only their inputs are kept."""
 Global___Recompute: typing_extensions.TypeAlias = Recompute
 
+class _Shuffle:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ShuffleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Shuffle.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SHUFFLE_UNSPECIFIED: _Shuffle.ValueType  # 0
+    SHUFFLE_DOCUMENTS: _Shuffle.ValueType  # 1
+    """Whole documents, sorted in memory: about 50 bytes a document; nothing is padded."""
+    SHUFFLE_SAMPLES: _Shuffle.ValueType  # 2
+    """Sequences that are cut from the documents in the order of the file: any number of documents."""
+
+class Shuffle(_Shuffle, metaclass=_ShuffleEnumTypeWrapper):
+    """What each epoch of a source has in another order."""
+
+SHUFFLE_UNSPECIFIED: Shuffle.ValueType  # 0
+SHUFFLE_DOCUMENTS: Shuffle.ValueType  # 1
+"""Whole documents, sorted in memory: about 50 bytes a document; nothing is padded."""
+SHUFFLE_SAMPLES: Shuffle.ValueType  # 2
+"""Sequences that are cut from the documents in the order of the file: any number of documents."""
+Global___Shuffle: typing_extensions.TypeAlias = Shuffle
+
+class _BlendRule:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BlendRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BlendRule.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BLEND_RULE_UNSPECIFIED: _BlendRule.ValueType  # 0
+    BLEND_RULE_WEIGHTS: _BlendRule.ValueType  # 1
+    """Shares of the samples."""
+    BLEND_RULE_TOKENS: _BlendRule.ValueType  # 2
+    """How often each source is seen in an epoch of all; of weight 1 every sample comes once."""
+
+class BlendRule(_BlendRule, metaclass=_BlendRuleEnumTypeWrapper):
+    """What the weights of the sources are."""
+
+BLEND_RULE_UNSPECIFIED: BlendRule.ValueType  # 0
+BLEND_RULE_WEIGHTS: BlendRule.ValueType  # 1
+"""Shares of the samples."""
+BLEND_RULE_TOKENS: BlendRule.ValueType  # 2
+"""How often each source is seen in an epoch of all; of weight 1 every sample comes once."""
+Global___BlendRule: typing_extensions.TypeAlias = BlendRule
+
 class _Decay:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -338,6 +382,10 @@ class _DivergenceActionEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     """The job ends as FAILED; its checkpoints stay."""
     DIVERGENCE_ACTION_CONTINUE: _DivergenceAction.ValueType  # 2
     """The job goes on; the event is logged once for each time that it diverges."""
+    DIVERGENCE_ACTION_ROLL_BACK: _DivergenceAction.ValueType  # 3
+    """The next attempt begins from the last checkpoint before, and leaves out the data since then
+    (trainer.data.skips). Without such a checkpoint, or after `max_roll_backs`, the job ends.
+    """
 
 class DivergenceAction(_DivergenceAction, metaclass=_DivergenceActionEnumTypeWrapper):
     """What follows when a run diverges (event LOSS_DIVERGED)."""
@@ -347,6 +395,10 @@ DIVERGENCE_ACTION_STOP: DivergenceAction.ValueType  # 1
 """The job ends as FAILED; its checkpoints stay."""
 DIVERGENCE_ACTION_CONTINUE: DivergenceAction.ValueType  # 2
 """The job goes on; the event is logged once for each time that it diverges."""
+DIVERGENCE_ACTION_ROLL_BACK: DivergenceAction.ValueType  # 3
+"""The next attempt begins from the last checkpoint before, and leaves out the data since then
+(trainer.data.skips). Without such a checkpoint, or after `max_roll_backs`, the job ends.
+"""
 Global___DivergenceAction: typing_extensions.TypeAlias = DivergenceAction
 
 class _SpareRule:
@@ -962,23 +1014,30 @@ class OptimizerSpec(google.protobuf.message.Message):
     CLIP_NORM_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
+    LAMB_FIELD_NUMBER: builtins.int
     learning_rate: builtins.float
     """Peak learning rate; default 3e-4."""
     beta1: builtins.float
-    """Decay rate of the mean gradient in AdamW; default 0.9."""
+    """Decay rate of the mean gradient in AdamW and LAMB; default 0.9."""
     beta2: builtins.float
-    """Decay rate of the mean squared gradient in AdamW; default 0.95."""
+    """Decay rate of the mean squared gradient in AdamW and LAMB; default 0.95."""
     epsilon: builtins.float
-    """Added to the divisor in AdamW; default 1e-8."""
+    """Added to the divisor in AdamW and LAMB; default 1e-8."""
     weight_decay: builtins.float
     """Weight decay, not applied to norms and biases; default 0.1."""
     clip_norm: builtins.float
     """Largest global gradient norm, beyond which gradients are clipped; 0: no clipping; default 1."""
     name: builtins.str
-    """"adamw", or the name under which a package on every node registers an optimizer; default "adamw"."""
+    """"adamw", "lamb", or the name under which a package on every node registers an optimizer; default
+    "adamw".
+    """
     @property
     def options(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Numbers for an optimizer of such a package, by the names that it defines; adamw takes none."""
+        """Numbers for an optimizer of such a package, by the names that it defines; adamw and lamb take none."""
+
+    @property
+    def lamb(self) -> Global___LambSpec:
+        """Of the optimizer "lamb" alone."""
 
     def __init__(
         self,
@@ -991,9 +1050,10 @@ class OptimizerSpec(google.protobuf.message.Message):
         clip_norm: builtins.float | None = ...,
         name: builtins.str | None = ...,
         options: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        lamb: Global___LambSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_name", b"_name", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "learning_rate", b"learning_rate", "name", b"name", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_name", b"_name", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "learning_rate", b"learning_rate", "name", b"name", "options", b"options", "weight_decay", b"weight_decay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_name", b"_name", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "lamb", b"lamb", "learning_rate", b"learning_rate", "name", b"name", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_name", b"_name", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "lamb", b"lamb", "learning_rate", b"learning_rate", "name", b"name", "options", b"options", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_beta1", b"_beta1"]) -> typing.Literal["beta1"] | None: ...
     @typing.overload
@@ -1010,6 +1070,28 @@ class OptimizerSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_weight_decay", b"_weight_decay"]) -> typing.Literal["weight_decay"] | None: ...
 
 Global___OptimizerSpec: typing_extensions.TypeAlias = OptimizerSpec
+
+@typing.final
+class LambSpec(google.protobuf.message.Message):
+    """Bounds of a parameter's norm in its trust ratio, the function phi of arXiv 1904.00962."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MIN_WEIGHT_NORM_FIELD_NUMBER: builtins.int
+    MAX_WEIGHT_NORM_FIELD_NUMBER: builtins.int
+    min_weight_norm: builtins.float
+    """The norm of a parameter counts as at least this; 0: no bound."""
+    max_weight_norm: builtins.float
+    """The norm of a parameter counts as at most this; 0: no bound."""
+    def __init__(
+        self,
+        *,
+        min_weight_norm: builtins.float = ...,
+        max_weight_norm: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_weight_norm", b"max_weight_norm", "min_weight_norm", b"min_weight_norm"]) -> None: ...
+
+Global___LambSpec: typing_extensions.TypeAlias = LambSpec
 
 @typing.final
 class ScheduleSpec(google.protobuf.message.Message):
@@ -1103,7 +1185,8 @@ class TelemetrySpec(google.protobuf.message.Message):
     MLFLOW_FIELD_NUMBER: builtins.int
     tensorboard: builtins.bool
     """Write the step records as TensorBoard event files into the job's folder on the node of rank 0,
-    in one folder for all attempts; default false.
+    in one folder for all attempts. Needs the package tensorboard there (extra `trackers`); default
+    false.
     """
     wandb: builtins.bool
     """Give the step records to Weights & Biases; offline, into the job's folder on the node of rank
@@ -1141,10 +1224,17 @@ class DataSpec(google.protobuf.message.Message):
     TOKENIZER_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     DOCUMENT_ATTENTION_FIELD_NUMBER: builtins.int
+    SHUFFLE_FIELD_NUMBER: builtins.int
+    BLEND_FIELD_NUMBER: builtins.int
+    SKIPS_FIELD_NUMBER: builtins.int
     seed: builtins.int
-    """Seed of the document order; default 1234."""
+    """Seed of every order; default 1234."""
     document_attention: builtins.bool
     """Attention stays inside a document; default true."""
+    shuffle: Global___Shuffle.ValueType
+    """What each epoch has in another order; default documents."""
+    blend: Global___BlendRule.ValueType
+    """What the weights of the sources are; default weights."""
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DataSourceSpec]:
         """Corpora to blend, at least one; `megascale data tokenize` writes one. Required."""
@@ -1153,6 +1243,10 @@ class DataSpec(google.protobuf.message.Message):
     def tokenizer(self) -> Global___TokenizerSpec:
         """How the sources were tokenised."""
 
+    @property
+    def skips(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DataSkipSpec]:
+        """Data that is left out; a run that is rolled back gets one more (recovery.on_non_finite)."""
+
     def __init__(
         self,
         *,
@@ -1160,15 +1254,40 @@ class DataSpec(google.protobuf.message.Message):
         tokenizer: Global___TokenizerSpec | None = ...,
         seed: builtins.int | None = ...,
         document_attention: builtins.bool | None = ...,
+        shuffle: Global___Shuffle.ValueType = ...,
+        blend: Global___BlendRule.ValueType = ...,
+        skips: collections.abc.Iterable[Global___DataSkipSpec] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_document_attention", b"_document_attention", "_seed", b"_seed", "document_attention", b"document_attention", "seed", b"seed", "tokenizer", b"tokenizer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_document_attention", b"_document_attention", "_seed", b"_seed", "document_attention", b"document_attention", "seed", b"seed", "sources", b"sources", "tokenizer", b"tokenizer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_document_attention", b"_document_attention", "_seed", b"_seed", "blend", b"blend", "document_attention", b"document_attention", "seed", b"seed", "shuffle", b"shuffle", "skips", b"skips", "sources", b"sources", "tokenizer", b"tokenizer"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_document_attention", b"_document_attention"]) -> typing.Literal["document_attention"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 Global___DataSpec: typing_extensions.TypeAlias = DataSpec
+
+@typing.final
+class DataSkipSpec(google.protobuf.message.Message):
+    """Data that is left out."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AFTER_STEP_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    after_step: builtins.int
+    """The step before; 0: at the start."""
+    steps: builtins.int
+    """Global batches that are left out. Required."""
+    def __init__(
+        self,
+        *,
+        after_step: builtins.int = ...,
+        steps: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_step", b"after_step", "steps", b"steps"]) -> None: ...
+
+Global___DataSkipSpec: typing_extensions.TypeAlias = DataSkipSpec
 
 @typing.final
 class DataSourceSpec(google.protobuf.message.Message):
@@ -1181,7 +1300,7 @@ class DataSourceSpec(google.protobuf.message.Message):
     prefix: builtins.str
     """Path without the .bin / .idx ending, seen by all nodes. Required."""
     weight: builtins.float
-    """Share of the blend; default 1."""
+    """Share of the blend, or epochs in one of the blend (blend); default 1."""
     def __init__(
         self,
         *,
@@ -1369,6 +1488,7 @@ class RecoverySpec(google.protobuf.message.Message):
     SPARES_FIELD_NUMBER: builtins.int
     REPAIR_HOURS_FIELD_NUMBER: builtins.int
     SPARE_PROBABILITY_FIELD_NUMBER: builtins.int
+    MAX_ROLL_BACKS_FIELD_NUMBER: builtins.int
     max_restarts: builtins.int
     """Restarts after faults of one cause within six hours; default 20."""
     max_restarts_without_progress: builtins.int
@@ -1398,6 +1518,8 @@ class RecoverySpec(google.protobuf.message.Message):
     """Hours until a lost node is back; default 7.5. With `spares: auto`."""
     spare_probability: builtins.float
     """Probability, 0.5 or more, with which the spares suffice; default 0.99. With `spares: auto`."""
+    max_roll_backs: builtins.int
+    """How often a job is taken back, by itself or by order, before a divergence ends it; default 3."""
     def __init__(
         self,
         *,
@@ -1412,9 +1534,10 @@ class RecoverySpec(google.protobuf.message.Message):
         spares: Global___SpareRule.ValueType = ...,
         repair_hours: builtins.float | None = ...,
         spare_probability: builtins.float | None = ...,
+        max_roll_backs: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "repair_hours", b"repair_hours", "spare_probability", b"spare_probability"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "on_loss_rise", b"on_loss_rise", "on_non_finite", b"on_non_finite", "repair_hours", b"repair_hours", "spare_nodes", b"spare_nodes", "spare_probability", b"spare_probability", "spares", b"spares"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_max_roll_backs", b"_max_roll_backs", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "max_roll_backs", b"max_roll_backs", "repair_hours", b"repair_hours", "spare_probability", b"spare_probability"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "_max_roll_backs", b"_max_roll_backs", "_repair_hours", b"_repair_hours", "_spare_probability", b"_spare_probability", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "max_roll_backs", b"max_roll_backs", "on_loss_rise", b"on_loss_rise", "on_non_finite", b"on_non_finite", "repair_hours", b"repair_hours", "spare_nodes", b"spare_nodes", "spare_probability", b"spare_probability", "spares", b"spares"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_collective_timeout_s", b"_collective_timeout_s"]) -> typing.Literal["collective_timeout_s"] | None: ...
     @typing.overload
@@ -1425,6 +1548,8 @@ class RecoverySpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts_without_progress", b"_max_restarts_without_progress"]) -> typing.Literal["max_restarts_without_progress"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_roll_backs", b"_max_roll_backs"]) -> typing.Literal["max_roll_backs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_repair_hours", b"_repair_hours"]) -> typing.Literal["repair_hours"] | None: ...
     @typing.overload

@@ -914,6 +914,7 @@ class Heartbeat(google.protobuf.message.Message):
     CHECKPOINT_DAEMON_FIELD_NUMBER: builtins.int
     FINISHED_STEP_FIELD_NUMBER: builtins.int
     LEAVE_FAILURE_FIELD_NUMBER: builtins.int
+    STOPPED_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """Number of this heartbeat; counts from 1 for every start of the agent."""
     desired_version: builtins.int
@@ -992,6 +993,12 @@ class Heartbeat(google.protobuf.message.Message):
         attempt ends. They train on.
         """
 
+    @property
+    def stopped(self) -> Global___StoppedAttempt:
+        """With phase IDLE: what had failed in the attempt that was stopped last, if anything had; until
+        the next attempt begins. The report of that may not have been sent before the stop.
+        """
+
     def __init__(
         self,
         *,
@@ -1016,11 +1023,44 @@ class Heartbeat(google.protobuf.message.Message):
         checkpoint_daemon: Global___CheckpointDaemonState | None = ...,
         finished_step: builtins.int = ...,
         leave_failure: Global___LeaveFailure | None = ...,
+        stopped: Global___StoppedAttempt | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "checkpoint_daemon", b"checkpoint_daemon", "epoch_seen", b"epoch_seen", "host", b"host", "leave_failure", b"leave_failure", "sent_at", b"sent_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "finished_step", b"finished_step", "host", b"host", "job", b"job", "leave_failure", b"leave_failure", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "checkpoint_daemon", b"checkpoint_daemon", "epoch_seen", b"epoch_seen", "host", b"host", "leave_failure", b"leave_failure", "sent_at", b"sent_at", "stopped", b"stopped"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "finished_step", b"finished_step", "host", b"host", "job", b"job", "leave_failure", b"leave_failure", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "stopped", b"stopped", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
+
+@typing.final
+class StoppedAttempt(google.protobuf.message.Message):
+    """What failed on a node in an attempt before it was stopped there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """Name of the job."""
+    attempt: builtins.int
+    """Number of the attempt."""
+    failure: builtins.str
+    """Why the attempt failed here, in one sentence; empty if only workers have ended."""
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
+        """Workers that had failed by themselves, not those that were stopped."""
+
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        attempt: builtins.int = ...,
+        failure: builtins.str = ...,
+        workers: collections.abc.Iterable[Global___WorkerStatus] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "failure", b"failure", "job", b"job", "workers", b"workers"]) -> None: ...
+
+Global___StoppedAttempt: typing_extensions.TypeAlias = StoppedAttempt
 
 @typing.final
 class LeaveFailure(google.protobuf.message.Message):

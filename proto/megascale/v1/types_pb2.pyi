@@ -439,6 +439,8 @@ class StepRecord(google.protobuf.message.Message):
     SNAPSHOT_TIME_FIELD_NUMBER: builtins.int
     CHECKPOINT_INTERVAL_STEPS_FIELD_NUMBER: builtins.int
     CHECKPOINT_COST_S_FIELD_NUMBER: builtins.int
+    DATA_WAIT_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
     attempt: builtins.int
     """Number of the attempt."""
     step: builtins.int
@@ -473,6 +475,8 @@ class StepRecord(google.protobuf.message.Message):
     """Steps between two saves as the run has decided; 0 unless checkpoint.interval is auto."""
     checkpoint_cost_s: builtins.float
     """What a save costs the run, as it has measured; absent before the first."""
+    memory_bytes: builtins.int
+    """Most memory that the reporting rank's device has held; on a CPU what its process holds."""
     @property
     def step_time(self) -> google.protobuf.duration_pb2.Duration:
         """Wall-clock time of the step."""
@@ -484,6 +488,10 @@ class StepRecord(google.protobuf.message.Message):
     @property
     def snapshot_time(self) -> google.protobuf.duration_pb2.Duration:
         """Time that snapshots held the training thread up since the record before; part of step_time."""
+
+    @property
+    def data_wait(self) -> google.protobuf.duration_pb2.Duration:
+        """Time that the training thread waited for data since the record before; part of step_time."""
 
     def __init__(
         self,
@@ -507,9 +515,11 @@ class StepRecord(google.protobuf.message.Message):
         snapshot_time: google.protobuf.duration_pb2.Duration | None = ...,
         checkpoint_interval_steps: builtins.int = ...,
         checkpoint_cost_s: builtins.float | None = ...,
+        data_wait: google.protobuf.duration_pb2.Duration | None = ...,
+        memory_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "checkpoint_cost_s", b"checkpoint_cost_s", "completed_at", b"completed_at", "evaluation_loss", b"evaluation_loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "snapshot_time", b"snapshot_time", "step_time", b"step_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "attempt", b"attempt", "checkpoint_cost_s", b"checkpoint_cost_s", "checkpoint_interval_steps", b"checkpoint_interval_steps", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "evaluation_loss", b"evaluation_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "skipped_updates", b"skipped_updates", "snapshot_time", b"snapshot_time", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "checkpoint_cost_s", b"checkpoint_cost_s", "completed_at", b"completed_at", "data_wait", b"data_wait", "evaluation_loss", b"evaluation_loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "snapshot_time", b"snapshot_time", "step_time", b"step_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "attempt", b"attempt", "checkpoint_cost_s", b"checkpoint_cost_s", "checkpoint_interval_steps", b"checkpoint_interval_steps", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "data_wait", b"data_wait", "evaluation_loss", b"evaluation_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "memory_bytes", b"memory_bytes", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "skipped_updates", b"skipped_updates", "snapshot_time", b"snapshot_time", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s"]) -> typing.Literal["checkpoint_cost_s"] | None: ...
     @typing.overload

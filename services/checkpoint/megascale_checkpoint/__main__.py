@@ -24,6 +24,7 @@ from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.local_server import LocalServer
 from megascale_checkpoint.metrics import CheckpointMetrics
 from megascale_checkpoint.replicas.node_replicas import NodeReplicas
+from megascale_checkpoint.replicas.streams import MOST_STREAMS, STREAMS
 from megascale_checkpoint.service import SERVICE, CheckpointService
 from megascale_checkpoint.staging import StagingFolder, default_base
 from megascale_common.job.names import is_dns_label
@@ -72,9 +73,10 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
         loop.add_signal_handler(number, stopping.set)
     pools, committers = Pools(), CommitterClient(token)
     jobs = Jobs(staging, pools, committers)
-    replicas = jobs.replicas = NodeReplicas(jobs, staging, pools, token)
+    replicas = jobs.replicas = NodeReplicas(jobs, staging, pools, token, options.replica_streams)
     replicas.start(REPLICA_HOST, options.address_file.with_suffix(".replicas"))
-    server, committer = RpcServer(token), Committer(jobs.registration)
+    server = RpcServer(token, trusted_network=options.trusted_network)
+    committer = Committer(jobs.registration)
     service = CheckpointService(jobs, committer, replicas.endpoint)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
     try:
@@ -89,7 +91,7 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
     try:
         if options.metrics_bind:
             await metrics.start(options.metrics_bind, options.metrics_address_file)
-        address = openings.endpoint = await _start(server, options.address_file)
+        address = openings.endpoint = await _start(server, options)
         folders = {"run_folder": str(options.run_folder), "staging": str(staging.path)}
         log.info("checkpoint daemon ready", node=options.node, address=address, **folders)
         accepting = asyncio.create_task(local.serve())
@@ -111,17 +113,17 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
         pools.close()
 
 
-async def _start(server: RpcServer, address_file: Path) -> str:
+async def _start(server: RpcServer, options: argparse.Namespace) -> str:
     """Listen on the previous daemon's address, else on any free port, and publish the address."""
     # Other nodes keep the committer's address for a whole attempt: a daemon that is restarted
     # within the attempt must be found where it was.
-    address = ""
+    address, address_file = "", options.address_file
     with contextlib.suppress(OSError):
         previous = address_file.read_text().strip()
         if previous:
             with contextlib.suppress(OptionError):
                 address = await server.start(previous, [SERVICE])
-    address = address or await server.start("127.0.0.1:0", [SERVICE])
+    address = address or await server.start(f"{options.host}:0", [SERVICE])
     write_address("--address-file", address_file, address)
     return address
 
@@ -144,9 +146,27 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--address-file", type=Path, required=True, help="where to write host:port once it serves"
     )
     parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address of this host to listen on; another than a loopback one has no TLS and needs "
+        "--trusted-network",
+    )
+    parser.add_argument(
+        "--trusted-network",
+        action="store_true",
+        help="nobody else reads or writes on the network of --host: calls carry the token and "
+        "nothing is encrypted",
+    )
+    parser.add_argument(
         "--staging-folder", type=Path, default=default_base(), help="tmpfs folder of the slots"
     )
     parser.add_argument("--staging-limit-bytes", type=int, help="upper limit of staging memory")
+    parser.add_argument(
+        "--replica-streams",
+        type=_streams,
+        default=STREAMS,
+        help=f"TCP connections of each copy to a peer's memory and back, 1 to {MOST_STREAMS}",
+    )
     parser.add_argument(
         "--metrics-bind",
         type=bind_option,
@@ -160,6 +180,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if not options.incarnation or "/" in options.incarnation or options.incarnation.startswith("."):
         parser.error("--incarnation must be a plain name")
     return options
+
+
+def _streams(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_STREAMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 to {MOST_STREAMS}")
+    return int(text)
 
 
 def _label(text: str) -> str:

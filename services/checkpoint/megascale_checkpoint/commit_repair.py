@@ -1,6 +1,6 @@
 """Repair of a commit log: what stands in the place of a damaged or missing record.
 
-A record of which one bit has flipped is restored as it was, because its checksum tells which bit;
+A record of which one bit has flipped is restored as it was, because its checksum shows which bit;
 so is one that a snapshot still holds. In the place of any other goes a REPAIR. It says what was
 there as far as that is known, and closes the log for the attempts so far when the lost record may
 have been the OPEN of a later one. The damaged bytes are kept in ``damaged/``.

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 MOST_WAITING = 64  # pieces of work in a lane; more means that its storage is stuck
 IDLE_S = 30.0  # after which the thread of a lane ends
+POPULATED_AT_ONCE = 2  # slots, each by several threads
 MOST_THREADS = 8  # per pool; fewer already saturate a node's memory with copies and checksums
 
 
@@ -169,26 +170,34 @@ class Lane:
 class Pools:
     """Bounded thread pools, one per kind of work: a slow disk never delays the seal of a snapshot.
 
-    ``memory``: allocation and checksums. ``storage``: rank files, read and written; each job has
+    ``memory``: allocation and checksums. ``populating``: the pages of slots that nobody waits for.
+    ``storage``: rank files, read and written; each job has
     threads of its own (:meth:`for_job`), because one job's storage may hang. The commit log has a
     :class:`Lane` for each job.
     """
 
-    def __init__(self, memory: ThreadPoolExecutor | None = None) -> None:
+    def __init__(self, node: Pools | None = None) -> None:
         self.threads = count = min(MOST_THREADS, max(2, os.cpu_count() or 1))
-        self._owns_memory = memory is None
-        self.memory = memory or ThreadPoolExecutor(count, "memory")
+        self._node = node
+        self.memory: ThreadPoolExecutor
+        self.populating: ThreadPoolExecutor
+        if node is None:
+            self.memory = ThreadPoolExecutor(count, "memory")
+            self.populating = ThreadPoolExecutor(POPULATED_AT_ONCE, "populating")
+        else:
+            self.memory, self.populating = node.memory, node.populating
         self.storage = ThreadPoolExecutor(count, "storage")
 
     def for_job(self) -> Pools:
         """Pools with threads of their own for storage, to be closed by the caller."""
-        return Pools(self.memory)
+        return Pools(self)
 
     def close(self) -> None:
         """Drop queued work; running work ends by itself."""
         self.storage.shutdown(wait=False, cancel_futures=True)
-        if self._owns_memory:
+        if self._node is None:
             self.memory.shutdown(wait=False, cancel_futures=True)
+            self.populating.shutdown(wait=False, cancel_futures=True)
 
 
 async def in_pool(

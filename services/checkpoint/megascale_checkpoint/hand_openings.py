@@ -38,7 +38,7 @@ class HandOpenings:
     endpoint: str = ""
 
     async def answer(self, message: Message) -> AttemptOpened | Refused:
-        """Open the next attempt, or only tell what it would restore.
+        """Open the next attempt, or only say what it would restore.
 
         Raises:
             RequestError: the message is not as the contract has it.

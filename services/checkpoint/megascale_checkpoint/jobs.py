@@ -305,7 +305,7 @@ class Jobs:
         """Whether the rank's slots can be used as they are; if not, they are freed."""
         if snapshots.fits(registration):
             try:
-                await snapshots.detach_owner(self._staging)
+                await snapshots.detach_owner()
                 return True
             except LimitError as error:
                 log.warning(

@@ -267,6 +267,7 @@ class _WorkerConnection:
         self._held.discard(index)
 
     def _release_held(self) -> None:
+        self._restores.ended()
         snapshots = self._snapshots
         if snapshots is None:
             return

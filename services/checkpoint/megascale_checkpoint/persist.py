@@ -12,15 +12,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import xxhash
-
 from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint import manifest
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.shard_file import Origin, encode_header, file_chunks, primary
+from megascale_checkpoint.shard_file import Origin, encode_header, piece_chunks, primary
 from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import Storage, open_storage
+from megascale_checkpoint.write_hashes import hashing
 from megascale_checkpoint.write_limit import LIMITS
 from megascale_common.service import logs
 from megascale_common.service.errors import DataLossError
@@ -124,29 +123,33 @@ def write_rank_file(
     path = f"{folder}/{name}"
     pieces = primary(registration.layout, seal.checksums)
     origin = Origin(registration.job, seal.attempt, seal.step, registration.rank)
-    hasher = xxhash.xxh3_128()
+    limit = registration.max_write_mib_per_s
+    held = progress.moved if progress is not None else lambda: None
+    with hashing(pieces) as hashes:
+        header = encode_header(origin, pieces, hashes.chunk_checksums(image))
 
-    # The file's checksum is computed from the bytes as they are written, in one pass over the slot.
-    def chunks() -> Iterator[memoryview]:
-        written = file_chunks(encode_header(origin, pieces, image), pieces, image)
-        limit = registration.max_write_mib_per_s
-        held = progress.moved if progress is not None else lambda: None
-        for chunk in LIMITS.paced(registration.job, limit, written, cancelled, held):
-            cancelled.check()
-            hasher.update(chunk)
-            yield chunk
-            if progress is not None:
-                progress.moved(len(chunk))
+        def paced(written: Iterator[memoryview]) -> Iterator[memoryview]:
+            return LIMITS.paced(registration.job, limit, written, cancelled, held)
 
-    size_bytes = _write(storage, path, chunks())
+        def written() -> Iterator[memoryview]:
+            yield from hashes.header(header)
+            for number, (piece, _) in enumerate(pieces):
+                yield from hashes.piece(number, paced(piece_chunks(piece, image)))
+
+        def chunks() -> Iterator[memoryview]:
+            for chunk in written():
+                cancelled.check()
+                yield chunk
+                if progress is not None:
+                    progress.moved(len(chunk))
+
+        size_bytes = _write(storage, path, chunks())
     request = checkpoint_pb2.ReportPreparedRequest(
         job=registration.job,
         attempt=seal.attempt,
         step=seal.step,
         rank=registration.rank,
-        files=[
-            checkpoint_pb2.PreparedFile(path=name, size_bytes=size_bytes, xxh3=hasher.hexdigest())
-        ],
+        files=[checkpoint_pb2.PreparedFile(path=name, size_bytes=size_bytes, xxh3=hashes.file)],
         layout_digest=seal.layout_digest,
         small_state_json=json.dumps(seal.small_state),
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from megascale_checkpoint import restore
@@ -22,6 +22,7 @@ from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory
 from megascale_checkpoint.stored_checkpoint import StoredCheckpoint
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service import logs
 from megascale_common.service.errors import (
     DamagedError,
     NotReadyError,
@@ -32,6 +33,7 @@ from megascale_common.sizes.piece_runs import Runs
 from megascale_common.sizes.read_rounds import Read
 
 T = TypeVar("T")
+log = logs.get("restore")
 SLOT_WAIT_S = 30.0  # what persists for the attempt before has been asked to stop
 PEER = "peer"  # as a source of restores in metrics; to its rank the state is memory then
 READERS = 4  # threads that fill one window
@@ -98,10 +100,17 @@ class MemoryProblem:
 
 @dataclass(frozen=True, slots=True)
 class FoundInMemory:
-    """A state that threads still compare with its seal; ``verdict`` is None where it is whole."""
+    """A state that threads still compare with its seal; ``verdict`` is None where it is whole.
+
+    ``arriving``: it comes from a peer, and is lent to the caller once the verdict is there; then
+    ``arrived`` has it.
+    """
 
     restoration: Restoration
     verdict: asyncio.Task[MemoryProblem | None]
+    cancelled: Cancellation
+    arriving: bool = False
+    arrived: list[SealedState] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +142,10 @@ class RankRestores:
             cancelled.cancel()
         return list(self._running)
 
+    def release(self, slot: int) -> None:
+        """Give back a slot that was lent, in the place of a caller that is gone."""
+        self._slots.release(slot)
+
     async def restore(self, plan: RestorePlan) -> Restoration:
         """Restore a state: from the own sealed slot if it holds exactly that state, else storage.
 
@@ -155,7 +168,7 @@ class RankRestores:
         began_s, cancelled = time.monotonic(), Cancellation()
         work = self._find_and_verify(plan, cancelled)
         found = await self._shielded(work, cancelled, _slot_found)
-        if isinstance(found, FoundInMemory):
+        if isinstance(found, FoundInMemory) and not found.arriving:
             found.verdict.add_done_callback(lambda ended: self._note_verified(ended, began_s))
         return found
 
@@ -286,30 +299,33 @@ class RankRestores:
         if isinstance(found, MemoryProblem):
             return found
         problem = await found.verdict
+        if problem is None and found.arrived:
+            return replace(found.restoration, small_state=found.arrived[0].small_state)
         return found.restoration if problem is None else problem
 
     async def _find_and_verify(
         self, plan: RestorePlan, cancelled: Cancellation
     ) -> FoundInMemory | MemoryProblem:
         await self._slots.sealed()
-        given = self._slots.registration
-        slot, no_replica = self._find(plan), ""
+        given, slot = self._slots.registration, self._find(plan)
         if slot is None and self.replicas is not None and given.replica_source:
-            no_replica = await self._fetch_replica(self.replicas, plan, cancelled)
-            slot = self._find(plan)
+            return await self._begin_fetch(self.replicas, plan, cancelled)
         if slot is None or slot.seal is None:
-            return MemoryProblem(
-                f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
-                f"layout{no_replica}"
-            )
+            return _not_sealed(plan)
         # Lent twice: the worker may be gone before the threads have ended.
         for _ in range(2):
             self._slots.table.lend(slot.index)
-        verdict = asyncio.create_task(self._verify(slot, slot.seal, plan))
-        self._running[verdict] = Cancellation()
-        verdict.add_done_callback(self._running.pop)
-        small_state = slot.seal.small_state
-        return FoundInMemory(Restoration(slot.index, RestoreSource.MEMORY, small_state, 0), verdict)
+        verdict = self._started(self._verify(slot, slot.seal, plan), Cancellation())
+        held = Restoration(slot.index, RestoreSource.MEMORY, slot.seal.small_state, 0)
+        return FoundInMemory(held, verdict, cancelled)
+
+    def _started(
+        self, work: Coroutine[Any, Any, MemoryProblem | None], cancelled: Cancellation
+    ) -> asyncio.Task[MemoryProblem | None]:
+        task = asyncio.create_task(work)
+        self._running[task] = cancelled
+        task.add_done_callback(self._running.pop)
+        return task
 
     async def _verify(self, slot: Slot, seal: SlotSeal, plan: RestorePlan) -> MemoryProblem | None:
         """Compare a lent slot with its seal; a damaged one is discarded, and reported."""
@@ -333,32 +349,60 @@ class RankRestores:
             if slot.seal is seal:  # else it was discarded, and nobody has it any more
                 slot.busy -= 1
         if slot.seal is seal:
-            if not plan.manifest_uri:
-                self._slots.adopt(slot.index)
-            self._slots.replicate(slot.index)
+            self._goes_on_from(slot.index, plan)
         return None
 
-    async def _fetch_replica(
+    def _goes_on_from(self, index: int, plan: RestorePlan) -> None:
+        if not plan.manifest_uri:
+            self._slots.adopt(index)
+        self._slots.replicate(index)
+
+    async def _begin_fetch(
         self, replicas: ReplicaReader, plan: RestorePlan, cancelled: Cancellation
-    ) -> str:
-        """Bring the replica of a lost node's rank into a slot, sealed; returns why that failed."""
-        given, began_s = self._slots.registration, time.monotonic()
-        key = StateKey(given.job, given.rank, plan.written_by_attempt, plan.step, given.digest)
+    ) -> FoundInMemory | MemoryProblem:
+        """Begin to bring the replica of a lost node's rank into a slot."""
         try:
             index = await self._take_slot()
-            try:
-                image = self._slots.memories[index].view
-                state = await replicas.fetch(given, key, image, cancelled)
-            except BaseException:
-                self._slots.table.release(index)
-                raise
+        except ServiceError as error:
+            return _not_sealed(plan, f", and its replica cannot be read: {error}")
+        arrived: list[SealedState] = []
+        fetching = self._fetch(replicas, plan, index, cancelled, arrived)
+        expected = Restoration(index, RestoreSource.MEMORY, {}, 0)
+        return FoundInMemory(expected, self._started(fetching, cancelled), cancelled, True, arrived)
+
+    async def _fetch(
+        self,
+        replicas: ReplicaReader,
+        plan: RestorePlan,
+        index: int,
+        cancelled: Cancellation,
+        arrived: list[SealedState],
+    ) -> MemoryProblem | None:
+        """Fill a slot from the replica, and seal and lend it: what has arrived is verified."""
+        given, began_s = self._slots.registration, time.monotonic()
+        key = StateKey(given.job, given.rank, plan.written_by_attempt, plan.step, given.digest)
+        image = self._slots.memories[index].view
+        try:
+            state = await replicas.fetch(given, key, image, cancelled)
         except (ServiceError, OSError) as error:
-            return f", and its replica cannot be read: {error}"
+            self._slots.release(index)
+            return _not_sealed(plan, f", and its replica cannot be read: {error}")
+        except BaseException:
+            self._slots.release(index)
+            raise
         checksums = tuple(piece.checksum for piece in state.pieces)
         seal = SlotSeal(key.attempt, key.step, key.layout_digest, checksums, state.small_state)
         self._slots.table.finish_fetch(index, seal)
-        self._listener.note_restored(PEER, time.monotonic() - began_s, state.size_bytes)
-        return ""
+        self._slots.table.lend(index)
+        arrived.append(state)
+        spent_s = time.monotonic() - began_s
+        self._listener.note_restored(PEER, spent_s, state.size_bytes)
+        log.info(
+            "replica fetched", job=given.job, rank=given.rank, step=plan.step,
+            size_bytes=state.size_bytes, spent_s=round(spent_s, 3),
+        )  # fmt: skip
+        self._goes_on_from(index, plan)
+        return None
 
     def _find(self, plan: RestorePlan) -> Slot | None:
         """The slot with the planned state, as its attempt sealed it or a later one adopted it."""
@@ -430,7 +474,16 @@ def _slot_found(task: asyncio.Task[FoundInMemory | MemoryProblem]) -> int | None
     if task.cancelled() or task.exception() is not None:
         return None
     found = task.result()
-    return found.restoration.slot if isinstance(found, FoundInMemory) else None
+    if not isinstance(found, FoundInMemory) or found.arriving:
+        return None
+    return found.restoration.slot
+
+
+def _not_sealed(plan: RestorePlan, no_replica: str = "") -> MemoryProblem:
+    return MemoryProblem(
+        f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
+        f"layout{no_replica}"
+    )
 
 
 def _shares(reads: Sequence[Read]) -> list[Sequence[Read]]:

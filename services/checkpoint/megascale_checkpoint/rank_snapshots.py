@@ -24,6 +24,7 @@ from megascale_checkpoint.concurrency import Cancellation, Pools, in_pool
 from megascale_checkpoint.landing import Landing
 from megascale_checkpoint.rank_restore import RankRestores, RestoreListener
 from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.slot_pages import SlotPages, slots_of
 from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
 from megascale_common.service import logs
@@ -31,7 +32,6 @@ from megascale_common.service.errors import (
     ServiceError,
     SupersededError,
 )
-from megascale_common.sizes.staging import REPLICA_SLOTS
 
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
@@ -85,10 +85,12 @@ class RankSnapshots:
         listener: ProgressListener,
         pools: Pools,
         committer: CommitterClient,
+        staging: StagingFolder,
     ) -> None:
         self.registration = registration
         self.memories = memories
         self.table = SlotTable(len(memories))
+        self._staging, self._pages = staging, SlotPages(self, listener, staging, pools)
         self.owner: Owner | None = None
         self.persisting: persist.Progress | None = None
         self.durable_step = 0  # the newest whose file this rank has written
@@ -105,6 +107,7 @@ class RankSnapshots:
         self._failures: dict[tuple[int, int], str] = {}
         self._storage_failed: set[tuple[int, int]] = set()  # these may succeed when tried again
         self.restores = RankRestores(self, listener, pools)
+        self._pages.populate(n for n, memory in enumerate(memories) if not memory.populated)
         self._worker = asyncio.create_task(
             self._persist_all(), name=f"persist {registration.job}/{registration.rank}"
         )
@@ -119,40 +122,37 @@ class RankSnapshots:
         committer: CommitterClient,
     ) -> RankSnapshots:
         """Snapshots with fresh slots. Raises LimitError when there is no room."""
-        given, size_bytes = registration, registration.layout.slot_bytes
-
-        def allocate() -> list[SlotMemory]:
-            beside = REPLICA_SLOTS if given.replica_target else 0
-            count = given.slots or staging.affordable_slots(
-                size_bytes, given.wanted_slots, given.local_ranks, beside
-            )
-            return staging.allocate(given.job, given.rank, size_bytes, count)
-
-        memories = await in_pool(pools.memory, allocate)
-        return cls(registration, memories, listener, pools, committer)
+        memories = await in_pool(pools.memory, slots_of, registration, staging)
+        return cls(registration, memories, listener, pools, committer, staging)
 
     def fits(self, registration: RegisteredRank) -> bool:
         """Whether the slots can be used for this registration as they are."""
         enough = registration.slots in (0, len(self.memories))
         return enough and self.registration.digest == registration.digest
 
-    async def detach_owner(self, staging: StagingFolder) -> None:
+    async def detach_owner(self) -> None:
         """Disconnect a worker whose successor registers, so that it can damage nothing.
 
         The slots that it was writing get new memory: it still maps the old one, and may write to it
         until its process has ended.
+
+        Raises:
+            LimitError: there is no room for that.
         """
         owner, self.owner = self.owner, None
         if owner is None:
             return
+        renewed = list[int]()
         for index in owner.end():
             self._end_landing(index)
             # Slots that it only read keep their memory: checksums detect a write into those.
             if self.table.at(index).phase in (SlotPhase.WRITING, SlotPhase.RESTORING):
                 self.memories[index] = await in_pool(
-                    self._pools.memory, staging.renew, self.memories[index]
+                    self._pools.memory, self._staging.renew, self.memories[index]
                 )
+                renewed.append(index)
             self.table.release(index)
+        await self._pages.renewed(renewed)
 
     def take_over(self, registration: RegisteredRank, owner: Owner) -> None:
         """Make a worker's connection the owner, in place of an older one."""
@@ -304,7 +304,8 @@ class RankSnapshots:
             task.cancel()
         for index in list(self._landings):
             self._end_landing(index)
-        ending = [*tasks, *self._seals, *self._following, *self.restores.cancel()]
+        ending = [*tasks, *self._seals, *self._following]
+        ending += [*self._pages.cancel(), *self.restores.cancel()]
         _, stuck = await asyncio.wait(ending, timeout=STOP_S)
         return not stuck and not self._left_alone
 

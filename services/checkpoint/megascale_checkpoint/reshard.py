@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from megascale_common.service.errors import CoverageError
 from megascale_common.sizes.checkpoint_layout import ShardPiece
 
-# numpy has no bfloat16. Values are only moved here, so 16-bit integers carry them.
-NUMPY_DTYPES = {"float32": "<f4", "bfloat16": "<u2", "float64": "<f8"}
 Array = NDArray[np.generic]
 
 

@@ -55,7 +55,8 @@ class RestoreRequests:
     ) -> None:
         self._restores, self._registration, self._held = restores, registration, held
         self._reads: StoredReads | None = None
-        self._verdict: asyncio.Task[MemoryProblem | None] | None = None
+        self._found: FoundInMemory | None = None
+        self._ended = False
         self.handlers: Mapping[str, Callable[[Message], Awaitable[DaemonAnswer]]] = {
             "restore": self._restore,
             "restore_memory": self._look_in_memory,
@@ -94,8 +95,17 @@ class RestoreRequests:
         else:
             found = await self._restores().look_in_memory(plan)
         if isinstance(found, FoundInMemory):
-            self._verdict, slot = found.verdict, found.restoration.slot
-            self._verdict.add_done_callback(lambda ended: self._not_held_if_damaged(ended, slot))
+            self._found, slot = found, found.restoration.slot
+            if found.arriving:
+                restores = self._restores()
+                found.verdict.add_done_callback(
+                    lambda ended: self._held_once_whole(ended, slot, restores)
+                )
+                return MemoryState(
+                    kind="memory_state", slot=slot, small_state={}, problem="", file="",
+                    arriving=True,
+                )  # fmt: skip
+            found.verdict.add_done_callback(lambda ended: self._not_held_if_damaged(ended, slot))
             found = found.restoration
         if isinstance(found, Restoration):
             self._held().add(found.slot)
@@ -115,16 +125,37 @@ class RestoreRequests:
         )
 
     async def _verify(self, message: Message) -> Verified:
-        verdict, self._verdict = self._verdict, None
-        if verdict is None:
+        found, self._found = self._found, None
+        if found is None:
             raise RequestError(
                 "nothing is being verified: send restore_memory with verified_later first"
             )
-        problem = await asyncio.shield(verdict)
+        problem = await asyncio.shield(found.verdict)
         if problem is None:
-            return Verified(kind="verified", problem="", file="")
+            answer = Verified(kind="verified", problem="", file="")
+            for state in found.arrived:
+                answer["small_state"] = state.small_state
+                answer["fetched_bytes"] = state.size_bytes
+            return answer
         file = problem.damage.file if problem.damage is not None else ""
         return Verified(kind="verified", problem=problem.text, file=file)
+
+    def ended(self) -> None:
+        """The connection has ended: what still arrives for it is not wanted."""
+        self._ended = True
+        if self._found is not None and self._found.arriving:
+            self._found.cancelled.cancel()
+
+    def _held_once_whole(
+        self, ended: asyncio.Task[MemoryProblem | None], slot: int, restores: RankRestores
+    ) -> None:
+        """What has arrived is lent to the connection, which may have ended meanwhile."""
+        if ended.cancelled() or ended.exception() is not None or ended.result() is not None:
+            return
+        if self._ended:
+            restores.release(slot)
+        else:
+            self._held().add(slot)
 
     def _not_held_if_damaged(self, ended: asyncio.Task[MemoryProblem | None], slot: int) -> None:
         """A damaged slot is free: it must not be released with what the connection holds."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,11 +75,13 @@ def chunk_checksums(view: memoryview) -> list[str]:
 
 
 def encode_header(
-    origin: Origin, pieces: list[tuple[ShardPiece, str]], image: memoryview | None = None
+    origin: Origin,
+    pieces: list[tuple[ShardPiece, str]],
+    chunks: Sequence[Sequence[str]] = (),
 ) -> bytes:
     """Length and JSON of a safetensors header, padded with spaces to ALIGNMENT.
 
-    With the slot ``image`` large pieces get the checksums of their chunks.
+    ``chunks``: for each piece the checksums of its chunks (:func:`chunk_checksums`).
     """
     header: dict[str, Any] = {}
     metadata = {
@@ -103,8 +105,8 @@ def encode_header(
             "flat": [piece.flat_start, piece.flat_stop],
             RECORD_CHECKSUM: digest,
         }
-        if image is not None and (chunks := chunk_checksums(piece_view(piece, image))):
-            described["chunks"] = chunks
+        if chunks and chunks[number]:
+            described["chunks"] = chunks[number]
         metadata[key] = json.dumps(described)
         offset += piece.size_bytes
     header["__metadata__"] = metadata
@@ -115,24 +117,11 @@ def encode_header(
     return _LENGTH.pack(len(body)) + body
 
 
-def file_chunks(
-    header: bytes, pieces: list[tuple[ShardPiece, str]], image: memoryview
-) -> Iterator[memoryview]:
-    """The file's bytes straight from the slot, without a copy.
-
-    Raises:
-        DamagedError: a piece has changed since it was sealed. A stray write into a sealed slot
-            costs this checkpoint only.
-    """
-    yield memoryview(header)
-    for piece, digest in pieces:
-        view = piece_view(piece, image)
-        if checksum(view) != digest:
-            raise DamagedError(
-                "staging slot", f"{piece.name} ({piece.state}) changed after it was sealed"
-            )
-        for start in range(0, len(view), CHUNK_BYTES):
-            yield view[start : start + CHUNK_BYTES]
+def piece_chunks(piece: ShardPiece, image: memoryview) -> Iterator[memoryview]:
+    """A piece's bytes straight from the slot, without a copy."""
+    view = piece_view(piece, image)
+    for start in range(0, len(view), CHUNK_BYTES):
+        yield view[start : start + CHUNK_BYTES]
 
 
 def read_header(storage: Storage, file: str, origin: Origin) -> list[StoredPiece]:

@@ -5,6 +5,7 @@
       └──────────────────┴───────────────────────────────────────────────┘
     free ──take_for_restore──▶ restoring ──release──▶ free
     restoring ──finish_fetch──▶ sealed
+    unpopulated ──populated──▶ free (its memory gets its pages)
     sealed by attempt n ──adopt──▶ queued for storage by attempt n + 1, which restored it
 
 A sealed slot is kept for restores from memory until a newer one replaces it. Three rules make that
@@ -31,6 +32,7 @@ from megascale_common.sizes.staging import HELD_FOR_REPLICAS, LEAST_SLOTS
 class SlotPhase(enum.Enum):
     """What a slot is used for."""
 
+    UNPOPULATED = "unpopulated"
     FREE = "free"
     WRITING = "writing"
     SEALING = "sealing"
@@ -96,6 +98,18 @@ class SlotTable:
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot(index) for index in range(count)]
+
+    def unpopulated(self, index: int) -> None:
+        """The memory of a free slot is new, and has no pages yet: it is not handed out."""
+        slot = self.at(index)
+        assert slot.phase is SlotPhase.FREE
+        slot.phase = SlotPhase.UNPOPULATED
+
+    def populated(self, index: int) -> None:
+        """It has them now."""
+        slot = self.at(index)
+        assert slot.phase is SlotPhase.UNPOPULATED
+        slot.phase = SlotPhase.FREE
 
     def sealed(self) -> list[SlotSeal]:
         """The seals of all sealed slots, oldest first."""

@@ -6,6 +6,9 @@ multiprocessing.shared_memory, whose resource tracker unlinks segments of other 
 kept in the daemon's own memory, because a sealed slot is used only while its daemon runs. A daemon
 that starts removes the folders whose owner has ended: its node's, and those of any other name, to
 which no daemon may ever come back. The owner is a process of one boot of the host.
+
+A page is cleared when it is allocated, which takes up to a second for a gigabyte in one thread. So
+several threads do it, and for most of a rank's slots after it has registered.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,9 @@ from megascale_common.sizes.staging import LEAST_SLOTS
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
+# One slot's pages are allocated by so many threads, in parts between which they can be stopped.
+POPULATING_THREADS = min(8, max(1, os.cpu_count() or 1))
+POPULATED_BYTES, LEAST_BYTES_OF_A_THREAD = 512 << 20, 16 << 20
 MADV_REMOVE = 9  # frees the pages of a tmpfs file, and leaves a hole
 
 
@@ -42,35 +49,47 @@ def default_base() -> Path:
 
 
 class SlotMemory:
-    """One slot's file, mapped; ``view`` is its memory.
+    """One slot's file, mapped; ``view`` is its memory, which has its pages after :meth:`populate`.
 
     A page behind it holds the number of bytes that the copy into the slot has written so far.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path, self.size_bytes = path, size_bytes
-        self._closed = False
+        self.populated, self._closed = False, False
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             self.landing_at = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            file_bytes = self.landing_at + mmap.PAGESIZE
-            os.ftruncate(self.descriptor, file_bytes)
-            self._map = mmap.mmap(self.descriptor, file_bytes, flags=mmap.MAP_SHARED)
+            self.file_bytes = self.landing_at + mmap.PAGESIZE
+            os.ftruncate(self.descriptor, self.file_bytes)
+            self._map = mmap.mmap(self.descriptor, self.file_bytes, flags=mmap.MAP_SHARED)
             # Huge pages, where the mount gives them (huge=advise or within_size): mapping and
             # pinning 4 KiB pages costs a restarted rank several times what the copy does.
             with suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            whole = memoryview(self._map)
-            _populate(whole)
-            # Reserve what is not there yet: a full tmpfs raises an error here, while a hole in the
-            # file would kill the writer with SIGBUS later.
-            os.posix_fallocate(self.descriptor, 0, file_bytes)
         except OSError:
             os.close(self.descriptor)
             path.unlink()
             raise
+        whole = memoryview(self._map)
         self.view = whole[:size_bytes]
         self._landed = whole[self.landing_at :].cast("Q")
+
+    def populate(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Allocate all pages; ends early once it is ``stopped``. Before that nobody may write.
+
+        Raises:
+            OSError: there is no room.
+        """
+        view = memoryview(self._map)
+        for begin in range(0, self.file_bytes, POPULATED_BYTES):
+            if stopped():
+                return
+            _populate(view[begin : begin + POPULATED_BYTES])
+        # Reserve what is not there yet: a full tmpfs raises an error here, while a hole in the
+        # file would kill the writer with SIGBUS later.
+        os.posix_fallocate(self.descriptor, 0, self.file_bytes)
+        self.populated = True
 
     @property
     def landed_bytes(self) -> int:
@@ -148,8 +167,13 @@ class StagingFolder:
         affordable = share // max(size_bytes, mmap.PAGESIZE) - beside
         return max(LEAST_SLOTS, min(wanted, affordable))
 
-    def allocate(self, job: str, rank: int, size_bytes: int, count: int) -> list[SlotMemory]:
+    def allocate(
+        self, job: str, rank: int, size_bytes: int, count: int, populated_bytes: int | None = None
+    ) -> list[SlotMemory]:
         """Allocate ``count`` slots for a rank.
+
+        With ``populated_bytes`` only so many bytes of them, and the first slot, have their pages
+        when it returns; the caller populates the others, which are not ``populated``.
 
         Raises:
             LimitError: there is no room; the message gives the fix.
@@ -167,6 +191,8 @@ class StagingFolder:
         try:
             for index in range(count):
                 slots.append(SlotMemory(folder / f"slot-{index}", size_bytes))
+            for slot in slots[: _at_once(size_bytes, populated_bytes)]:
+                slot.populate()
         except OSError as error:
             self._unreserve(count * size_bytes)
             for slot in slots:
@@ -178,8 +204,17 @@ class StagingFolder:
             ) from error
         return slots
 
+    def populate(self, slot: SlotMemory, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Give a slot its pages (:meth:`SlotMemory.populate`); raises LimitError without room."""
+        try:
+            slot.populate(stopped)
+        except OSError as error:
+            raise LimitError(f"slot {slot.path} cannot be allocated: {error}") from error
+
     def renew(self, slot: SlotMemory) -> SlotMemory:
         """New memory for a slot whose old memory a process that should have ended still maps.
+
+        It is not populated.
 
         Raises:
             LimitError: there is no room. The slot is closed then; the caller still frees it.
@@ -214,19 +249,25 @@ class StagingFolder:
         return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
 
     def _system_bytes(self) -> int:
+        """What the system has left, without the pages that slots of this host are still to get."""
         system = os.statvfs(self.path)
-        return min(
+        left = min(
             system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"), cgroups_left_bytes()
         )
+        promised = (max(0, file_bytes - held) for file_bytes, held in self._slot_files())
+        return left - sum(promised)
 
     def _host(self) -> tuple[int, int]:
         """The daemons of this user that live on the host, and the bytes of all their slots."""
         daemons = sum(_owner_lives(file.parent) for file in self._base.glob(f"*/*/*/{OWNER_FILE}"))
-        staged_bytes = 0
+        return max(1, daemons), sum(file_bytes for file_bytes, _ in self._slot_files())
+
+    def _slot_files(self) -> Iterator[tuple[int, int]]:
+        """The size of each slot's file on the host, and how many bytes have their page."""
         for slot in self._base.glob("*/*/*/**/slot-*"):
             with suppress(FileNotFoundError):  # another daemon may be freeing it
-                staged_bytes += slot.stat().st_size
-        return max(1, daemons), staged_bytes
+                found = slot.stat()
+                yield found.st_size, found.st_blocks * 512
 
     def remove(self) -> None:
         """Remove the folder when the daemon exits, and its parents if they are empty."""
@@ -269,14 +310,27 @@ class StagingFolder:
         )
 
 
+def _at_once(size_bytes: int, populated_bytes: int | None) -> int | None:
+    """How many slots are populated before they are used; None: all."""
+    return None if populated_bytes is None else max(1, populated_bytes // size_bytes)
+
+
 def _populate(view: memoryview) -> None:
-    """Map all pages of ``view`` now. Does nothing on an older kernel."""
-    # Through ctypes, which releases the interpreter lock meanwhile: with MAP_POPULATE, mmap holds
-    # it for seconds.
-    _advise(view, MADV_POPULATE_WRITE)
+    """Map all pages of ``view`` now, in several threads. Does nothing on an older kernel."""
+    size = max(LEAST_BYTES_OF_A_THREAD, -(-len(view) // POPULATING_THREADS))
+    size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    starts = range(0, len(view), size)
+    if len(starts) == 1:
+        _advise(view, MADV_POPULATE_WRITE)
+        return
+    with ThreadPoolExecutor(len(starts), "populate") as pool:
+        parts = [view[start : start + size] for start in starts]
+        list(pool.map(_advise, parts, [MADV_POPULATE_WRITE] * len(parts)))
 
 
 def _advise(view: memoryview, advice: int) -> None:
+    # Through ctypes, which releases the interpreter lock meanwhile: with MAP_POPULATE, mmap holds
+    # it for seconds.
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(view)), advice)
 

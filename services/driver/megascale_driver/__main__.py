@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
+from megascale.v1 import driver_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.keeper_process import KeeperProcess
 from megascale_common.job.names import is_dns_label
@@ -122,9 +122,7 @@ async def _serve_until(
     leader = Leader(client, engine, set_serving, keeper, retention=_retention(options))
     service = DriverService(engine, leader, options.cluster)
     driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
-    link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(
-        LinkService(engine, leader, options.cluster), server.server
-    )
+    LinkService(engine, leader, options.cluster).add_to(server.server)
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         metrics = await _serve_metrics(engine, options)

@@ -15,14 +15,14 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megascale.v1 import link_pb2, types_pb2
+from megascale.v1 import types_pb2
 from megascale_common.etcd.election import Leadership
 from megascale_common.service import logs
 from megascale_common.service.clock import Clock
 from megascale_common.service.errors import NotLeaderError
 from megascale_driver import probes, wire
 from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
-from megascale_driver.core import hang, machine, plausible
+from megascale_driver.core import hang, plausible
 from megascale_driver.core.events import (
     Audit,
     Event,
@@ -44,17 +44,19 @@ from megascale_driver.core.events import (
 from megascale_driver.core.group_events import CheckGroup
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import AttemptPhase, Cluster, Job
+from megascale_driver.deciding import beside, decide, gathered
 from megascale_driver.feeds import JobFeeds
 from megascale_driver.journal.audit_log import AuditLog, canonical
+from megascale_driver.journal.rows import Batch
 from megascale_driver.journal.store import Loaded, Store
 from megascale_driver.node_calls import NodeCalls
 from megascale_driver.open_links import Link, OpenLinks
 from megascale_driver.orders import OrderSender
+from megascale_driver.presence.arrival import Arrival
 from megascale_driver.presence.inbox import Inbox
 from megascale_driver.presence.intake import Intake
 from megascale_driver.presence.lane import News
 from megascale_driver.presence.steps import StepLanes
-from megascale_driver.streams import first_of
 
 CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
 LOOP_BLOCKED_S = 1.0  # beyond, the driver itself stood still: silence of nodes is no evidence
@@ -152,7 +154,7 @@ class Engine:
         self.presence.lane.closed(link.node, link.incarnation)
         self.post(StreamReset(self.clock.now_s(), link.node, link.incarnation))
 
-    def heard(self, link: Link, beat: link_pb2.Heartbeat | None, now_s: float) -> None:
+    def heard(self, link: Link, beat: Arrival | None, now_s: float) -> None:
         """A heartbeat has arrived on a link (None: one that cannot be used); most end here."""
         if self.links.get(link.node) is not link:
             return  # the node has dialled again meanwhile
@@ -232,6 +234,7 @@ class Engine:
         self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
         ticker = asyncio.create_task(self._tick())
         sender = asyncio.create_task(self._orders.run(epoch, lambda: self.state))
+        lost = asyncio.create_task(self._wake_when(leadership.lease.lost))
         try:
             while not leadership.lease.lost.is_set():
                 await self._turn(store, leadership)
@@ -240,6 +243,7 @@ class Engine:
             self.term = None
             ticker.cancel()
             sender.cancel()
+            lost.cancel()
             for entry in self._inbox.clear():
                 _refuse(entry)
 
@@ -283,30 +287,30 @@ class Engine:
         """Wait for events, decide on a batch of them, commit, then let out what follows."""
         if not self._inbox:
             self._arrived.clear()
-            await first_of(self._arrived.wait(), leadership.lease.lost.wait())
+            await self._arrived.wait()
+            if leadership.lease.lost.is_set():
+                return
+        old = self.state
+        await gathered(len(old.nodes))
         batch = self._inbox.take(BATCH_EVENTS)
-        old, state = self.state, self.state
-        outcomes: list[tuple[_Entry, Outcome]] = []
         self._tick_waits &= not any(isinstance(entry.event, Tick) for entry in batch)
         # self.state stays the committed one until the commit is confirmed: a request that is
         # answered meanwhile, and a term that ends here, see nothing that may never have been.
-        for entry in batch:
-            try:
-                state, outcome = machine.step(state, entry.event, self.policy)
-            except Exception as error:
-                # A defect that one event exposes must not stop all other decisions: `state` is a
-                # value, so the failed step has left nothing behind.
-                _log.exception(
-                    "the core failed on an event; it is dropped",
-                    event_kind=type(entry.event).__name__,
-                )
-                if entry.answer is not None and not entry.answer.done():
-                    entry.answer.set_exception(error)
-                continue
-            outcomes.append((entry, outcome))
-        audit = canonical(line for _, outcome in outcomes for line in outcome.audit)
+        outcomes: list[tuple[_Entry, Outcome]] = []
+
+        def work() -> tuple[Cluster, list[Outcome | Exception], tuple[Audit, ...], Batch]:
+            state, found = decide(old, (entry.event for entry in batch), self.policy)
+            audit = canonical(line for each in found for line in getattr(each, "audit", ()))
+            return state, found, audit, store.between(old, state, audit)
+
         try:
-            await self._commit(store, leadership, old, state, audit)
+            state, found, audit, changes = await beside(len(old.nodes), work)
+            for entry, outcome in zip(batch, found, strict=True):
+                if isinstance(outcome, Outcome):
+                    outcomes.append((entry, outcome))
+                elif entry.answer is not None and not entry.answer.done():
+                    entry.answer.set_exception(outcome)
+            await self._commit(store, leadership, changes)
         except BaseException:
             for entry in batch:
                 _refuse(entry)
@@ -315,22 +319,24 @@ class Engine:
         self._retimed.set()
         self._publish(old, outcomes, audit)
 
-    async def _commit(
-        self,
-        store: Store,
-        leadership: Leadership,
-        old: Cluster,
-        state: Cluster,
-        audit: tuple[Audit, ...],
-    ) -> None:
+    async def _wake_when(self, lost: asyncio.Event) -> None:
+        """End the wait for events when the lease is lost; one task a term, not two a decision."""
+        await lost.wait()
+        self._arrived.set()
+
+    async def _commit(self, store: Store, leadership: Leadership, batch: Batch) -> None:
         """Commit within the lease.
 
         Whether a write that is still open when the lease ends was applied is unknown, and need not
         be known. It compares the create revision of this term's leader key, so it cannot be applied
         once the next leader's key exists, and that leader reads etcd only then.
         """
+        if not batch.changes:
+            # As of most heartbeats that the core sees: that needs no tasks, but others get a turn.
+            await asyncio.sleep(0)
+            return
         deadline_s = max(leadership.lease.remaining_s(), 0.1)
-        work = asyncio.ensure_future(store.commit(old, state, audit, deadline_s=deadline_s))
+        work = asyncio.ensure_future(store.write(batch, deadline_s))
         lost = asyncio.ensure_future(leadership.lease.lost.wait())
         try:
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)

@@ -23,6 +23,7 @@ from megascale_driver.engine import Engine
 from megascale_driver.journal.older import OlderLines
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
 from megascale_driver.journal.store import LEADER_KEY, Store
+from megascale_driver.journal.timeline import Timeline
 from megascale_driver.journal.trimming import Retention, Trimmer
 
 LEASE_TTL_S = 10
@@ -62,6 +63,8 @@ class Leader:
         self._answered_s = clock()  # when etcd did last
         # Set while another driver is known to lead.
         self.superseded = asyncio.Event()
+        # While it reads the state, elected but without a term yet; set when that has ended.
+        self.beginning: asyncio.Event | None = None
         self._client = client
         self._engine = engine
         self._notify = notify
@@ -69,6 +72,7 @@ class Leader:
         self._clock = clock
         self._retention = retention if retention is not None else Retention()
         self.older = OlderLines(client, self._retention.export_to)
+        self.timeline = Timeline(client, self.older)
 
     @property
     def shows_state(self) -> bool:
@@ -142,7 +146,7 @@ class Leader:
             async with asyncio.timeout(LOOK_UP_S):
                 holder = await self._client.get(LEADER_KEY)
         except (EtcdError, TimeoutError):
-            self.known_address = ""  # nobody can tell: the last state is better than none
+            self.known_address = ""  # unknown: the last state is better than none
             return
         address = _address_of(holder.value) if holder is not None else ""
         self.known_address = "" if address == self._engine.address else address
@@ -165,8 +169,14 @@ class Leader:
         # Read only now that the leader key is this driver's: whatever a former leader still tries
         # to commit fails on its fence, so nothing can be added to what is read here.
         store = Store(self._client, leadership)
-        loaded = await store.load()
-        await self._notify(True)
+        beginning = self.beginning = asyncio.Event()
+        try:
+            loaded = await store.load()
+            await self._notify(True)
+        finally:
+            # Whoever waits for it goes on with the loop's next turn: the term has begun by then.
+            self.beginning = None
+            beginning.set()
         trimmer = Trimmer(self._client, leadership, self._retention, self._engine.clock)
         beside = [
             asyncio.create_task(trimmer.run(lambda: self._engine.state)),

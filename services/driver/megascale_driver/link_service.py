@@ -7,13 +7,14 @@ in :mod:`megascale_driver.open_links`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from google.protobuf.timestamp_pb2 import Timestamp
+from google.protobuf.message import DecodeError
 
-from megascale.v1 import link_pb2, link_pb2_grpc
+from megascale.v1 import link_pb2
 from megascale_common.job.names import is_dns_label
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
@@ -32,8 +33,12 @@ from megascale_driver.leadership import Leader
 from megascale_driver.loop_watch import LongLived
 from megascale_driver.open_links import Link
 from megascale_driver.orders import PROTOCOL
+from megascale_driver.presence import arrival
 
 HELLO_TIMEOUT_S = 10.0
+# For which a node that dials waits while a new leader reads the state; agents wait 5 s for the
+# driver's hello.
+BEGINNING_S = 4.0
 # Open links, and those whose hello has not come yet: each costs some 55 KiB of memory.
 MAX_LINKS = 32_768
 MAX_HEARTBEAT_BYTES = 64 << 10
@@ -41,7 +46,7 @@ MAX_HEARTBEAT_BYTES = 64 << 10
 _log = logs.get(__name__)
 
 
-class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
+class LinkService:
     """Turns the messages of nodes into events for the engine, and sends what their links hold."""
 
     def __init__(self, engine: Engine, leader: Leader, cluster: str) -> None:
@@ -51,12 +56,28 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         self._long_lived = LongLived()
         self._greeting = 0  # links whose hello has not come yet
 
-    async def Connect(  # type: ignore[override]  # the generated base class knows generators only
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Have the server serve it; requests of Connect come as bytes."""
+        handlers = {
+            "Connect": grpc.stream_stream_rpc_method_handler(
+                self.Connect,
+                response_serializer=link_pb2.ConnectResponse.SerializeToString,
+            ),
+            "ReportSteps": grpc.stream_unary_rpc_method_handler(
+                self.ReportSteps,
+                request_deserializer=link_pb2.ReportStepsRequest.FromString,
+                response_serializer=link_pb2.ReportStepsResponse.SerializeToString,
+            ),
+        }
+        name = link_pb2.DESCRIPTOR.services_by_name["ExecutorLinkService"].full_name
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+    async def Connect(
         self,
-        request_iterator: AsyncIterator[link_pb2.ConnectRequest],
+        request_iterator: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """One node's link, from its hello until either side ends it."""
+        """One node's link, from its hello until either side ends it; requests are serialized."""
         try:
             hello = await self._hello(request_iterator)
         except ServiceError as error:
@@ -117,19 +138,25 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
                 accepted += 1
         return link_pb2.ReportStepsResponse(accepted=accepted)
 
-    async def _hello(
-        self, requests: AsyncIterator[link_pb2.ConnectRequest]
-    ) -> link_pb2.ExecutorHello:
-        if self._engine.term is None:
+    async def _hello(self, requests: AsyncIterator[bytes]) -> link_pb2.ExecutorHello:
+        beginning = self._leader.beginning
+        if self._engine.term is None and beginning is None:
             raise self._leader.not_leading()
         if len(self._engine.links) + self._greeting >= MAX_LINKS:
             text = f"{MAX_LINKS} links are open or being opened; dial again later"
             raise UnavailableError(text, reason="TOO_MANY_LINKS")
         self._greeting += 1
         try:
+            if beginning is not None:
+                # Refused, thousands of nodes would dial again and again while the state is read.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BEGINNING_S):
+                        await beginning.wait()
+                if self._engine.term is None:
+                    raise self._leader.not_leading()
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await anext(requests)
-        except (TimeoutError, StopAsyncIteration) as error:
+                first = link_pb2.ConnectRequest.FromString(await anext(requests))
+        except (TimeoutError, StopAsyncIteration, DecodeError) as error:
             text = f"no hello arrived within {HELLO_TIMEOUT_S:g} s"
             raise RequestError(text, reason="HELLO_MISSING") from error
         finally:
@@ -187,37 +214,41 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
                 reason="NODE_NAME_IN_USE",
             )
 
-    async def _read(self, requests: AsyncIterator[link_pb2.ConnectRequest], link: Link) -> None:
+    async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
         """Acknowledge every heartbeat and hand it to the engine; close the link with the stream."""
+        clock, heard = self._engine.clock, self._engine.heard
         try:
             async for request in requests:
-                received_s = self._engine.clock.now_s()
-                if request.WhichOneof("message") != "heartbeat":
+                received_s = clock.now_s()
+                beat = arrival.parsed(request)
+                if beat is None:
                     continue
-                beat = request.heartbeat
                 # Before anything else: no decision and no commit holds up an acknowledgement.
-                await link.acknowledge(self._ack(beat.seq, received_s))
+                await link.acknowledge(_ack(beat.seq, received_s, clock.now_s()))
                 # An oversized one is dropped but proves the agent alive. Closing the link would not
                 # help: the same heartbeat would come with the next one.
-                if (size := beat.ByteSize()) > MAX_HEARTBEAT_BYTES:
+                if len(request) > MAX_HEARTBEAT_BYTES:
                     _log.warning(
-                        "a heartbeat of more than 64 KiB is dropped", node=link.node, bytes=size
+                        "a heartbeat of more than 64 KiB is dropped",
+                        node=link.node,
+                        bytes=len(request),
                     )
-                    self._engine.heard(link, None, received_s)
+                    heard(link, None, received_s)
                 else:
-                    self._engine.heard(link, beat, received_s)
+                    heard(link, beat, received_s)
+        except DecodeError as error:
+            _log.warning("a message of a node cannot be read", node=link.node, error=str(error))
         finally:
             link.close()
 
-    def _ack(self, seq: int, received_s: float) -> link_pb2.ConnectResponse:
-        sent_s = self._engine.clock.now_s()
-        return link_pb2.ConnectResponse(
-            heartbeat_ack=link_pb2.HeartbeatAck(
-                seq=seq, received_at=_stamp(received_s), sent_at=_stamp(sent_s)
-            )
-        )
 
-
-def _stamp(now_s: float) -> Timestamp:
-    seconds, nanos = divmod(int(now_s * 1e9), 1_000_000_000)
-    return Timestamp(seconds=seconds, nanos=nanos)
+def _ack(seq: int, received_s: float, sent_s: float) -> link_pb2.ConnectResponse:
+    # Field by field: the constructors with keywords take three times as long.
+    response = link_pb2.ConnectResponse()
+    ack = response.heartbeat_ack
+    ack.seq = seq
+    stamp = ack.received_at
+    stamp.seconds, stamp.nanos = divmod(int(received_s * 1e9), 1_000_000_000)
+    stamp = ack.sent_at
+    stamp.seconds, stamp.nanos = divmod(int(sent_s * 1e9), 1_000_000_000)
+    return response

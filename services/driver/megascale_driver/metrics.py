@@ -90,6 +90,12 @@ class DriverMetrics(Collector):
             job,
             registry=into,
         )
+        self._data_wait = Total(
+            "megascale_data_wait_seconds",
+            "Time that training has waited for data.",
+            job,
+            registry=into,
+        )
         self._of_job: dict[str, Gauge] = {
             name: Gauge(f"megascale_{name}", text, job, registry=into)
             for name, text in (
@@ -97,6 +103,7 @@ class DriverMetrics(Collector):
                 ("gradient_norm", "Gradient norm of the newest step, before clipping."),
                 ("learning_rate", "Learning rate of the newest step."),
                 ("step", "Newest completed step."),
+                ("memory_bytes", "Most memory that the device of the reporting rank has held."),
             )
         }
         self._mfu = Gauge(
@@ -111,6 +118,7 @@ class DriverMetrics(Collector):
         duration_s = record.step_time.ToNanoseconds() / 1e9
         self._step_time.labels(job).observe(duration_s)
         self._tokens.labels(job).inc(max(0, round(record.tokens_per_s * duration_s)))
+        self._data_wait.labels(job).inc(max(0.0, record.data_wait.ToNanoseconds() / 1e9))
         for name, gauge in self._of_job.items():
             gauge.labels(job).set(getattr(record, name))
         for kind in ("causal", "full"):
@@ -182,7 +190,12 @@ class DriverMetrics(Collector):
             self._jobs.discard(name)
             series = [
                 (metric, (name,))
-                for metric in (self._step_time, self._tokens, *self._of_job.values())
+                for metric in (
+                    self._step_time,
+                    self._tokens,
+                    self._data_wait,
+                    *self._of_job.values(),
+                )
             ]
             for metric, labels in (
                 *series,

@@ -21,6 +21,7 @@ from megascale_common.service import status
 from megascale_common.service.errors import (
     ExistsError,
     ExpiredError,
+    LimitError,
     NotFoundError,
     NotLeaderError,
     PreemptedError,
@@ -57,8 +58,11 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "NO_PROFILE": (StateError, "no profile of the job is in progress"),
     "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `ListNodes` lists all nodes"),
     "NODE_QUARANTINED": (StateError, "the node is quarantined already and gets no work"),
+    "TOO_MANY_TENANTS": (LimitError, "there are too many tenants; use one that exists"),
     "REQUEST_ID_REUSED": (RequestError, "the request_id belongs to another request; use a new one"),
 }
+# The field of the request that such a refusal is about.
+_REFUSED_FIELDS = {"REQUEST_ID_REUSED": "request_id", "TOO_MANY_TENANTS": "tenant"}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -178,8 +182,9 @@ def raise_refusal(outcome: Outcome) -> None:
     """Raise the core's refusal as the error for the wire, if there is one."""
     if outcome.refusal:
         kind, message = _REFUSALS[outcome.refusal]
-        fields = [("request_id", message)] if outcome.refusal == "REQUEST_ID_REUSED" else []
-        raise kind(outcome.refusal_detail or message, reason=outcome.refusal, fields=fields)
+        text, field = outcome.refusal_detail or message, _REFUSED_FIELDS.get(outcome.refusal)
+        fields = [(field, text)] if field is not None else []
+        raise kind(text, reason=outcome.refusal, fields=fields)
 
 
 def expired(error: ExpiredError) -> ExpiredError:

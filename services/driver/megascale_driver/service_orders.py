@@ -40,13 +40,13 @@ class OrderMethods(WatchMethods):
         """Begin a new attempt, from the newest state or from a named step."""
         required_reason(request.reason)
         job, step = self._job(request.name), None
-        later: tuple[int, ...] = ()
+        written_by, later = 0, tuple[int, ...]()
         if request.HasField("from_step"):
             step = request.from_step
-            later = await self._later_steps(job, step)
+            written_by, later = await self._checkpoint_of(job, step)
         event = RestartRequested(
-            job=job.name, from_step=step, later_steps=later, now=request.now,
-            **self._asked(request, context),
+            job=job.name, from_step=step, from_attempt=written_by, later_steps=later,
+            now=request.now, **self._asked(request, context),
         )  # fmt: skip
         consequence = await self._carried_out(
             event, "RESTART_REQUESTED", "job", dry=request.validate_only
@@ -55,8 +55,8 @@ class OrderMethods(WatchMethods):
             job=self._message(self._job(request.name)), consequence=consequence
         )
 
-    async def _later_steps(self, job: Job, step: int) -> tuple[int, ...]:
-        """The complete checkpoints above ``step``, which must be one itself."""
+    async def _checkpoint_of(self, job: Job, step: int) -> tuple[int, tuple[int, ...]]:
+        """The attempt that wrote the checkpoint of ``step``, and the steps to restore no more."""
         if step < 0:
             raise invalid("from_step", f"{step} is negative", "give the step of a checkpoint")
         commits = await self._commits(job) if job.config.checkpoint.uri else []
@@ -68,7 +68,14 @@ class OrderMethods(WatchMethods):
                 "(`megascale checkpoint list` has all)",
                 reason="CHECKPOINT_NOT_FOUND",
             )
-        return tuple(found for found in steps if found > step)
+        # The newest that is not refused is restored, whatever its number: after an earlier order to
+        # go back, it may be a lower one than the one that is named now.
+        at = next((n for n, commit in enumerate(commits) if commit.step == step), len(commits))
+        newer = {commit.step for commit in commits[:at]} | {
+            found for found in steps if found > step
+        }
+        written_by = commits[at].attempt if at < len(commits) else 0
+        return written_by, tuple(sorted(newer - {step}, reverse=True))
 
     @answers
     async def UpdateJob(

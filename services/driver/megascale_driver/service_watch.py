@@ -21,7 +21,7 @@ from megascale_driver import wire
 from megascale_driver.core.attempt import NodeSlot
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Job, Liveness
-from megascale_driver.journal import audit_log
+from megascale_driver.journal import audit_log, timeline
 from megascale_driver.service_base import (
     Context,
     ServiceBase,
@@ -69,6 +69,8 @@ class WatchMethods(ServiceBase):
         """Audit log of a job, of a node or (without a subject) of the cluster, oldest first."""
         self._require_state()
         about, size = _about(request.subject), page_size(request.page_size)
+        if timeline.is_token(request.page_token):
+            return await self._by_time(request, about, size)
         try:
             behind = self.engine.audit.behind(request.page_token)
         except ExpiredError as error:
@@ -80,6 +82,24 @@ class WatchMethods(ServiceBase):
         events = [wire.event_message(line, self._epoch()) for line in lines[:size]]
         return driver_pb2.ListEventsResponse(events=events, next_page_token=token)
 
+    async def _by_time(
+        self, request: driver_pb2.ListEventsRequest, about: Callable[[Audit], bool], size: int
+    ) -> driver_pb2.ListEventsResponse:
+        """A page of all lines that can be read, in the order of their times."""
+        state, (kind, _, name) = self.engine.state, request.subject.partition("/")
+        logs = [timeline.Log(j.name, j.created_at_s, j.log_seq) for j in state.jobs.values()]
+        logs.append(timeline.Log("", 0.0, state.log_seq))
+        if request.subject == CLUSTER or kind == "jobs":
+            logs = [log for log in logs if log.name == name]
+        try:
+            page = await self.leader.timeline.page(logs, request.page_token, about, size)
+        except ValueError as error:
+            raise invalid("page_token", str(error), "start over with t0") from error
+        except EtcdError as failure:
+            raise _silent(failure) from failure
+        events = [wire.event_message(line, self._epoch()) for line in page.lines]
+        return driver_pb2.ListEventsResponse(events=events, next_page_token=page.token)
+
     async def _older(
         self, subject: str, token: str, count: int, error: ExpiredError
     ) -> list[Audit]:
@@ -87,15 +107,13 @@ class WatchMethods(ServiceBase):
         log, seq = audit_log.place_of(token)
         if subject != (f"jobs/{log}" if log else CLUSTER):
             raise ExpiredError(
-                f"{error}: start over without a token; older lines are listed by the log that they "
-                f"are in: subject jobs/NAME, or {CLUSTER!r}, from token 0.NAME, or '0.', on"
+                f"{error}: start over without a token, or with t0 for all lines that can be read, "
+                "in the order of time (tSECONDS: from that time on)"
             ) from error
         try:
             return await self.leader.older.behind(log, seq, count)
         except EtcdError as failure:
-            raise UnavailableError(
-                f"older lines are in etcd, which does not answer: {failure}", reason="ETCD_SILENT"
-            ) from failure
+            raise _silent(failure) from failure
 
     @streams
     async def WatchEvents(
@@ -179,6 +197,12 @@ class WatchMethods(ServiceBase):
             "no node is alive, so no checkpoint daemon can read the checkpoints",
             reason="NO_NODE",
         )
+
+
+def _silent(failure: EtcdError) -> UnavailableError:
+    return UnavailableError(
+        f"older lines are in etcd, which does not answer: {failure}", reason="ETCD_SILENT"
+    )
 
 
 def _slot_of_rank(job: Job, attempt: int, rank: int) -> NodeSlot:

@@ -1,11 +1,11 @@
-"""Streams of answers, and waits, that can be ended from outside."""
+"""Streams of answers that can be ended from outside."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import TypeVar
 
 Answer = TypeVar("Answer")
 
@@ -33,16 +33,3 @@ async def until_set(event: asyncio.Event, answers: AsyncIterator[Answer]) -> Asy
             coming.cancel()
             with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
                 await coming
-
-
-async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait until one of the waits has ended; the others are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        # Nothing is suppressed here: a cancellation that arrives during this wait must go on to the
-        # caller, or SIGTERM would have no effect.
-        await asyncio.wait(tasks)

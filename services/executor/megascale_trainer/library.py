@@ -41,6 +41,9 @@ class Trainer(core.Trainer):
     Args:
         device: such as "cpu" or "cuda:1"; "" takes the first GPU where there is one.
 
+    Attributes:
+        restored: whether :meth:`restore` has found a checkpoint.
+
     Raises:
         ValueError: the job asks for what is not built; names the field.
     """
@@ -54,6 +57,7 @@ class Trainer(core.Trainer):
         super().__init__(alone, 0, single_process_groups(), place)
         self.initialise()
         self._samples: SampleStream | None = None
+        self.restored = False
 
     def steps(self, count: int) -> Iterator[StepRecord]:
         """Take ``count`` steps on the job's data, from where the trainer stands.
@@ -121,25 +125,37 @@ class Trainer(core.Trainer):
         finally:
             link.close()
         self.finish_load(found.plan.step, weights_only=found.plan.step == 0)
+        self.restored = True
 
     def generate(self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
         """``prompt`` and up to ``tokens`` more tokens, as text; ends with the document.
 
         At ``temperature`` 0 the most probable token follows, else one that is drawn. A plain loop
         that computes the whole sequence for each token: to look at what was learnt.
+
+        Raises:
+            ValueError: the model has no ids for some of the tokenizer's tokens.
+            DataError: the tokenizer cannot be read.
         """
-        tokenizer = _tokenizer(self.config)
+        tokenizer, known = _tokenizer(self.config), self.config.model.vocab_size
+        if tokenizer.vocab_size > known:
+            raise ValueError(
+                f"trainer.data.tokenizer: it has {tokenizer.vocab_size} tokens, the model "
+                f"{known}: give the tokenizer that the corpus was made with"
+            )
         (encoded,) = tokenizer.encode([prompt.encode()])
         *ids, end = encoded.tolist()
         random = torch.Generator(self._device).manual_seed(seed)
         for _ in range(tokens):
-            following = self._next(ids or [end], temperature, random)
+            logits = self._next(ids or [end])[: tokenizer.vocab_size]
+            following = _chosen(logits, temperature, random)
             if following == end:
                 break
             ids.append(following)
         return tokenizer.decode(np.array(ids, np.int64))
 
-    def _next(self, ids: list[int], temperature: float, random: torch.Generator) -> int:
+    def _next(self, ids: list[int]) -> torch.Tensor:
+        """[V] float32: the logits of the token after ``ids``."""
         length = self.config.model.sequence_length
         seen = ids[-length:]
         row: dict[str, np.ndarray[Any, Any]] = {
@@ -151,11 +167,14 @@ class Trainer(core.Trainer):
         }
         # What follows the sequence does not count: attention is causal.
         row["tokens"][0, : len(seen)] = seen
-        logits = self.logits(MicroBatch.from_numpy(row).to(self._device))[0, len(seen) - 1].float()
-        if temperature <= 0:
-            return int(logits.argmax())
-        shares = torch.softmax(logits / temperature, dim=0)
-        return int(torch.multinomial(shares, 1, generator=random))
+        return self.logits(MicroBatch.from_numpy(row).to(self._device))[0, len(seen) - 1].float()
+
+
+def _chosen(logits: torch.Tensor, temperature: float, random: torch.Generator) -> int:
+    if temperature <= 0:
+        return int(logits.argmax())
+    shares = torch.softmax(logits / temperature, dim=0)
+    return int(torch.multinomial(shares, 1, generator=random))
 
 
 def _tokenizer(config: JobConfig) -> Tokenizer:

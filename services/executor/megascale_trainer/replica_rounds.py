@@ -33,7 +33,7 @@ class ReplicaRounds:
         self._decided = 0  # the newest step that is copied, or was
         self._cast: dict[int, int] = {}  # by the step of a vote: what was decided when it was cast
         self._unsealed = 0  # the decided step, until its seal has gone to the daemon
-        # A question about a step may be answered after that was sealed: its number tells.
+        # A question about a step may be answered after that was sealed: its number shows that.
         self._question = 0
         self._ended = False  # until the daemon says so: it may still copy what was restored
 

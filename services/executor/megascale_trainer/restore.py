@@ -35,19 +35,49 @@ __all__ = ["MemoryLook", "RestoreRefused", "RestoredState", "restore"]
 class RestoredState:
     """What a rank has restored.
 
-    ``small_state`` was sealed with the state, ``source`` is where this rank's part came from, and
-    ``read_bytes`` are what it read from storage, for itself and for others. ``damage`` is what is
-    wrong with its memory, where that was to have the state. ``plan`` is the one that was carried
-    out, and ``passed_over`` what is wrong with the newer ones before it.
+    ``small_state`` was sealed with the state, ``source`` is where this rank's part came from,
+    ``held_bytes`` are what it found in its own node's memory, ``fetched_bytes`` what its daemon
+    fetched from a peer's, and ``read_bytes`` what it read from storage, for itself and for others.
+    ``damage`` is what is wrong with its memory, where that was to have the state. ``plan`` is the
+    one that was carried out, and ``passed_over`` what is wrong with the newer ones before it.
     """
 
     small_state: dict[str, Any]
     source: RestoreSource
     read_bytes: int
     timeline: Timeline
+    held_bytes: int = 0
+    fetched_bytes: int = 0
     damage: str = ""
     plan: RestorePlan = field(default_factory=RestorePlan)
     passed_over: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> str:
+        """How many bytes came from where, in words."""
+        return (
+            f"{self.held_bytes} bytes from memory, {self.fetched_bytes} bytes from peer, "
+            f"{self.read_bytes} bytes from storage"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """What came from memory: ``held_bytes`` of the own node's, or ``fetched_bytes`` of a peer's.
+
+    Without bytes ``problem`` is why, and ``file`` names the slot that is damaged, if one is.
+    """
+
+    small_state: dict[str, Any]
+    held_bytes: int
+    fetched_bytes: int
+    problem: str = ""
+    file: str = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether memory had the state."""
+        return not self.problem
 
 
 class MemoryLook:
@@ -73,8 +103,8 @@ class MemoryLook:
         if self._state is None:
             self._link.read_answers(wait_s)
 
-    def load(self, state: RestoredInto, device: torch.device, timeline: Timeline) -> MemoryState:
-        """Load the state; ``slot`` of what is returned is -1 where memory does not have it whole.
+    def load(self, state: RestoredInto, device: torch.device, timeline: Timeline) -> LoadedState:
+        """Load the state where memory has it whole.
 
         Raises:
             OSError: the daemon is gone.
@@ -86,22 +116,33 @@ class MemoryLook:
             raise TimeoutError(f"the checkpoint daemon has not looked in {START_TIMEOUT_S:g} s")
         slot = found["slot"]
         if slot < 0:
-            return found
+            return LoadedState({}, 0, 0, found["problem"], found["file"])
         verdicts: list[Message] = []
         self._link.post(Verify(kind="restore_verify"), verdicts.append)
-        with timeline.part("load"):
-            _load(self._link, slot, state, device)
-        with timeline.part("verify"):
-            if not self._link.read_answers(START_TIMEOUT_S):
-                raise TimeoutError(f"no verdict on the state in memory in {START_TIMEOUT_S:g} s")
-        verdict = cast(Verified, verdicts[0])
+        if found.get("arriving", False):
+            # Nothing is in the slot yet; it is mapped and pinned meanwhile.
+            with timeline.part("fetch"):
+                verdict = self._verdict(verdicts)
+            if not verdict["problem"]:
+                with timeline.part("load"):
+                    _load(self._link, slot, state, device)
+        else:
+            with timeline.part("load"):
+                _load(self._link, slot, state, device)
+            with timeline.part("verify"):
+                verdict = self._verdict(verdicts)
         if verdict["problem"]:
-            problem, file = verdict["problem"], verdict["file"]
-            return MemoryState(
-                kind="memory_state", slot=-1, small_state={}, problem=problem, file=file
-            )
+            return LoadedState({}, 0, 0, verdict["problem"], verdict["file"])
+        fetched_bytes = verdict.get("fetched_bytes", 0)
+        held_bytes = 0 if fetched_bytes else self._link.slot(slot).numel()
         self._link.ask(Release(kind="release", slot=slot))
-        return found
+        small_state = verdict.get("small_state", found["small_state"])
+        return LoadedState(small_state, held_bytes, fetched_bytes)
+
+    def _verdict(self, verdicts: list[Message]) -> Verified:
+        if not self._link.read_answers(START_TIMEOUT_S):
+            raise TimeoutError(f"no verdict on the state in memory in {START_TIMEOUT_S:g} s")
+        return cast(Verified, verdicts[0])
 
     def _found(self, answer: Message) -> None:
         self._state = cast(MemoryState, answer)
@@ -155,38 +196,40 @@ def _restore(
     """One of the planned states; raises as :func:`restore`."""
     plan, timeline = look.plan, Timeline()
     found = look.load(state, device, timeline)
-    held = found["slot"] >= 0
+
+    def restored(read_bytes: int = 0) -> RestoredState:
+        sizes = (read_bytes, timeline, found.held_bytes, found.fetched_bytes)
+        return RestoredState(found.small_state, RestoreSource.MEMORY, *sizes)
+
     if world is None or world.size == 1:
-        if held:
-            return RestoredState(found["small_state"], RestoreSource.MEMORY, 0, timeline)
-        return _alone(link, plan, found, state, timeline)
+        return restored() if found.held else _alone(link, plan, found, state, timeline)
     votes = Votes(world, device)
     with timeline.part("others"):
-        in_memory = [bool(row[0]) for row in votes.numbers(held)]
+        in_memory = [bool(row[0]) for row in votes.numbers(found.held)]
     if all(in_memory):
-        return RestoredState(found["small_state"], RestoreSource.MEMORY, 0, timeline)
+        return restored()
     if not plan.manifest_uri:
-        votes.agree(None if held else _not_in_memory(found))
+        votes.agree(None if found.held else _not_in_memory(found))
     reader = StoredStateReader(link, state, device, world, timeline)
     small_state = reader.read(plan, in_memory)
     read_bytes = reader.read_bytes
-    if held:
-        return RestoredState(found["small_state"], RestoreSource.MEMORY, read_bytes, timeline)
-    damage = found["problem"] if found["file"] else ""
-    return RestoredState(small_state, RestoreSource.STORAGE, read_bytes, timeline, damage)
+    if found.held:
+        return restored(read_bytes)
+    damage = found.problem if found.file else ""
+    return RestoredState(small_state, RestoreSource.STORAGE, read_bytes, timeline, damage=damage)
 
 
 def _alone(
     link: DaemonLink,
     plan: RestorePlan,
-    found: MemoryState,
+    found: LoadedState,
     state: RestoredInto,
     timeline: Timeline,
 ) -> RestoredState:
     """A rank alone, whose memory does not have the state: from storage."""
     if not plan.manifest_uri:
         refused = _not_in_memory(found)
-        refused.damage = found["problem"] if found["file"] else ""
+        refused.damage = found.problem if found.file else ""
         raise refused
     with timeline.part("restore"):
         request = Restore(kind="restore", plan=plan.to_mapping())
@@ -198,8 +241,9 @@ def _alone(
         _load(link, answer["slot"], state, state.state_image().device)
         link.ask(Release(kind="release", slot=answer["slot"]))
     source = RestoreSource(answer["source"])
-    damage = found["problem"] if found["file"] else ""
-    return RestoredState(answer["small_state"], source, answer["bytes_read"], timeline, damage)
+    damage = found.problem if found.file else ""
+    small_state, read_bytes = answer["small_state"], answer["bytes_read"]
+    return RestoredState(small_state, source, read_bytes, timeline, damage=damage)
 
 
 def _load(link: DaemonLink, slot: int, state: RestoredInto, device: torch.device) -> None:
@@ -218,8 +262,8 @@ def _load(link: DaemonLink, slot: int, state: RestoredInto, device: torch.device
     torch.cuda.synchronize(device)  # the copy must end before the slot is released
 
 
-def _not_in_memory(found: MemoryState) -> RestoreRefused:
+def _not_in_memory(found: LoadedState) -> RestoreRefused:
     """A state that only memory had is damaged, which refuses the step, or lost with its daemon."""
-    if found["file"]:
-        return RestoreRefused("CHECKPOINT_CORRUPT", found["problem"], found["file"])
-    return RestoreRefused("OTHER", found["problem"], "")
+    if found.file:
+        return RestoreRefused("CHECKPOINT_CORRUPT", found.problem, found.file)
+    return RestoreRefused("OTHER", found.problem, "")

@@ -17,7 +17,7 @@ import torch
 from megascale_common.job.config import JobConfig
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.checkpoint_layout import ShardLayout
-from megascale_common.sizes.parameter_table import parameter_table, shard_layout
+from megascale_common.sizes.parameter_table import parameter_names, parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.host_copy import CopyEnd, Landed, parts
@@ -177,7 +177,10 @@ class Trainer:
             (len(self._state_names), self._table.shard_elements), dtype=torch.float32, device=device
         )
         self._optimizer = factory(
-            OptimizerSetup(config.optimizer, self._table, self._states, operators.name)
+            OptimizerSetup(
+                *(config.optimizer, self._table, self._states, operators.name),
+                *(parameter_names(config.model), groups.world.all_reduce),
+            )
         )
         weights = bind_weights(self._table, self._buffers.parameters, self._buffers.gradients)
         shape = (
@@ -399,10 +402,17 @@ class Trainer:
 
 
 def set_determinism(config: JobConfig, device: torch.device) -> None:
-    """Make CUDA repeat itself bit for bit for ``training.deterministic``; a CPU does anyway."""
+    """Make CUDA repeat itself bit for bit for ``training.deterministic``; a CPU does anyway.
+
+    The parts of a bf16 product that cuBLAS cuts along K are then added in float32, as its own sums
+    are; otherwise cuBLAS may add them in bf16, which is torch's default, and chooses by shape and
+    device whether to cut. What NCCL does is set before its first communicator
+    (:func:`megascale_trainer.parallel.determinism.pin_collectives`).
+    """
+    deterministic = config.training.deterministic
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not deterministic
     if device.type != "cuda":
         return
-    deterministic = config.training.deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)

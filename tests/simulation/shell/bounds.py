@@ -69,19 +69,21 @@ class Bounds:
 
     # --- what happens
 
-    def heard(self, link: Link) -> None:
+    def heard(self, link: Link, at_s: float) -> None:
         """A heartbeat has reached a driver."""
         name = link.node.name
         if self._heard_by.get(name) != link.term:
             self._heard_by[name] = link.term
             self._heard_s[name] = deque(maxlen=8)
-        self._heard_s[name].append(self._world.now_s)
+        self._heard_s[name].append(at_s)
 
     def begin(self, disturbs: bool) -> None:
         """A fault begins: look until all has been well for a while.
 
         ``disturbs``: nothing is expected of drivers as long as it lasts.
         """
+        if disturbs:
+            self._world.wake()
         self._disturbed += disturbs
         if not self._looks:
             self._looks = True
@@ -95,6 +97,19 @@ class Bounds:
         if disturbs:
             self._disturbed_until_s = self._ended_s + UNDISTURBED_S
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether a fault of drivers, etcd or the network lasts."""
+        return bool(self._disturbed)
+
+    def undisturbed_s(self) -> float:
+        """For how long one driver has led, and nothing has disturbed it or its etcd."""
+        leader = self._world.leader()
+        if self._disturbed or leader is None or leader.process.paused:
+            return 0.0
+        led_since_s = leader.engine.state.leader_since_s - leader.clock_offset_s
+        return self._world.now_s - max(self._disturbed_until_s, led_since_s)
+
     def committed(
         self, driver: SimDriver, old: Cluster, new: Cluster, audit: tuple[Audit, ...]
     ) -> None:
@@ -105,6 +120,7 @@ class Bounds:
             name = line.subject.removeprefix("nodes/")
             decided_s = line.at_s - driver.clock_offset_s
             if line.reason == "LEADER_ELECTED":
+                self._world.wake()
                 self._elected()
             elif line.reason == "NODE_SUSPECT":
                 self._silent_so_long(driver, old, name, decided_s, suspect=True)
@@ -140,7 +156,7 @@ class Bounds:
         policy, node = self._world.policy, old.nodes.get(name)
         limit_s = policy.suspect_after_s if suspect else policy.dead_after_s
         signs_s = [old.leader_since_s - driver.clock_offset_s]
-        if self._heard_by.get(name) == f"{driver.name}#{driver.starts}":
+        if self._heard_by.get(name) == driver.term_of:
             signs_s += [at_s for at_s in self._heard_s[name] if at_s < decided_s - ALIKE_S]
         if node is not None and (proof_s := _proven_s(old, name, policy.step_proof_lag_s)):
             signs_s.append(proof_s - driver.clock_offset_s)
@@ -212,6 +228,8 @@ class Bounds:
             if self._term is None and now_s - self._term_since_s > LED_S:
                 world.invariants.breaks("bound", f"nobody leads for {LED_S:g} s")
             return
+        if len(leaders := [driver.name for driver in world.drivers if driver.leads]) > 1:
+            world.invariants.breaks("bound", f"{leaders} lead at once")
         for node in world.nodes.values():
             self._note(node, leader)
         state = leader.engine.state
@@ -219,7 +237,7 @@ class Bounds:
         held = now_s < state.silence_hold_until_s - offset_s + LATE_S
         holders = {s.node: job for job in state.jobs.values() if job.active for s in job.slots}
         for node in world.nodes.values():
-            if not held:
+            if not (held or node.rest):
                 self._must_be_silent(leader, state, node, holders.get(node.name))
             if node.name in self._well_since_s:
                 self._must_be_linked(state, node)
@@ -265,7 +283,7 @@ class Bounds:
             return
         policy, offset_s = world.policy, leader.clock_offset_s
         signs_s = [self._term_since_s, known.last_seen_s - offset_s]
-        if self._heard_by.get(node.name) == f"{leader.name}#{leader.starts}":
+        if self._heard_by.get(node.name) == leader.term_of:
             signs_s.append(self._heard_s[node.name][-1])
         if proof_s := _proven_s(state, node.name, policy.step_proof_lag_s):
             signs_s.append(proof_s - offset_s)

@@ -18,6 +18,7 @@ from megascale_driver.core.state import Cluster
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
+from megascale_driver.open_links import Link
 from megascale_driver.service import DriverService
 
 if TYPE_CHECKING:
@@ -90,6 +91,19 @@ class Keeper:
             self._world.later(interval_s, self._renew, turn)
 
 
+class SimEngine(Engine):
+    """The engine; a node whose link it closes no longer rests."""
+
+    def __init__(self, world: World, clock: DriverClock, address: str) -> None:
+        super().__init__(world.policy, clock, "token", address)
+        self._world = world
+
+    def closed(self, link: Link) -> None:
+        """A node's link broke."""
+        self._world.nodes[link.node].rest.end()
+        super().closed(link)
+
+
 class SimDriver:
     """One driver's host: at most one process of it runs at a time."""
 
@@ -105,6 +119,11 @@ class SimDriver:
         return self.process.alive
 
     @property
+    def term_of(self) -> str:
+        """The name of its present process."""
+        return f"{self.name}#{self.starts}"
+
+    @property
     def leads(self) -> bool:
         """Whether it is in a term."""
         return self.process.alive and self.engine.term is not None
@@ -115,11 +134,11 @@ class SimDriver:
         self.starts += 1
         self.process = Process(world.loop, self.name)
         self.process.on_death = self._died
-        self.connection = Connection(world.etcd, f"{self.name}#{self.starts}")
+        self.connection = Connection(world.etcd, self.term_of)
         self.connection.delay_s = world.etcd_delay_s
         self.clock = DriverClock(world, self.clock_offset_s)
         self.client = FakeEtcdClient([self.connection], prefix=PREFIX)
-        self.engine = Engine(world.policy, self.clock, "token", f"{self.name}:1")
+        self.engine = SimEngine(world, self.clock, f"{self.name}:1")
         if world.skips:
             self.engine.presence.pace.max_pause_s = MAX_PAUSE_S
         self.engine.observers.append(Witness(world, self))

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tests.simulation.shell.drivers import PREFIX
+from tests.simulation.shell.figures import MAIN_JOB
 from tests.simulation.shell.invariants import AFTERMATH_S
 from tests.simulation.shell.people import PEOPLE, SAVING_S, People
 
 from megascale.v1 import driver_pb2
 from megascale_common.etcd import rpc_pb2
+from megascale_driver.core.state import Disposition
 from megascale_driver.journal.store import LEADER_KEY
 from megascale_driver.presence.pace import TICK_INTERVAL_S
 
@@ -34,7 +36,8 @@ HARDWARE = (("gpu_lost", 40), ("kill_worker", 22), ("crash", 12), ("power", 8), 
 SWITCH_SHARE = 9  # cables and switches, which hit all nodes behind them
 STORM = (
     ("crash", 6), ("power", 2), ("pause", 5), ("kill_worker", 6), ("gpu_lost", 3), ("hang", 2),
-    ("straggler", 2), ("flap", 4), ("cut_up", 3), ("cut_down", 3), ("partition", 3), ("switch", 2),
+    ("straggler", 2), ("bad_link", 3), ("flaky", 2),
+    ("flap", 4), ("cut_up", 3), ("cut_down", 3), ("partition", 3), ("switch", 2),
     ("log_storm", 2), ("driver_crash", 6), ("driver_pause", 4), ("driver_clock", 3),
     ("driver_cut", 3), ("crash_on_commit", 6), ("late_write", 4), ("etcd_stop", 3),
     ("etcd_slow", 3), ("etcd_lost_reply", 4), ("etcd_cut", 3), ("etcd_compact", 3),
@@ -236,6 +239,36 @@ class Weather(People):
                 self._struck(node)
             node.hang()
         return self._isolate(nodes)
+
+    def _bad_link(self, fault: Fault) -> Callable[[], None] | None:
+        """A link between two nodes of the main job drops what it carries, or is far too slow."""
+        names = self._colleagues()
+        if len(names) < 2:
+            return None
+        one = fault.pick % len(names)
+        other = (one + 1 + fault.pick // 64 % (len(names) - 1)) % len(names)
+        pair, hidden = (names[one], names[other]), self._world.invariants.hidden
+        hidden.begin(pair, drops=bool(fault.pick // 4096 % 3))
+        return lambda: hidden.end(pair)
+
+    def _flaky(self, fault: Fault) -> Callable[[], None] | None:
+        """A node breaks what it computes with others, and passes its own checks."""
+        names, hidden = self._colleagues(), self._world.invariants.hidden
+        if not names:
+            return None
+        name = names[fault.pick % len(names)]
+        hidden.begin((name,))
+
+        def over() -> None:
+            hidden.end((name,))
+            self._world.at(self._world.now_s + 60.0, self._ask, "UncordonNode", name, "repaired")
+
+        return over
+
+    def _colleagues(self) -> list[str]:
+        """The nodes of the main job's attempt that trains."""
+        gangs = [gang for gang in self._world.gangs_of(MAIN_JOB) if gang.running]
+        return sorted(gangs[-1].members) if gangs else []
 
     def _log_storm(self, fault: Fault) -> Callable[[], None]:
         node = self._node(fault)
@@ -439,8 +472,14 @@ class Weather(People):
 
     def repair(self) -> None:
         """Repair everything that is still broken: from here on every job must run again."""
+        leader = self._world.leader()
+        known = leader.engine.state.nodes if leader is not None else {}
         for node in self._world.nodes.values():
             node.gpu_lost = False
             node.boot()
-            self._ask("UncordonNode", node.name, "the fleet is whole again")
+            # Orders for nodes that nothing has ever befallen would be most of a large fleet's work.
+            mine = known.get(node.name)
+            well = mine is not None and mine.disposition is Disposition.SCHEDULABLE
+            if node.trouble_until_s or not well:
+                self._ask("UncordonNode", node.name, "the fleet is whole again")
         self._settle_orders()

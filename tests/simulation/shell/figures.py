@@ -55,7 +55,7 @@ class Figures:
             if mine:
                 self.detected_s.append(now_s - min(fault.at_s for fault in mine))
             self._open = [fault for fault in self._open if fault not in mine]
-        if job.phase is JobPhase.PREPARING:  # what struck while it stopped needed no detection
+        if job.phase is JobPhase.PREPARING:  # what hit it while it stopped needed no detection
             self._open = [fault for fault in self._open if fault.node not in _nodes(job)]
         if job.phase is JobPhase.RUNNING and job.attempt > 1 and was is JobPhase.STARTING:
             self.recoveries += 1

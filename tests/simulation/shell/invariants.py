@@ -8,16 +8,22 @@ the history.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tests.harness.fake_etcd import Connection
 from tests.simulation.shell.bounds import Bounds
 from tests.simulation.shell.figures import Figures
+from tests.simulation.shell.hidden import Hidden
 from tests.simulation.shell.nodes import PREPARING
+from tests.simulation.shell.ordered import Ordered
+from tests.simulation.shell.standby import Standby
 
-from megascale.v1 import checkpoint_pb2, link_pb2
+from megascale.v1 import checkpoint_pb2, link_pb2, types_pb2
 from megascale_common.etcd import rpc_pb2
+from megascale_driver.core.candidates import usable
 from megascale_driver.core.events import Audit
+from megascale_driver.core.overlay import changed_keys
 from megascale_driver.core.state import Cluster, Disposition, JobPhase, Liveness
 from megascale_driver.journal import records
 
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 LEADER = b"driver/leader"
 # Of one fault: detection, a stop that is not confirmed, the next attempt.
 AFTERMATH_S = 300.0
+LEARNED_S = 30.0  # without a disturbance, after which a driver knows what its nodes have
 NAMED_S = 6.0  # after the grace of a new leader, until its next look at the queue
 
 
@@ -41,13 +48,18 @@ class Invariants:
         self.broken = ""
         self.figures = Figures(world)
         self.bounds = Bounds(world)
+        self.orders = Ordered(world)
+        self.hidden = Hidden(world)
+        self.standby = Standby(world)
         self.log: list[str] = []  # the decision log
         self._epochs: dict[str, tuple[int, int]] = {}  # of each term
         self._seqs: dict[str, int] = {}
         self._tables: dict[tuple[str, int], tuple[Any, ...]] = {}
-        self._restored: dict[str, int] = {}
+        self._specs: dict[tuple[str, int], bytes] = {}  # of each attempt, as it was ordered
         self._attempts: dict[str, int] = {}
         self._heads: dict[str, int] = {}
+        self._named: tuple[Any, ...] = ()  # what the spares were looked at for last
+        self._spares: dict[str, None] = {}
         self._inferred: list[tuple[float, str]] = []
         self.excused_s: dict[str, float] = {}  # jobs that an order or a fault stops
 
@@ -124,9 +136,14 @@ class Invariants:
             self._line(line, new)
             if line.reason == "PREEMPTION_ORDERED":
                 self._preempted(line.log, new)
+            self.orders.decided(line)
+            if line.reason == "PLACED":
+                self.orders.placed(line.log, new)
         self.bounds.committed(driver, old, new, audit)
+        self.hidden.committed(old, new, audit)
+        self.standby.committed(old, new, audit)
         if old.jobs is not new.jobs or old.nodes is not new.nodes:
-            self._spares_ready(driver, new)
+            self._spares_ready(driver, old, new)
         if old.jobs is not new.jobs:
             places = [_places(state) for state in (old, new)]
             if places[0] != places[1]:
@@ -134,7 +151,7 @@ class Invariants:
             for name, job in new.jobs.items():
                 before = old.jobs.get(name)
                 if before is not job:
-                    self._job(before, job)
+                    self._job(before, job, new)
 
     def _line(self, line: Audit, new: Cluster) -> None:
         world = self._world
@@ -192,17 +209,27 @@ class Invariants:
             twice = sorted({name for name in places if places.count(name) > 1})
             self.breaks("I4", f"in two places: {twice}")
 
-    def _spares_ready(self, driver: SimDriver, state: Cluster) -> None:
-        """I4: a spare could start now; a new leader has time to find out that it is alive."""
+    def _spares_ready(self, driver: SimDriver, old: Cluster, state: Cluster) -> None:
+        """I4: a spare could start now; a new leader has time to find out that it is alive.
+
+        Spares that are named as before are looked at again where their nodes have changed.
+        """
         alive = self._world.now_s + driver.clock_offset_s < state.grace_until_s + NAMED_S
-        for name in (name for job in state.jobs.values() for name in job.spares):
+        named = driver.term_of, alive, [job.spares for job in state.jobs.values()]
+        if named != self._named:
+            self._named = named
+            self._spares = {name: None for job in state.jobs.values() for name in job.spares}
+            names: Iterable[str] = self._spares
+        else:
+            names = [n for n in changed_keys(old.nodes, state.nodes) if n in self._spares]
+        for name in names:
             node = state.nodes.get(name)
             if node is None or node.disposition in (Disposition.QUARANTINED, Disposition.DRAINING):
                 self.breaks("I4", f"spare {name} is {node and node.disposition}")
             elif not alive and not (node.liveness is Liveness.ALIVE and node.connected):
                 self.breaks("I4", f"spare {name} is {node.liveness}, linked: {node.connected}")
 
-    def _job(self, before: Any, job: Any) -> None:
+    def _job(self, before: Any, job: Any, state: Cluster) -> None:
         figures = self.figures
         was = before.phase if before is not None else None
         if job.attempt < self._attempts.get(job.name, 0):
@@ -215,9 +242,13 @@ class Invariants:
                 self.breaks("I9", f"{job.name} is {job.phase} without a reason")
         if job.phase is JobPhase.PREPARING and was is not JobPhase.PREPARING:
             self._placement(job)
+            self._left_nodes(job, state)
 
     def _placement(self, job: Any) -> None:
-        """A new attempt is on nodes that could start: schedulable, and idle in truth."""
+        """A new attempt is on nodes that could start: schedulable, and idle in truth.
+
+        It is on none that the job has left, as long as there are others for it.
+        """
         leader = self._world.leader()
         for slot in job.slots:
             node = leader.engine.state.nodes.get(slot.node) if leader is not None else None
@@ -227,6 +258,20 @@ class Invariants:
             if real.incarnation == slot.incarnation and real.job:
                 held = f"attempt {real.attempt} of {real.job} in phase {real.phase}"
                 self.breaks("I4", f"{job.name} is placed on {slot.node}, which has {held}")
+
+    def _left_nodes(self, job: Any, state: Cluster) -> None:
+        back = [slot.node for slot in job.slots if slot.node in job.evicted]
+        if not back or any(other.phase is JobPhase.QUEUED for other in state.jobs.values()):
+            return
+        taken = {name for other in state.jobs.values() for name in (*other.spares, *other.evicted)}
+        taken |= {s.node for other in state.jobs.values() if other.active for s in other.slots}
+        free = [
+            name
+            for name, node in state.nodes.items()
+            if usable(node) and name not in taken and not self._world.nodes[name].job
+        ]
+        if len(free) >= len(back):
+            self.breaks("I4", f"{job.name} is back on {back}, which it has left; {free} are free")
 
     def _touched_lately(self, job: str) -> bool:
         return self.excused_s.get(job, 0.0) > self._world.now_s
@@ -244,6 +289,11 @@ class Invariants:
                 self.breaks("I2", f"epoch {epoch} is of two drivers")
             self._epochs[term] = epoch
         wanted = desired.assignment
+        key = wanted.job, wanted.attempt
+        if wanted.job:
+            spec = wanted.spec.SerializeToString(deterministic=True)
+            if self._specs.setdefault(key, spec) != spec:
+                self.breaks("I3", f"attempt {key} has two configurations")
         if wanted.job and wanted.attempt > self._heads.get(wanted.job, 0):
             self.breaks("I6", f"{node.name} is ordered attempt {wanted.attempt}, not committed")
 
@@ -252,6 +302,9 @@ class Invariants:
         world, wanted = self._world, desired.assignment
         key = wanted.job, wanted.attempt
         table = (wanted.rank_table_digest, wanted.restore.step, wanted.store_endpoint)
+        if key not in self._tables:
+            self.orders.started(wanted)
+        self._replicas(node, wanted)
         if self._tables.setdefault(key, table) != table:
             self.breaks("I3", f"attempt {key} has two rank tables")
         if world.storage_of(wanted.job).opened != wanted.attempt:
@@ -270,20 +323,11 @@ class Invariants:
         self, request: checkpoint_pb2.OpenAttemptRequest, plan: tuple[str, int, int]
     ) -> None:
         """I7: what is restored is the newest that exists, and never goes back behind a commit."""
-        world, (source, step, _) = self._world, plan
-        storage = world.storage_of(request.job)
-        if step < storage.committed[0]:
-            self.breaks("I7", f"{request.job} restores {step}, committed is {storage.committed[0]}")
+        world, (source, step, by) = self._world, plan
+        self.orders.restored(request.job, step, by)
+        self._newest(request, step)
         if source == "memory":
-            leader = world.leader()
-            job = leader.engine.state.jobs.get(request.job) if leader is not None else None
-            if job is not None and job.attempt == request.attempt:
-                for slot in job.slots:
-                    held = world.nodes[slot.node].sealed.get(request.job)
-                    wanted = (request.sealed_by_attempt, request.sealed_step)
-                    node = world.nodes[slot.node]
-                    if held != wanted and node.up and node.trouble_until_s < world.now_s:
-                        self.breaks("I7", f"{slot.node} holds {held}, not {wanted}")
+            self._in_memory(request, plan)
         key = request.job, request.attempt
         late = [
             n.name for n in world.nodes.values() if (n.job, n.attempt, n.phase) == (*key, PREPARING)
@@ -292,6 +336,71 @@ class Invariants:
             self.breaks("I7", f"attempt {key} opens while {late} still prepare")
         if request.attempt > self._heads.get(request.job, 0):
             self.breaks("I6", f"attempt {request.attempt} opens before it is committed")
+
+    def _in_memory(
+        self, request: checkpoint_pb2.OpenAttemptRequest, plan: tuple[str, int, int]
+    ) -> None:
+        """I7: every rank of the attempt has the step in memory, as one attempt left it.
+
+        A node that was lost or restarted since it was placed ends the attempt anyway.
+        """
+        leader = self._world.leader()
+        job = leader.engine.state.jobs.get(request.job) if leader is not None else None
+        if job is None or job.attempt != request.attempt:
+            return
+        _, step, by = plan
+        for slot in job.slots:
+            node = self._world.nodes[slot.node]
+            if not node.up or node.incarnation != slot.incarnation:
+                continue
+            missing = set(slot.ranks) - node.memory.own(request.job, (by, step))
+            for name in sorted(self._world.nodes) if missing else ():
+                other = self._world.nodes[name]
+                missing -= other.memory.copies(request.job, (by, step)) if other.up else set()
+            if missing:
+                what = f"ranks {sorted(missing)}: {slot.node} has {node.memory.sealed}"
+                self.breaks("I7", f"step {step} of attempt {by} is in no memory for {what}")
+
+    def _newest(self, request: checkpoint_pb2.OpenAttemptRequest, step: int) -> None:
+        """I7: no newer snapshot lies in memory for every rank, if drivers have long been there."""
+        world, leader = self._world, self._world.leader()
+        job = leader.engine.state.jobs.get(request.job) if leader is not None else None
+        if job is None or job.attempt != request.attempt or job.rollbacks:
+            return
+        if self.bounds.undisturbed_s() < LEARNED_S or world.network.cut_lately(LEARNED_S):
+            return
+        members = [world.nodes[slot.node] for slot in job.slots]
+        if any(not node.up or node.log_storm for node in members):
+            return
+        first = members[0].memory
+        held = {*first.sealed.get(job.name, {}), *first.replicas.get(job.name, {})}
+        for by, other in sorted(held):
+            missing = set(range(job.config.layout.world_size))
+            for slot, node in zip(job.slots, members, strict=True):
+                missing -= node.memory.own(job.name, (by, other)) & {*slot.ranks}
+                missing -= node.memory.copies(job.name, (by, other))
+            if other > step and not missing and other not in request.refused_steps:
+                what = f"all have step {other} of attempt {by}"
+                self.breaks("I7", f"{job.name} restores {step}, and {what} in memory")
+
+    def _replicas(self, node: SimNode, wanted: link_pb2.AttemptAssignment) -> None:
+        """I7: what a node is to restore from memory is there, or where it is sent for it."""
+        plan, snapshot = wanted.restore, (wanted.restore.written_by_attempt, wanted.restore.step)
+        if plan.source != types_pb2.RESTORE_SOURCE_MEMORY:
+            return
+        missing = set(wanted.ranks) - node.memory.own(wanted.job, snapshot)
+        for source in wanted.replica_sources:
+            other, boots = self._world.node_at(source.endpoint)
+            if other.boots != boots or not other.up:
+                missing.discard(source.rank)  # it was lost since then, which ends the attempt
+            missing -= other.memory.copies(wanted.job, snapshot) & {source.rank}
+        if missing:
+            what = f"{sorted(missing)} of {wanted.job} on {node.name} from {wanted.replica_sources}"
+            self.breaks("I7", f"ranks {what} do not get step {plan.step} of {snapshot[0]}")
+
+    def newest_attempt(self, job: str) -> int:
+        """The newest attempt of a job that was decided, whether anybody knows it or not."""
+        return self._heads.get(job, 0)
 
     def gang_runs(self, gang: Gang) -> None:
         """I3: two attempts of a job never train at once, except where the older one is fenced."""

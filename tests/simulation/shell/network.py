@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.simulation.shell.world import World
 
 KEEPALIVE_S = 20.0
+DELAY_GRID_S = 0.001  # of delays in large fleets: what arrives at one time is one turn of a driver
 
 
 class Refused(Exception):
@@ -101,10 +102,11 @@ class Network:
         self.world = world
         self.cuts: dict[tuple[str, str], int] = {}
         self.links: dict[Link, None] = {}  # in the order of their dialling
-        # Apart from the world's: how many heartbeats there are must not change anything else.
+        # Apart from the world's: how many messages there are must not change anything else.
         self.random = random.Random(f"network-{world.seed}")
         self.loss = self.duplication = 0.0
         self.slow_s = 0.0
+        self._healed_at_s = float("-inf")
 
     def open(self, a: str, b: str) -> bool:
         """Whether both directions between the two are open."""
@@ -127,26 +129,37 @@ class Network:
     def heal(self, source: str, target: str) -> None:
         """Undo one :meth:`cut`."""
         self.cuts[source, target] -= 1
+        self._healed_at_s = self.world.now_s
         if not self.cuts[source, target]:
             del self.cuts[source, target]
         for link in list(self.links):
             link.cut_changed()
 
-    def loses(self) -> bool:
-        """Whether this message is lost."""
-        return self.loss > 0.0 and self.random.random() < self.loss
+    def cut_lately(self, seconds: float) -> bool:
+        """Whether anybody is cut off now, or was in the last seconds."""
+        return bool(self.cuts) or self.world.now_s - self._healed_at_s < seconds
 
-    def duplicates(self) -> bool:
-        """Whether this message comes twice."""
-        return self.duplication > 0.0 and self.random.random() < self.duplication
+    def loses(self, node: SimNode) -> bool:
+        """Whether this message of a node is lost."""
+        return self.loss > 0.0 and node.traffic.now.random() < self.loss
 
-    def delay_s(self) -> float:
-        """How long a message takes."""
-        return self.random.uniform(0.0005, 0.004) + self.slowdown_s()
+    def duplicates(self, node: SimNode) -> bool:
+        """Whether this message of a node comes twice."""
+        return self.duplication > 0.0 and node.traffic.now.random() < self.duplication
 
-    def slowdown_s(self) -> float:
-        """How much longer than usual a message takes now."""
-        return self.slow_s * self.random.random() if self.slow_s else 0.0
+    def delay_s(self, node: SimNode) -> float:
+        """How long a message of a call to the node takes."""
+        return node.draw(0.0005, 0.004) + self.slowdown_s(node)
+
+    def slowdown_s(self, node: SimNode) -> float:
+        """How much longer than usual a message from or to the node takes now."""
+        return self.slow_s * node.traffic.now.random() if self.slow_s else 0.0
+
+    def quiet(self, link: Link) -> bool:
+        """Whether nothing is lost, slow or cut on a link."""
+        if self.loss or self.duplication or self.slow_s or not link.open:
+            return False
+        return not self.cuts or self.open(link.node.name, link.driver.name)
 
 
 class Link:
@@ -155,15 +168,18 @@ class Link:
     def __init__(self, network: Network, node: SimNode, driver: SimDriver) -> None:
         self.network, self.node, self.driver = network, node, driver
         self.boots = node.boots
-        self.term = f"{driver.name}#{driver.starts}"
+        self.term = driver.term_of
         self.greeted = False
+        self.beat_waits = False  # one heartbeat brings all changes within its gap, as an agent's
         self.open = True
         self._requests = Requests()
         self._held: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
         self._free_at_s = [0.0, 0.0]
         self._cut_since_s = 0.0
         # Constant: how many heartbeats a skipped stretch had must not change who is heard first.
-        self._delay_s = node.draw(0.0005, 0.004)
+        self.delay_s = node.draw(0.0005, 0.004)
+        if network.world.rests:
+            self.delay_s = max(DELAY_GRID_S, self.delay_s // DELAY_GRID_S * DELAY_GRID_S)
         network.links[self] = None
         self._task = driver.process.spawn(self._serve())
 
@@ -173,8 +189,21 @@ class Link:
 
     def _to_driver(self, request: link_pb2.ConnectRequest) -> None:
         if request.WhichOneof("message") == "heartbeat" and not self._task.done():
-            self.network.world.invariants.bounds.heard(self)
-        self._requests.push(request)
+            self.network.world.invariants.bounds.heard(self, self.network.world.now_s)
+        self._requests.push(request.SerializeToString())
+
+    def believe(self, heard_s: float) -> None:
+        """The driver has heard a node that rested, most lately at that time of the world."""
+        driver, name = self.driver, self.node.name
+        if not driver.alive or driver.term_of != self.term:
+            return
+        engine, clock = driver.engine, driver.clock
+        self.network.world.invariants.bounds.heard(self, heard_s)
+        engine.presence.lane.doubt(clock.now_s(), name, heard_s + clock.offset_s)
+        seat = engine.links.get(name)
+        if seat is not None:
+            seat.received_at_s = max(seat.received_at_s, heard_s + clock.offset_s)
+        engine._retimed.set()  # the next moment at which silence counts may be earlier now
 
     def report_steps(self, job: str, record: types_pb2.StepRecord) -> None:
         """A call with one step record."""
@@ -210,6 +239,8 @@ class Link:
         """A cut was made or healed: hold or let through, and break after the keepalive."""
         up = self.network.passes(self.node.name, self.driver.name)
         down = self.network.passes(self.driver.name, self.node.name)
+        if not (up and down):
+            self.node.rest.end()
         for way, passes in ((0, up), (1, down)):
             if passes and self._held[way]:
                 held = list(self._held[way])
@@ -236,7 +267,7 @@ class Link:
             self._held[way].append(work)
             return
         now_s = self.network.world.loop.time()
-        delay_s = self._delay_s + self.network.slowdown_s()
+        delay_s = self.delay_s + self.network.slowdown_s(self.node)
         self._free_at_s[way] = max(self._free_at_s[way] + 1e-6, now_s + delay_s)
         self.network.world.later(self._free_at_s[way] - now_s, work)
 

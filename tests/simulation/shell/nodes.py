@@ -6,12 +6,14 @@ with a lost GPU) is known here only; the driver has to find it out.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
+from tests.simulation.shell.chances import Chances
+from tests.simulation.shell.memory import Memory
 from tests.simulation.shell.network import Link
+from tests.simulation.shell.rest import BEAT_S, Rest
 
 from megascale.v1 import link_pb2, types_pb2
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from tests.simulation.shell.training import Gang
     from tests.simulation.shell.world import World
 
-BEAT_S = 5.0
 GAP_S = 0.05
 SILENT_S = 30.0  # without a message of the driver, the node dials again
 IDLE, PREPARING, PREPARED, STARTING, RUNNING, FAILED, FINISHED = range(1, 8)
@@ -36,11 +37,14 @@ class SimNode:
         self._slowness = 1.0
         self.hangs: set[tuple[str, int]] = set()  # attempts that its workers hold up
         self.log_storm = False
-        self.random = random.Random(f"{world.seed}-{name}")
+        self._chances = Chances(world, name)
+        # Of its heartbeats, apart: how many there are must not change anything else.
+        self.traffic = Chances(world, f"{name}-traffic")
+        self.rest = Rest(self)
         self.clock_offset_s = self.draw(-3.0, 3.0)
-        self.sealed: dict[str, tuple[int, int]] = {}  # job: (attempt, step) in memory
-        self.sealed_ranks: dict[str, tuple[int, ...]] = {}
+        self.memory = Memory()
         self.trouble_until_s = 0.0  # until then something is, or was lately, wrong with it
+        self.down_at_s = 0.0  # when it went down last
         self.dials = 0
         self.link: Link | None = None
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -77,6 +81,11 @@ class SimNode:
         return f"{self.name}.{self.boots}:1"
 
     @property
+    def replica_target(self) -> str:
+        """Where its snapshots are copied to, as it was ordered; "" for nowhere."""
+        return self._wanted.assignment.replica_target if self._wanted is not None else ""
+
+    @property
     def trains(self) -> bool:
         """Whether worker processes exist."""
         return self.phase in (STARTING, RUNNING)
@@ -95,8 +104,8 @@ class SimNode:
             self.gang.moved()
 
     def draw(self, lowest: float, highest: float) -> float:
-        """A number from the node's own generator: what others do does not change it."""
-        return self.random.uniform(lowest, highest)
+        """A number from the node's own generator."""
+        return self._chances.now.uniform(lowest, highest)
 
     def holds_up(self, attempt: tuple[str, int]) -> bool:
         """Whether its workers keep those of other nodes in that attempt waiting."""
@@ -108,12 +117,13 @@ class SimNode:
         """All processes of the node end at once."""
         if not self.up:
             return
+        self.rest.end()
         gang = self.gang
-        self.up = False
+        self.up, self.down_at_s = False, self.world.now_s
         self._drop_link()
         self._held.clear()
         self.paused = False
-        self.sealed.clear()
+        self.memory.clear()
         boots = self.boots
         self._reset()
         self.boots = boots
@@ -131,6 +141,7 @@ class SimNode:
 
     def pause(self) -> None:
         """SIGSTOP to everything on the node: sockets stay open, nothing is sent."""
+        self.rest.end()
         if self.gang is not None:
             self.gang.stands_still()
         self.paused = True
@@ -196,11 +207,6 @@ class SimNode:
         gang.leave(self)
         self._enter(FAILED)
 
-    def seal(self, job: str, attempt: int, step: int) -> None:
-        """The ranks' snapshot lies in memory."""
-        self.sealed[job] = (attempt, step)
-        self.sealed_ranks[job] = self.ranks
-
     def report_step(self, gang: Gang) -> None:
         """Send the newest step record to the driver."""
         link = self.link
@@ -249,10 +255,12 @@ class SimNode:
         if self.paused:
             self._held.append((self.link_closed, (link,)))
         elif self.link is link:
+            self.rest.end()
             self.link = None
             self.later(self.draw(0.1, 1.0), self._dial)
 
     def _drop_link(self) -> None:
+        self.rest.end()
         link, self.link = self.link, None
         if link is not None:
             link.close_from_node()
@@ -366,29 +374,49 @@ class SimNode:
 
     def changed(self) -> None:
         """Send a heartbeat at once."""
-        if self.link is not None and self.link.greeted:
-            self.later(GAP_S, self._beat, self.link)
+        self.rest.end()
+        link = self.link
+        if link is not None and link.greeted and not link.beat_waits:
+            link.beat_waits = True
+            gap_s = GAP_S
+            if self.world.rests:  # all that change within one gap send at its end
+                gap_s -= self.world.loop.time() % GAP_S
+            self.later(gap_s, self._beat_of_change, link)
+
+    def _beat_of_change(self, link: Link) -> None:
+        link.beat_waits = False
+        self._beat(link)
 
     def _beat(self, link: Link) -> None:
         if self.link is not link or not link.greeted:
             return
         self._beat_number += 1
-        number = self._beat_number
         if self.world.loop.time() - self._heard_s > SILENT_S:
             self._drop_link()
             self._dial()
             return
         message = link_pb2.ConnectRequest(heartbeat=self.heartbeat())
-        if not self.world.network.loses():
+        if not self.world.network.loses(self):
             link.send(message)
-            if self.world.network.duplicates():
+            if self.world.network.duplicates(self):
                 link.send(message)
+        if not self.rest.begin(link):
+            self.later(BEAT_S, self._next_beat, link, self._beat_number)
 
-        def next_beat() -> None:
-            if self._beat_number == number:
-                self._beat(link)
+    def _next_beat(self, link: Link, number: int) -> None:
+        if self._beat_number == number:
+            self._beat(link)
 
-        self.later(BEAT_S, next_beat)
+    @property
+    def settled(self) -> bool:
+        """Whether its next heartbeats would repeat the one before."""
+        phase = self.phase in (IDLE, RUNNING) and not (self.log_storm or self.paused)
+        return phase and self.link is not None and not self.link.beat_waits
+
+    def goes_on(self, link: Link, next_s: float, heard_s: float) -> None:
+        """Send heartbeats again after a rest, the first in ``next_s``; all before were heard."""
+        self._heard_s = heard_s
+        self.later(next_s, self._next_beat, link, self._beat_number)
 
     def hello(self) -> link_pb2.ExecutorHello:
         """Who the node is."""
@@ -425,12 +453,16 @@ class SimNode:
             checkpoints=self._checkpoints(),
             finished_step=self.finished_step,
         )
+        beat.checkpoint_daemon.replica_endpoint = self.endpoint
+        if self.gang is not None and self.gang.failed_order and 0 in self.ranks:
+            beat.leave_failure.id = self.gang.failed_order
+            beat.leave_failure.error = "the storage is away"
         beat.sent_at.FromNanoseconds(int((self.world.now_s + self.clock_offset_s) * 1e9))
         if self.log_storm:
             line = "x" * 500
             beat.logs.extend(
                 link_pb2.LogFingerprint(signature=f"{i} {line}", count=9, sample_line=line)
-                for i in range(self.world.network.random.choice((20, 80)))
+                for i in range(self.traffic.now.choice((20, 80)))
             )
         return beat
 
@@ -445,7 +477,7 @@ class SimNode:
                 rank=rank, state=link_pb2.WORKER_STATE_RUNNING, pid=4711, step=step,
                 phase="STEP" if gang.running and step > gang.base else "WARMUP",
             )  # fmt: skip
-            age_s = gang.still_s() if stalled else self.world.network.random.uniform(0.0, 0.9)
+            age_s = gang.still_s() if stalled else self.traffic.now.uniform(0.0, 0.9)
             status.status_age.FromNanoseconds(int(age_s * 1e9))
             if stalled:
                 behind = self.holds_up(gang.key)
@@ -457,17 +489,11 @@ class SimNode:
         if self.gang is not None:
             self.gang.settle()
         found = []
-        for job, (attempt, step) in self.sealed.items():
+        for job in self.memory.jobs():
             committed, by = self.world.storage_of(job).committed
-            found.append(
-                link_pb2.CheckpointProgress(
-                    job=job,
-                    sealed=[
-                        link_pb2.SealedSnapshot(rank=rank, attempt=attempt, step=step)
-                        for rank in self.sealed_ranks[job]
-                    ],
-                    committed_step=committed,
-                    committed_by_attempt=by,
-                )
+            message = link_pb2.CheckpointProgress(
+                job=job, committed_step=committed, committed_by_attempt=by
             )
+            self.memory.report(job, message)
+            found.append(message)
         return found

@@ -6,11 +6,12 @@ A request goes to one driver after another under one request_id until it is answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from tests.simulation.shell.network import Context, Refused
+from tests.simulation.shell.ordered import Order
 from tests.simulation.shell.training import SNAPSHOT_STEPS
 
 from megascale.v1 import driver_pb2
@@ -44,11 +45,12 @@ class Operators:
         step_s: float,
         spares: int = 0,
         priority: int = 0,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Submit a job on so many whole nodes."""
+        """Submit a job on so many whole nodes; ``more``: further fields of its specification."""
         world = self._world
         world.submitted(name, step_s, nodes * world.devices)
-        config = job_of(name, nodes, world.devices, steps, spares, priority)
+        config = job_of(name, nodes, world.devices, steps, spares, priority, more or {})
         self.configs[name] = config
         self.send("SubmitJob", driver_pb2.SubmitJobRequest(spec=job_spec.to_proto(config)))
 
@@ -62,7 +64,8 @@ class Operators:
             request.request_id = f"{method}-{self._numbers}"
         self.busy += 1
         self._world.touched()
-        self._outside(self._until_answered(method, request, then))
+        order = self._world.invariants.orders.sent(request)
+        self._outside(self._until_answered(method, request, order, then))
 
     def _outside(self, work: Coroutine[Any, Any, None]) -> None:
         world = self._world
@@ -71,9 +74,9 @@ class Operators:
         self._tasks = [item for item in self._tasks if not item.done()]
 
     async def _until_answered(
-        self, method: str, request: Any, then: Callable[[], None] | None
+        self, method: str, request: Any, order: Order, then: Callable[[], None] | None
     ) -> None:
-        world = self._world
+        world, orders, unsure = self._world, self._world.invariants.orders, False
         began_s = world.now_s
         try:
             while world.now_s - began_s < GIVE_UP_S:
@@ -82,7 +85,9 @@ class Operators:
                         continue
                     code = await self._call(driver, method, request)
                     if code in ("UNAVAILABLE", "NO_ANSWER"):
+                        unsure = True
                         continue
+                    orders.answered(order, "UNSURE" if unsure and code != "OK" else code)
                     if world.random.random() < self.repeats:
                         await asyncio.sleep(world.draw(0.0, 20.0))
                         await self._repeat(driver, method, request, code)
@@ -90,6 +95,7 @@ class Operators:
                     world.touched()
                     return
                 await asyncio.sleep(world.draw(0.5, 2.0))
+            orders.answered(order, "GIVEN_UP")
             self.answers.append((method, "GIVEN_UP"))
         finally:
             self.busy -= 1
@@ -127,28 +133,35 @@ class Operators:
 
 
 def job_of(
-    name: str, nodes: int, devices: int, steps: int, spares: int, priority: int
+    name: str,
+    nodes: int,
+    devices: int,
+    steps: int,
+    spares: int,
+    priority: int,
+    more: Mapping[str, Any],
 ) -> job_config.JobConfig:
     """A job of one tensor-parallel group per node."""
-    return job_config.from_accepted(
-        {
-            "name": name,
-            "priority": priority,
-            "model": {
-                "layers": 2,
-                "hidden_size": 64,
-                "heads": 4,
-                "vocab_size": 257,
-                "sequence_length": 64,
-            },
-            "training": {"steps": steps, "global_batch_size": 8 * nodes},
-            "parallelism": {"tp": devices, "pp": 1, "dp": nodes},
-            "data": {"sources": [{"prefix": "/data/corpus"}]},
-            "checkpoint": {"uri": f"/checkpoints/{name}", "interval_steps": SNAPSHOT_STEPS},
-            "recovery": {
-                "spare_nodes": spares,
-                "max_restarts": 100_000,
-                "max_restarts_without_progress": 1000,
-            },
-        }
-    )
+    fields: dict[str, Any] = {
+        "name": name,
+        "priority": priority,
+        "model": {
+            "layers": 2,
+            "hidden_size": 64,
+            "heads": 4,
+            "vocab_size": 257,
+            "sequence_length": 64,
+        },
+        "training": {"steps": steps, "global_batch_size": 8 * nodes},
+        "parallelism": {"tp": devices, "pp": 1, "dp": nodes},
+        "data": {"sources": [{"prefix": "/data/corpus"}]},
+        "checkpoint": {"uri": f"/checkpoints/{name}", "interval_steps": SNAPSHOT_STEPS},
+        "recovery": {
+            "spare_nodes": spares,
+            "max_restarts": 100_000,
+            "max_restarts_without_progress": 1000,
+        },
+    }
+    for key, value in more.items():
+        fields[key] = {**fields.get(key, {}), **value} if isinstance(value, Mapping) else value
+    return job_config.from_accepted(fields)

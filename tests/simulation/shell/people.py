@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from tests.simulation.shell.nodes import SimNode
     from tests.simulation.shell.world import World
 
+TENANT = "default"  # of jobs that name none
 SAVING_S = 1200.0  # for which an order that saves first may still stop its job
 PEOPLE = (
     ("suspend", 3), ("restart", 3), ("drain", 3), ("drain_mistake", 2), ("evict_now", 2),
     ("update", 3), ("delete", 2), ("observe", 2), ("reset_breaker", 2), ("wrong_orders", 2),
-    ("repeated_verbs", 2),
+    ("repeated_verbs", 2), ("go_back", 3), ("quota", 2),
 )  # fmt: skip
 # Rules that somebody tries out; a storm ends with all of them enforced.
 TRIED = ("silence", "hang", "self-check", "repeated-failure")
@@ -96,6 +97,27 @@ class People:
             "UpdateJob", lambda: self._excuse(job), spec=spec, restart=bool(fault.pick // 2 % 2)
         )
 
+    def _go_back(self, fault: Fault) -> None:
+        """Restart a job from an older checkpoint, by name: or from one that it does not have."""
+        job = self._job(fault)
+        commits = self._world.storage_of(job).commits
+        steps = [step for step, _ in commits[-4:]] or [0]
+        step = steps[fault.pick // 8 % len(steps)] + (fault.pick % 5 == 0)
+        self._excuse(job)
+        self._order("RestartJob", lambda: self._excuse(job), name=job, from_step=step)
+
+    def _quota(self, fault: Fault) -> None:
+        """Bound what the jobs of the usual tenant may hold, too low, and lift that later."""
+        world = self._world
+
+        def lift() -> None:
+            world.at(world.now_s + fault.for_s * 2, self._lift_quota)
+
+        self._order("SetQuota", lift, tenant=TENANT, devices=fault.pick % 12)
+
+    def _lift_quota(self) -> None:
+        self._order("SetQuota", tenant=TENANT)
+
     def _delete(self, fault: Fault) -> None:
         """Delete a small job, which is refused while it has not ended."""
         if self._small_jobs:
@@ -162,5 +184,6 @@ class People:
         """Take back what is still ordered: all jobs may run, all rules are enforced."""
         for rule in TRIED:
             self._enforce(rule)
+        self._lift_quota()
         for name in self._world.operators.configs:
             self._order_job("ResumeJob", name)

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import structlog
-from tests.simulation.shell.drills import Drills
 from tests.simulation.shell.faults import DAY_S, Fault, history
 from tests.simulation.shell.figures import MAIN_JOB
 from tests.simulation.shell.loop import DeadlockError
+from tests.simulation.shell.rest import FLEET
+from tests.simulation.shell.scenarios import Scenarios
 from tests.simulation.shell.settled import check_settled
 from tests.simulation.shell.world import World, host_of
 
@@ -39,6 +40,7 @@ class Setup:
     main: int = 0
     point: int = 0  # of a sweep: which of its setups this is
     skip: bool = True
+    rest: int = FLEET  # nodes from which on they rest (tests.simulation.shell.rest)
     faults: tuple[Fault, ...] | None = None
     most_steps: int = 100_000_000  # callbacks; more are going round in circles
 
@@ -57,6 +59,7 @@ class Result:
     detected_s: list[float] = field(default_factory=list)
     node_days: float = 0.0
     cpu_s: float = 0.0
+    fault_count: int = 0
     faults: list[Fault] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     answers: list[tuple[str, str]] = field(default_factory=list)  # of requests: method, code
@@ -71,7 +74,7 @@ def run_seed(setup: Setup) -> Result:
     structlog.configure(processors=[_drop])
     began_s = time.process_time()
     gc.set_threshold(GARBAGE)
-    world = World(setup.seed, setup.nodes, skip=setup.skip)
+    world = World(setup.seed, setup.nodes, skip=setup.skip, rest=setup.rest)
     world.loop.most_steps = setup.most_steps
     faults = list(
         history(setup.seed, setup.nodes, setup.days, setup.rate, setup.storms)
@@ -102,6 +105,7 @@ def run_seed(setup: Setup) -> Result:
         detected_s=figures.detected_s,
         node_days=setup.nodes * (world.now_s - world.started_s) / DAY_S,
         cpu_s=time.process_time() - began_s,
+        fault_count=len(faults),
         faults=faults,
         log=found.log,
         answers=world.operators.answers,
@@ -109,7 +113,7 @@ def run_seed(setup: Setup) -> Result:
 
 
 async def _live(world: World, setup: Setup, faults: list[Fault]) -> None:
-    weather = Drills(world, faults)
+    weather = Scenarios(world, faults)
     spares = setup.spares if setup.spares or setup.main else max(1, setup.nodes // 16)
     await world.run(20.0)
     main = setup.main or setup.nodes - 2 * spares - 2
@@ -118,7 +122,7 @@ async def _live(world: World, setup: Setup, faults: list[Fault]) -> None:
     )
     world.invariants.figures.submitted_at_s = world.now_s
     await world.run(setup.days * DAY_S)
-    # Struck so late that they are not over yet.
+    # Faults so late that they are not over yet.
     while world.active_faults and not world.invariants.broken:
         await world.run(60.0)
     weather.repair()

@@ -11,7 +11,7 @@ from tests.harness.fake_etcd_store import rpc_error
 from tests.simulation.shell.loop import current_process
 from tests.simulation.shell.nodes import IDLE
 
-from megascale.v1 import checkpoint_pb2, executor_pb2, link_pb2, types_pb2
+from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2, types_pb2
 
 if TYPE_CHECKING:
     from tests.simulation.shell.nodes import SimNode
@@ -29,10 +29,12 @@ class Services:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._groups: dict[str, list[str]] = {}  # nodes that check each other, by where they meet
         self._handlers: dict[str, Callable[[SimNode, Any], Any]] = {
             "GetNodeStatus": self._status,
             "OpenAttempt": self._open_attempt,
             "CheckGroup": self._check_group,
+            "ListCommits": self._list_commits,
             "CheckStorage": lambda node, request: checkpoint_pb2.CheckStorageResponse(),
         }
 
@@ -57,9 +59,9 @@ class Services:
                     answer = self._handlers[method](node, request)
                 except grpc.aio.AioRpcError as error:
                     answer = error
-            if again and world.network.duplicates():
+            if again and world.network.duplicates(node):
                 world.later(world.draw(0.0, 5.0), arrive, False)
-            world.later(world.network.delay_s(), back, answer)
+            world.later(world.network.delay_s(node), back, answer)
 
         def back(answer: Any) -> None:
             if reply.done() or not world.network.passes(node.name, caller):
@@ -69,7 +71,7 @@ class Services:
             else:
                 reply.set_result(answer)
 
-        world.later(world.network.delay_s(), arrive, True)
+        world.later(world.network.delay_s(node), arrive, True)
         try:
             async with asyncio.timeout(timeout_s):
                 return await reply
@@ -84,7 +86,7 @@ class Services:
         name = caller.name if caller is not None else ""
         if not world.network.open(name, node.name):
             await asyncio.sleep(3600.0)
-        await asyncio.sleep(world.network.delay_s())
+        await asyncio.sleep(world.network.delay_s(node))
         if not node.up or node.boots != boots:
             raise ConnectionRefusedError("nobody listens there")
         protocol = make()
@@ -105,13 +107,30 @@ class Services:
             raise rpc_error(grpc.StatusCode.FAILED_PRECONDITION, "the node has an attempt")
         if request.incarnation != node.incarnation:
             raise rpc_error(grpc.StatusCode.FAILED_PRECONDITION, "the agent was restarted")
-        bad = node.gpu_lost
+        # All nodes of a group meet at the first one; each fails with those who came before it.
+        where = request.store_endpoint if request.first_rank else node.endpoint
+        group = self._groups.setdefault(where, [])
+        if not request.first_rank:
+            group.clear()
+        bad = node.gpu_lost or self._world.invariants.hidden.fails(node.name, group)
+        group.append(node.name)
         verdict = types_pb2.CHECK_VERDICT_FAIL if bad else types_pb2.CHECK_VERDICT_PASS
         found = types_pb2.CheckResult(name="group_all_reduce", target="cuda:0", verdict=verdict)
         parts = [executor_pb2.CheckGroupResponse(checks=[found])]
         if not request.first_rank:
             parts.insert(0, executor_pb2.CheckGroupResponse(store_endpoint=node.endpoint))
         return parts
+
+    def _list_commits(
+        self, node: SimNode, request: checkpoint_pb2.ListCommitsRequest
+    ) -> checkpoint_pb2.ListCommitsResponse:
+        commits = reversed(self._world.storage_of(request.job).commits)
+        return checkpoint_pb2.ListCommitsResponse(
+            checkpoints=[
+                driver_pb2.Checkpoint(job=request.job, step=step, attempt=by)
+                for step, by in commits
+            ]
+        )
 
     def _open_attempt(
         self, node: SimNode, request: checkpoint_pb2.OpenAttemptRequest
@@ -129,10 +148,12 @@ class Services:
             for gang in world.gangs_of(request.job):
                 gang.settle()
             storage.opened = request.attempt
-            step, by = storage.committed
+            refused = frozenset(request.refused_steps)
+            sealed = request.sealed_step if request.sealed_step not in refused else 0
+            step, by = storage.newest(sealed, refused)
             plan = ("storage", step, by) if step else ("none", 0, 0)
-            if request.sealed_step and request.sealed_step >= step:
-                plan = ("memory", request.sealed_step, request.sealed_by_attempt)
+            if sealed and not step:
+                plan = ("memory", sealed, request.sealed_by_attempt)
             storage.answers[request.attempt] = plan
             world.invariants.opened(request, plan)
         source, step, by = storage.answers[request.attempt]

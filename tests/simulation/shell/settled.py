@@ -39,7 +39,8 @@ async def check_settled(world: World) -> None:
             rules.breaks("I9", f"job {job.name} is {job.phase} at the end: {job.reason}")
         if job.phase is JobPhase.FAILED and job.name == "main":
             rules.breaks("I9", f"job {job.name} has failed: {job.reason}")
-        running = [g for g in world.gangs_of(job.name) if g.running and not g.broken]
+        gangs = world.gangs_of(job.name)
+        running = [g for g in gangs if g.running and not (g.broken or g.finished)]
         if job.phase is JobPhase.RUNNING and [g.attempt for g in running] != [job.attempt]:
             rules.breaks("I9", f"job {job.name} is RUNNING, and {len(running)} gangs train")
     for node in world.nodes.values():
@@ -48,6 +49,7 @@ async def check_settled(world: World) -> None:
             rules.breaks("I9", f"node {node.name} is well, and the driver has it as {known}")
         elif known.disposition is not Disposition.SCHEDULABLE:
             rules.breaks("I9", f"node {node.name} is {known.disposition} after it was uncordoned")
+    rules.standby.check_spares(state)
     await check_stored(world)
 
 
@@ -55,7 +57,7 @@ async def check_stored(world: World) -> None:
     """I10: what a new leader would load is what the leader has.
 
     A decision whose commit has landed and not been answered is stored and not yet the leader's: a
-    difference counts where the leader's state is still the same some seconds later.
+    difference counts where it is still the same some seconds later.
     """
     leader = world.leader()
     if leader is None or leader.engine.term is None:
@@ -65,8 +67,11 @@ async def check_stored(world: World) -> None:
     if not differences:
         return
     await asyncio.sleep(_IN_FLIGHT_S)
-    if leader.engine.state is state and leader.leads:
-        for text in differences:
+    if not leader.leads:
+        return
+    later = differences if leader.engine.state is state else await _differences(world, leader)
+    for text in differences:
+        if text in later:
             world.invariants.breaks("I10", text)
 
 
@@ -81,7 +86,7 @@ async def _differences(world: World, leader: SimDriver) -> list[str]:
     if leader.engine.state is not state or not leader.leads:
         return []
     found = []
-    for item in ("breaker", "requests"):
+    for item in ("breaker", "requests", "tenants"):
         live_value, stored_value = getattr(state, item), getattr(loaded.cluster, item)
         if dict_of(live_value) != dict_of(stored_value):
             found.append(f"{item}: {live_value!r}, stored {stored_value!r}")
@@ -94,6 +99,8 @@ async def _differences(world: World, leader: SimDriver) -> list[str]:
             if other is None or differs(other, value):
                 have = codec.dump(other) if other is not None else None
                 found.append(f"{kind} {name}: {codec.dump(value)!r}, stored {have!r}")
+        if extra := sorted(stored.keys() - live.keys()):
+            found.append(f"{kind}s {extra} are stored, and the leader has none")
     if state.log_seq != loaded.cluster.log_seq:
         found.append(f"log_seq {state.log_seq}, stored {loaded.cluster.log_seq}")
     return found

@@ -7,6 +7,7 @@ its commit log: OPEN fences all earlier attempts, COMMIT makes a checkpoint exis
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ COLLECTIVE_TIMEOUT_S = 600.0
 # An order to save and end: of the step whose votes carry it, and of the commit that is waited for.
 STEPS_AHEAD = 2
 SAVE_S = 8.0
+COPY_S = (0.5, 4.0)  # a snapshot's way to another node
 
 
 @dataclass
@@ -29,32 +31,61 @@ class Storage:
 
     opened: int = 0  # newest attempt that was opened
     answers: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # attempt: plan
-    committed: tuple[int, int] = (0, 0)  # step, attempt
+    commits: list[tuple[int, int]] = field(default_factory=list)  # (step, attempt), as appended
+
+    @property
+    def committed(self) -> tuple[int, int]:
+        """(step, attempt) of the newest commit; (0, 0) before the first."""
+        return self.commits[-1] if self.commits else (0, 0)
+
+    def newest(self, above: int, refused: Container[int]) -> tuple[int, int]:
+        """(step, attempt) of the newest commit that is not refused, or (0, 0) as for none.
+
+        The log is read backwards, down to the first commit that is not ``above`` this step.
+        """
+        for step, by in reversed(self.commits):
+            if step <= above:
+                break
+            if step not in refused:
+                return step, by
+        return 0, 0
 
 
 class Gang:
     """The workers of one attempt on all its nodes."""
 
     def __init__(
-        self, world: World, job: str, attempt: int, ranks: int, restore: int, steps: int
+        self,
+        world: World,
+        job: str,
+        attempt: int,
+        ranks: int,
+        restore: int,
+        steps: int,
+        *,
+        stored: bool,
     ) -> None:
         self.world, self.job, self.attempt = world, job, attempt
         self.ranks, self.steps = ranks, steps
         self.nodes: set[str] = set()  # all that have ever joined
         self.members: dict[str, SimNode] = {}
         self.base = restore
+        self.stored = not restore or stored  # whether what was restored is committed
         self.running = self.broken = self.finished = False
         self.broken_at_s = 0.0
         self.sealed = 0
         self.committed = 0
         self.last = steps  # the step after which the workers end
         self.step_s = world.step_s(job)
-        self._order = self._failed = ""  # to save and end: rank 0's, and the one that failed
+        # To save and end: rank 0's order, the one that a vote has carried, the one that failed.
+        self._order = self._voted_order = self._failed = ""
         self._present = 0  # ranks that are there
         self._pace: tuple[bool, float] | None = None  # stalled, slowness; None: look again
         self._mark_s = 0.0
         self._still_since_s = 0.0
         self._done = float(restore)
+        self.peers: dict[str, str] = {}  # the address of each node's replica server, if it has one
+        self._copies: dict[int, int] = {}  # nodes whose snapshot of a step has a replica
         world.later(MEET_TIMEOUT_S, self._meeting_overdue)
 
     @property
@@ -66,6 +97,11 @@ class Gang:
     def complete(self) -> bool:
         """Whether every rank is there."""
         return self._present == self.ranks
+
+    @property
+    def failed_order(self) -> str:
+        """The order to save and end that could not be carried out; "" if none failed."""
+        return self._failed if not self.finished else ""
 
     @property
     def first(self) -> SimNode | None:
@@ -81,12 +117,16 @@ class Gang:
         """A node has changed how it works: bring the steps up to now, and look again."""
         self.settle()
         self._pace = None
+        if self.stalled:  # their status pages show it
+            for node in self.members.values():
+                node.rest.end()
 
     def _look(self) -> tuple[bool, float]:
         """Whether a worker holds the others up, and how slow the slowest is."""
         if self._pace is None:
             key, nodes = self.key, self.members.values()
             held = any(node.holds_up(key) for node in nodes)
+            held = held or self.world.invariants.hidden.slow(self.members)
             self._pace = held, max((node.slowness for node in nodes), default=1.0)
         return self._pace
 
@@ -121,6 +161,8 @@ class Gang:
         self._present += len(node.ranks)
         self.members[node.name] = node
         self.nodes.add(node.name)
+        if target := node.replica_target:
+            self.peers[node.name] = target
         self._pace = None
         if self.complete and not self.running:
             self.world.later(self.world.draw(1.0, 3.0), self._run)
@@ -147,8 +189,26 @@ class Gang:
         if sealed > max(self.sealed, self.base):
             self.sealed = sealed
             for node in self.members.values():
-                node.seal(self.job, self.attempt, sealed)
+                self._seal(node, sealed)
         self._commit()
+
+    def _seal(self, node: SimNode, step: int) -> None:
+        """A node's ranks have a snapshot, which goes to the node's peer if it has one."""
+        snapshot = self.attempt, step
+        node.memory.seal(self.job, snapshot, node.ranks, holds=bool(self.peers))
+        if node.name in self.peers:
+            self.world.later(node.draw(*COPY_S), self._copied, node, node.boots, step)
+
+    def _copied(self, node: SimNode, boots: int, step: int) -> None:
+        """A snapshot has reached the peer; with the last of them the older ones may go."""
+        peer, of = self.world.node_at(self.peers[node.name])
+        if not (node.up and node.boots == boots and peer.up and peer.boots == of):
+            return
+        peer.memory.keep(self.job, (self.attempt, step), node.ranks)
+        self._copies[step] = self._copies.get(step, 0) + 1
+        if self._copies[step] == len(self.nodes):
+            for name in self.nodes:
+                self.world.nodes[name].memory.drop_before(self.job, (self.attempt, step))
 
     def still_s(self) -> float:
         """For how long no worker has advanced."""
@@ -165,10 +225,14 @@ class Gang:
         step = int(until) - int(until) % SNAPSHOT_STEPS
         if self.finished:
             step = self.last
-        if step > max(self.base, self.committed) and not self.broken and not self.fenced():
+        # What was restored from memory and is not stored yet is committed, too.
+        new = step > self.committed and (step > self.base or not self.stored)
+        if new and step >= self.base and step and not self.broken and not self.fenced():
             self.committed = step
-            if step > storage.committed[0]:
-                storage.committed = (step, self.attempt)
+            self.stored = True
+            storage.commits.append((step, self.attempt))
+            if self.first is not None:
+                self.first.rest.end()
 
     def _now_done(self) -> float:
         if not self.running or self.broken or self.stalled or not self._mark_s:
@@ -184,6 +248,7 @@ class Gang:
         for node in list(self.members.values()):
             node.workers_run(self)
         self.world.invariants.gang_runs(self)
+        self.world.invariants.hidden.joined(self)
         self._report()
         self._watch_end(self.last)
 
@@ -212,7 +277,10 @@ class Gang:
             return
         if last < self.steps and not self._can_save():
             self.settle()
-            self._failed, self.last = self._order, self.steps
+            self._failed, self.last = self._voted_order, self.steps
+            self.world.invariants.standby.save_failed(self, self._failed)
+            if self.first is not None:
+                self.first.changed()
             self._watch_end(self.last)
             return
         self.finished = True
@@ -237,6 +305,7 @@ class Gang:
         if order != self._order or order == self._failed or ends:
             return
         self.settle()
+        self._voted_order = order
         self.last = min(self.steps, self.step() + STEPS_AHEAD)
         self._watch_end(self.last)
 
@@ -245,6 +314,10 @@ class Gang:
         first = self.first
         away = first is None or first.draw(0.0, 1.0) < self.world.open_failures
         return not (away or self.fenced())
+
+    def lose_peers(self) -> None:
+        """The connections between its workers break, for no reason that any of them has."""
+        self._break()
 
     def _meeting_overdue(self) -> None:
         if not self.running and not self.broken:

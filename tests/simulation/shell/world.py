@@ -2,7 +2,8 @@
 
 The clock of the world (``now_s``) is the loop's time plus what was skipped. A stretch in which
 nothing changes (every attempt trains, every node beats, no fault is due) is skipped: the clock
-jumps, and every node sends its next heartbeat. Skips never change a decision
+jumps, and every node sends its next heartbeat. In large fleets nodes rest while they have nothing
+to report (:mod:`tests.simulation.shell.rest`). Neither ever changes a decision
 (tests/simulation/test_shell.py compares).
 """
 
@@ -24,9 +25,10 @@ from tests.harness.fake_etcd import FakeEtcd
 from tests.simulation.shell.drivers import SimDriver
 from tests.simulation.shell.invariants import Invariants
 from tests.simulation.shell.loop import VirtualLoop
-from tests.simulation.shell.network import Channel, Network
+from tests.simulation.shell.network import Channel, Link, Network
 from tests.simulation.shell.nodes import FAILED, PREPARED, PREPARING, STARTING, SimNode
 from tests.simulation.shell.operators import Operators
+from tests.simulation.shell.rest import FLEET
 from tests.simulation.shell.services import Services
 from tests.simulation.shell.settled import check_stored
 from tests.simulation.shell.training import Gang, Storage
@@ -41,13 +43,16 @@ QUIET_S = 12.0  # without any change before a stretch is skipped
 GRID_S = 10.0  # a skip is a multiple of it: heartbeats and steps keep their places
 LANDING_S = 6.0  # before the next event a skip ends: a heartbeat of each node, and more
 NODES_PER_SWITCH = 8
+CHECKED = 8  # of so many skipped stretches of a large fleet one is checked against etcd
 
 
 class World:
     """One seed's world."""
 
-    def __init__(self, seed: int, nodes: int, *, skip: bool = True, devices: int = 2) -> None:
-        self.seed, self.skips = seed, skip
+    def __init__(
+        self, seed: int, nodes: int, *, skip: bool = True, rest: int = FLEET, devices: int = 2
+    ) -> None:
+        self.seed, self.skips, self.rests = seed, skip, skip and nodes >= rest
         self.loop = VirtualLoop(seed)
         self.random = random.Random(f"world-{seed}")
         self.skipped_s = 0.0
@@ -58,6 +63,7 @@ class World:
         self.excused_until_s = 0.0  # until then the newest fault may still have consequences
         self.changed_at_s = self.now_s
         self.loop.dialler = self._connect
+        self.event = -1  # the newest, with which all chances began anew
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._outside = contextvars.Context()
@@ -75,6 +81,7 @@ class World:
         self.nodes: dict[str, SimNode] = {}
         self.drivers: list[SimDriver] = []
         self._size, self.devices = nodes, devices
+        self._stretches = 0  # that were skipped
 
     # --- time and chance
 
@@ -124,12 +131,16 @@ class World:
                 work(*arguments)
             due_s = min(end_s, self._agenda[0][0] if self._agenda else end_s)
             if self.skips and due_s - self.now_s > QUIET_S + LANDING_S and self._quiet():
-                await check_stored(self)
+                # All of etcd against all of the leader's state, as at the end of a history.
+                if self._stretches % (CHECKED if self.rests else 1) == 0:
+                    await check_stored(self)
+                self._stretches += 1
                 self._skip((due_s - LANDING_S - self.now_s) // GRID_S * GRID_S)
             await asyncio.sleep(min(max(0.0, due_s - self.now_s), 5.0))
 
     def _chances_of(self, number: int) -> None:
         """Begin the chances anew: what follows an event depends on nothing before it."""
+        self.event = number
         for name, source in (
             ("world", self.random), ("loop", self.loop.random), ("network", self.network.random)
         ):  # fmt: skip
@@ -162,7 +173,7 @@ class World:
                 return f"job {job.name} is {job.phase}"
             if job.active and job.current.leaving is not None:
                 return f"job {job.name} is to leave its nodes"
-            # A driver has to know the steps of a job before their number stops telling it apart.
+            # A driver has to know the steps of a job before their number no longer identifies it.
             if job.phase is JobPhase.RUNNING and len(job.step_times) < MIN_STEP_TIMES:
                 return f"job {job.name} has done few steps"
         for name, known in state.nodes.items():
@@ -177,8 +188,22 @@ class World:
         restless = [gang.key for gang in self.gangs.values() if not gang.settled]
         return f"gangs {restless}" if restless else ""
 
+    def may_rest(self, link: Link) -> bool:
+        """Whether nothing hinders a link, its driver or the network."""
+        driver = link.driver
+        leads = driver.leads and not driver.process.paused and driver.term_of == link.term
+        return leads and self.network.quiet(link) and not self.invariants.bounds.disturbed
+
+    def wake(self) -> None:
+        """End the rest of all nodes."""
+        for node in self.nodes.values():
+            node.rest.end()
+
     def _skip(self, seconds: float) -> None:
-        linked = [node.name for node in self.nodes.values() if node.link is not None]
+        for gang in self.gangs.values():
+            if gang.first is not None:
+                gang.first.rest.end()  # its next heartbeat brings what was committed
+        linked = [node.name for node in self.nodes.values() if node.link and not node.rest]
         lanes = [driver.engine.presence.lane for driver in self.drivers if driver.leads]
         for lane in lanes:
             for name in linked:
@@ -242,7 +267,10 @@ class World:
             known = restore.source != types_pb2.RESTORE_SOURCE_NONE
             steps = assignment.spec.trainer.training.steps
             ranks = self._ranks[assignment.job]
-            self.gangs[key] = Gang(self, *key, ranks, restore.step if known else 0, steps)
+            state = (restore.step, restore.written_by_attempt)
+            stored = not known or state in self.storage_of(assignment.job).commits
+            first = restore.step if known else 0
+            self.gangs[key] = Gang(self, *key, ranks, first, steps, stored=stored)
         return self.gangs[key]
 
     def submitted(self, job: str, step_s: float, ranks: int) -> None:

@@ -74,6 +74,8 @@ def test_memory_is_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[
         ("cross entropy: statistics_kernel", 2, 0),
         ("cross entropy: gradient_kernel", 2, 2),
         ("adamw: kernel", 8, 7),
+        ("lamb: direction_kernel", 8, 6),
+        ("lamb: apply_kernel", 4, 3),
     ],
 )
 def test_nothing_is_read_twice(
@@ -109,7 +111,12 @@ def test_two_programs_of_a_wide_norms_backward_share_a_multiprocessor(
 def test_numbers_that_change_from_step_to_step_compile_nothing_anew(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
-    assert [name for name in compiled if name.startswith("adamw")] == ["adamw: kernel"]
+    for optimizer, kernels in (
+        ("adamw", ["kernel"]),
+        ("lamb", ["direction_kernel", "apply_kernel"]),
+    ):
+        found = [name for name in compiled if name.startswith(f"{optimizer}:")]
+        assert found == [f"{optimizer}: {kernel}" for kernel in kernels]
 
 
 def test_nothing_is_added_atomically(compiled: dict[str, dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from megascale_checkpoint.replicas.protocol import SealedState, StateKey
 from megascale_checkpoint.replicas.sender import ReplicaSender, SealedJob
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import ReplicaStore
+from megascale_checkpoint.replicas.streams import STREAMS
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.start import write_address
 
@@ -30,12 +31,22 @@ class NodeJobs(Protocol):
 
 
 class NodeReplicas:
-    """Started once; ``endpoint`` is where other nodes reach it."""
+    """Started once; ``endpoint`` is where other nodes reach it.
 
-    def __init__(self, jobs: NodeJobs, staging: StagingFolder, pools: Pools, token: str) -> None:
-        self._jobs, self._pools, self._token = jobs, pools, token
+    A state that it copies or fetches goes over ``streams`` connections.
+    """
+
+    def __init__(
+        self,
+        jobs: NodeJobs,
+        staging: StagingFolder,
+        pools: Pools,
+        token: str,
+        streams: int = STREAMS,
+    ) -> None:
+        self._jobs, self._pools, self._token, self._streams = jobs, pools, token, streams
         self.store = ReplicaStore(staging, pools, self._attempt_of, jobs.changed)
-        self.sender = ReplicaSender(token, jobs.changed)
+        self.sender = ReplicaSender(token, jobs.changed, streams)
         self._server = ReplicaServer(self.store, token)
         self._following: asyncio.Task[None] | None = None
         self.endpoint = ""
@@ -70,10 +81,8 @@ class NodeReplicas:
         self, given: RegisteredRank, key: StateKey, image: memoryview, cancelled: Cancellation
     ) -> SealedState:
         """Fill a slot from the replica that the registration names; see :func:`fetch.fetch`."""
-        endpoint = given.replica_source
-        return await in_pool(
-            self._pools.storage, fetch, endpoint, self._token, key, image, cancelled
-        )
+        how = (given.replica_source, self._token, key, image, cancelled, self._streams)
+        return await in_pool(self._pools.storage, fetch, *how)
 
     async def retire(self) -> None:
         """See :meth:`ReplicaStore.retire`."""

@@ -18,22 +18,23 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from megascale_checkpoint.concurrency import Cancellation, Signal, in_pool
 from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.replicas.protocol import (
+from megascale_checkpoint.replicas.connection import (
     CHUNK_BYTES,
+    Activity,
     Connection,
     PeerError,
-    PieceBytes,
-    SealedState,
-    StateKey,
+    RefusedError,
     refusal,
 )
+from megascale_checkpoint.replicas.protocol import PieceBytes, SealedState, StateKey
+from megascale_checkpoint.replicas.streams import STREAMS, Shares, Streams
 from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
 from megascale_checkpoint.slots import Slot, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory
@@ -43,6 +44,7 @@ from megascale_common.service.errors import ServiceError
 log = logs.get("replicas")
 SENDERS = 16  # threads: the ranks of a node
 MAX_ERROR_CHARS = 500
+MOST_PATIENCE_S = 120.0  # for a peer that makes room
 STILL_S = 1.0  # a copy of which nothing has gone out for so long keeps no slot
 RETRY_AFTER_S = (0.5, 2.0)  # pauses before a copy that failed is tried again
 
@@ -94,6 +96,7 @@ class _Transfer:
     moved_s: float = 0.0
     cancelled: Cancellation = field(default_factory=Cancellation)
     connection: Connection | None = None
+    streams: Streams | None = None
     task: asyncio.Task[None] | None = None
     stopped: bool = False
     overtaken: bool = False
@@ -108,17 +111,22 @@ class _Transfer:
         self.stopped = True
         self.ends.set()
         self.cancelled.cancel()
+        if self.streams is not None:
+            self.streams.shut()
         if self.connection is not None:
             self.connection.shut()
 
 
 class ReplicaSender:
-    """Sends for all jobs of the node; they share one token bucket."""
+    """Sends for all jobs of the node; they share one token bucket.
+
+    A state goes over ``streams`` connections.
+    """
 
     retry_after_s = RETRY_AFTER_S
 
-    def __init__(self, token: str, changed: Signal) -> None:
-        self._token, self._changed = token, changed
+    def __init__(self, token: str, changed: Signal, streams: int = STREAMS) -> None:
+        self._token, self._changed, self._streams = token, changed, streams
         self._threads = ThreadPoolExecutor(SENDERS, "replica-sender")
         self._bucket, self._bucket_lock = TokenBucket(0.0, time.monotonic()), threading.Lock()
         self._transfers: dict[tuple[str, int], _Transfer] = {}
@@ -215,23 +223,38 @@ class ReplicaSender:
         self, given: RegisteredRank, state: SealedState, image: memoryview, transfer: _Transfer
     ) -> None:
         """In a thread."""
-        cancelled = transfer.cancelled
+        cancelled, peer = transfer.cancelled, f"the peer at {given.replica_target}"
         cancelled.check()
         with Connection.dial(given.replica_target, self._token, cancelled) as connection:
             transfer.connection = connection
             cancelled.check()
             request = {"verb": "store", "attempt": given.attempt, "state": state.to_mapping()}
-            connection.send(request)
-            reply = connection.receive()
-            problem = refusal(reply, "go", "kept")
-            if not problem and reply["verb"] == "go":
-                rate = given.replica_bytes_per_s
-                connection.send_pieces(
-                    state, image, lambda size: self._sent(transfer, size, rate), _chunk_bytes(rate)
-                )
-                problem = refusal(connection.receive(), "kept")
-            if problem:
-                raise PeerError(f"the peer at {given.replica_target} refuses: {problem}")
+            reply = _answer(connection, request, peer, "go", "kept")
+            if reply["verb"] == "kept":
+                return
+            rate = given.replica_bytes_per_s
+
+            def dial() -> Connection:
+                return Connection.dial(given.replica_target, self._token, cancelled)
+
+            def join(stream: Connection) -> None:
+                _answer(stream, {"verb": "join", "transfer": reply["transfer"]}, peer, "go")
+
+            def throttle(size_bytes: int) -> float:
+                return self._sent(transfer, size_bytes, rate)
+
+            def move(stream: Connection, numbers: Sequence[int]) -> None:
+                stream.send({"verb": "pieces", "numbers": list(numbers)})
+                stream.send_pieces(state, numbers, image, throttle, _chunk_bytes(rate))
+                if problem := refusal(stream.receive(), "have"):
+                    raise RefusedError(f"{peer} refuses: {problem}")
+
+            shares, activity = Shares(state, self._streams), Activity(state.size_bytes)
+            transfer.streams = Streams(shares, activity, cancelled, dial, join, move)
+            if transfer.stopped:
+                transfer.streams.shut()
+            transfer.streams.run(connection)
+            _answer(connection, {"verb": "end"}, peer, "kept")
 
     def _sent(self, transfer: _Transfer, size_bytes: int, bytes_per_s: int) -> float:
         """Some bytes go out next; returns how long they wait for their turn."""
@@ -258,6 +281,19 @@ class ReplicaSender:
             totals.failures += 1
         totals.failure = Failure(reported, text[:MAX_ERROR_CHARS])
         log.warning("no replica", job=key.job, rank=key.rank, step=key.step, error=text)
+
+
+def _answer(
+    connection: Connection, request: Mapping[str, Any], peer: str, *verbs: str
+) -> dict[str, Any]:
+    """The peer's answer, once it has stopped to ask for patience; raises RefusedError."""
+    connection.send(request)
+    until_s = time.monotonic() + MOST_PATIENCE_S
+    while (reply := connection.receive()).get("verb") == "wait" and time.monotonic() < until_s:
+        pass
+    if problem := refusal(reply, *verbs):
+        raise RefusedError(f"{peer} refuses: {problem}")
+    return reply
 
 
 def _chunk_bytes(bytes_per_s: int) -> int:

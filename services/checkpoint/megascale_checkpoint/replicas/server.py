@@ -1,7 +1,7 @@
 """The TCP server of a node's replicas: takes states of other nodes, and gives them back.
 
-A thread per connection, of a bounded number; what it decides runs on the event loop. A caller shows
-the cluster token before anything else is read.
+A thread per connection, of which a transfer has several; of all there is a bounded number. What it
+decides runs on the event loop. A caller shows the cluster token before anything else is read.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from megascale_checkpoint.accepting import accept_all
 from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.replicas.arrival import Arrival, Arrivals
+from megascale_checkpoint.replicas.connection import Activity, Connection, PeerError
 from megascale_checkpoint.replicas.protocol import (
-    Connection,
-    PeerError,
     SealedState,
     StateKey,
     check_pieces,
     key_from_mapping,
     number_of,
+    numbers_of,
 )
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_common.service import logs
@@ -31,7 +32,9 @@ from megascale_common.service.errors import DamagedError, ServiceError
 
 T = TypeVar("T")
 log = logs.get("replicas")
-MAX_CONNECTIONS = 32  # the ranks of a peer or two that store, and of one that restores
+# The ranks of a peer or two that store, and of one that restores, each with its streams.
+MAX_CONNECTIONS = 128
+PATIENCE_S = 2.0  # a caller for whom room is made hears so again
 END_TIMEOUT_S = 5.0  # for the threads of closed connections
 
 
@@ -45,6 +48,7 @@ class ReplicaServer:
         self._accepting: asyncio.Task[None] | None = None
         self._connections: dict[Connection, Cancellation] = {}
         self._serving: set[asyncio.Future[None]] = set()
+        self._arrivals = Arrivals()
 
     def start(self, host: str, port: int = 0) -> str:
         """Listen; returns host:port.
@@ -98,6 +102,8 @@ class ReplicaServer:
                 if request.get("verb") == "store":
                     state = SealedState.from_mapping(request.get("state"))
                     self._take(connection, state, number_of(request, "attempt"), loop)
+                elif request.get("verb") == "join":
+                    self._arrivals.find(request.get("transfer")).join(connection)
                 else:
                     self._give(connection, request, loop)
             except (ServiceError, PeerError) as error:
@@ -115,15 +121,16 @@ class ReplicaServer:
         attempt: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        filling = _on(loop, self._store.begin(state, attempt, connection.shut))
+        begun = self._store.begin(state, attempt, connection.shut)
+        filling = _on(loop, begun, lambda: connection.send({"verb": "wait"}))
         if filling is None:
             connection.send({"verb": "kept"})
             return
-        whole = False
+        whole, arrival = False, Arrival(state, filling.slot.memory.view)
         try:
-            connection.send({"verb": "go"})
-            where = f"replica of rank {state.key.rank}, step {state.key.step}"
-            connection.receive_pieces(state, filling.slot.memory.view, where)
+            with self._arrivals.add(arrival) as name:
+                connection.send({"verb": "go", "transfer": name})
+                arrival.receive_all(connection)
             whole = True
         finally:
             _on(loop, self._finish(filling, whole))
@@ -140,13 +147,18 @@ class ReplicaServer:
     ) -> None:
         key = key_from_mapping(request.get("key"))
         slot = _on(loop, self._lend(key))
-        state = slot.state
+        state, image = slot.state, slot.memory.view
         try:
             assert state is not None
-            # Here too: a damaged one must not be offered again at the next restart.
-            check_pieces(state, slot.memory.view, f"the replica of rank {key.rank}")
-            connection.send({"verb": "state", "state": state.to_mapping()})
-            connection.send_pieces(state, slot.memory.view, lambda _: 0.0)
+            given = {"state": state.to_mapping()} if request.get("first") else {}
+            connection.send({"verb": "state", **given})
+            connection.activity = Activity(state.size_bytes)
+            while (asked := connection.receive_or_end()) is not None:
+                numbers = numbers_of(asked, state)
+                # Here too: a damaged one must not be offered again at the next restart.
+                check_pieces(state, numbers, image, f"the replica of rank {key.rank}")
+                connection.send({"verb": "bytes"})
+                connection.send_pieces(state, numbers, image)
         except DamagedError:
             _on(loop, self._discard(slot))
             raise
@@ -160,6 +172,21 @@ class ReplicaServer:
         return self._store.lend(key)
 
 
-def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that runs on the event loop; for threads."""
-    return asyncio.run_coroutine_threadsafe(work, loop).result()
+def _on(
+    loop: asyncio.AbstractEventLoop,
+    work: Coroutine[Any, Any, T],
+    waiting: Callable[[], None] = lambda: None,
+) -> T:
+    """The result of a coroutine that runs on the event loop; for threads.
+
+    While it takes longer, ``waiting`` is called every PATIENCE_S.
+    """
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    while True:
+        try:
+            return future.result(PATIENCE_S)
+        except TimeoutError:
+            if future.done():
+                raise
+        with contextlib.suppress(PeerError):  # one that is gone is found out when there is a result
+            waiting()

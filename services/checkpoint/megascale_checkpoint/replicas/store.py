@@ -19,17 +19,22 @@ from megascale_common.service.errors import NotFoundError, NotReadyError, Supers
 from megascale_common.sizes.staging import REPLICA_SLOTS
 
 log = logs.get("replicas")
+RANK_WAIT_S = 5.0  # the nodes of an attempt register within seconds of each other
 GIVE_WAY_S = 15.0  # for a transfer that was asked to end: longer than a silent peer is waited for
 
 
 @dataclass(slots=True)
 class ReplicaSlot:
-    """One slot: the state that it holds whole, if any, and how many threads read it."""
+    """One slot: the state that it holds whole, if any, and how many threads read it.
+
+    ``unread`` is set while none does.
+    """
 
     memory: SlotMemory
     state: SealedState | None = None
     readers: int = 0
     discarded: bool = False
+    unread: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -56,7 +61,13 @@ class ReplicaStore:
     Args:
         attempt_of: the attempt of a job whose ranks have slots on this node; 0 without such ranks.
         changed: fires whenever a replica was sealed or lost.
+
+    A state that comes while the older replica is read waits for ``reader_wait_s``, and one that
+    comes before a rank of its job has registered here, as at the start of an attempt, for
+    ``rank_wait_s``.
     """
+
+    reader_wait_s, rank_wait_s = GIVE_WAY_S, RANK_WAIT_S
 
     def __init__(
         self,
@@ -100,7 +111,7 @@ class ReplicaStore:
         key = state.key
         place = (key.job, key.rank)
         async with self._locks.setdefault(place, asyncio.Lock()):
-            self._check_attempt(key.job, attempt)
+            await self._check_attempt(key.job, attempt)
             rank = await self._rank(state)
             if rank.filling is not None:
                 await self._end(rank.filling)
@@ -112,9 +123,12 @@ class ReplicaStore:
             if (key.attempt, key.step) < newest:
                 raise SupersededError(f"attempt {newest[0]}, step {newest[1]} is kept here")
             slot = min(rank.slots, key=_age)
-            if slot.readers:
-                raise NotReadyError("the older replica is being read: try again")
+            await self._until_unread(slot)
+            if self._ranks.get(place) is not rank:
+                raise NotReadyError("the replicas of this rank have just been freed: try again")
             slot.state = None
+            if not slot.memory.populated:  # its first use
+                await in_pool(self._pools.memory, self._staging.populate, slot.memory)
             rank.filling = Filling(state, slot, stop)
             self._changed.notify()
             return rank.filling
@@ -140,6 +154,7 @@ class ReplicaStore:
         for slot in rank.slots if rank is not None else ():
             if slot.state is not None and slot.state.key == key:
                 slot.readers += 1
+                slot.unread.clear()
                 return slot
         raise NotFoundError(
             f"no replica of step {key.step} of attempt {key.attempt} of rank {key.rank} is here"
@@ -153,6 +168,8 @@ class ReplicaStore:
     async def returned(self, slot: ReplicaSlot) -> None:
         """A reader is done with a lent slot."""
         slot.readers -= 1
+        if not slot.readers:
+            slot.unread.set()
         if slot.discarded and not slot.readers:
             await in_pool(self._pools.memory, self._staging.free, [slot.memory])
 
@@ -178,10 +195,17 @@ class ReplicaStore:
         for job, number in list(self._ranks):
             await self._free(job, number)
 
-    def _check_attempt(self, job: str, attempt: int) -> None:
-        present = self._attempt_of(job)
-        if not present:
-            raise NotReadyError(f"no rank of job {job} has slots on this node")
+    async def _check_attempt(self, job: str, attempt: int) -> None:
+        try:
+            async with asyncio.timeout(self.rank_wait_s):
+                while True:
+                    changed = self._changed.next()
+                    present = self._attempt_of(job)
+                    if present:
+                        break
+                    await changed.wait()
+        except TimeoutError as error:
+            raise NotReadyError(f"no rank of job {job} has slots on this node") from error
         if attempt < present:
             raise SupersededError(f"attempt {present} of job {job} has registered here")
 
@@ -200,9 +224,18 @@ class ReplicaStore:
             state.key.rank,
             state.slot_bytes,
             REPLICA_SLOTS,
+            0,  # one after the other: the sender waits
         )
         self._ranks[place] = _Rank([ReplicaSlot(memory) for memory in memories], state.slot_bytes)
         return self._ranks[place]
+
+    async def _until_unread(self, slot: ReplicaSlot) -> None:
+        try:
+            async with asyncio.timeout(self.reader_wait_s):
+                while slot.readers:
+                    await slot.unread.wait()
+        except TimeoutError as error:
+            raise NotReadyError("the older replica is being read: try again") from error
 
     async def _end(self, filling: Filling) -> None:
         filling.stop()

@@ -16,7 +16,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What stands at a path; ``inode`` and ``device`` tell it from what stood there before."""
+    """What stands at a path; ``inode`` and ``device`` distinguish it from what stood there."""
 
     is_folder: bool
     size_bytes: int

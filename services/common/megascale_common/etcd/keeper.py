@@ -11,15 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
-
 from megascale_common.etcd.connection import retry_backoff
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.protocol import Etcd
+from megascale_common.service import logs
 
 KEEPALIVES_PER_TTL = 3
 
-_log = structlog.get_logger(__name__)
+_log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)

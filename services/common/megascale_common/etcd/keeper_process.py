@@ -25,13 +25,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
-import structlog
 
 from megascale_common.etcd import rpc_pb2, rpc_pb2_grpc
 from megascale_common.etcd.connection import CHANNEL_OPTIONS, TlsConfig
 from megascale_common.etcd.keeper import KEEPALIVES_PER_TTL, Renewal
 from megascale_common.etcd.lease import now_s
 from megascale_common.node.process import arm_parent_death, child_environment
+from megascale_common.service import logs
 
 # How long the owner may give no sign of life: longer than a full garbage collection of a large
 # state, and short enough that a driver that hangs is replaced within half a minute.
@@ -45,7 +45,7 @@ _RENEWAL = struct.Struct("=qdi")
 _TICK, _KEEP, _DROP = b"t", b"k", b"d"
 _MESSAGE_BYTES = 64
 
-_log = structlog.get_logger(__name__)
+_log = logs.get(__name__)
 
 
 class KeeperProcess:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Self
 
 import grpc
 import grpc.aio
-import structlog
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.connection import retry_backoff
@@ -24,6 +23,7 @@ from megascale_common.etcd.errors import (
     refusal,
 )
 from megascale_common.etcd.operations import Event
+from megascale_common.service import logs
 from megascale_common.service.backoff import Backoff
 
 if TYPE_CHECKING:  # the client makes the watches
@@ -34,7 +34,7 @@ QUEUE_EVENTS = 1024
 # Without it a member that lost its cluster would keep the stream open without events for ever.
 _REQUIRE_LEADER = (("hasleader", "true"),)
 
-_log = structlog.get_logger(__name__)
+_log = logs.get(__name__)
 
 
 @dataclass(slots=True)

@@ -15,9 +15,34 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascale_common.job import reading, validation
+from megascale_common.job.data_checks import NO_SOURCES
+from megascale_common.job.data_config import (
+    BlendRule,
+    DataConfig,
+    DataSkip,
+    DataSource,
+    EvaluationConfig,
+    Shuffle,
+    TokenizerConfig,
+    TokenizerKind,
+)
+from megascale_common.job.optimizer_config import LambConfig, OptimizerConfig
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.job.stored import ADDED, stored_values
+
+# fmt: off
+__all__ = [
+    "TRAINER_SECTIONS", "BlendRule", "Block", "CheckpointConfig", "CheckpointInterval",
+    "CheckpointLoad", "CodeConfig", "DataConfig", "DataSkip", "DataSource", "Decay",
+    "DivergenceAction", "EvaluationConfig", "Fp8Config", "Fp8Format", "JobConfig", "Kernels",
+    "LambConfig", "LossConfig", "Mlp", "ModelConfig", "Norm", "OptimizerConfig",
+    "OverlapConfig", "ParallelismConfig", "Positions", "Precision", "Recompute",
+    "RecoveryConfig", "RopeScalingConfig", "RopeScalingKind", "ScheduleConfig", "Shuffle",
+    "SpareRule", "TelemetryConfig", "TokenizerConfig", "TokenizerKind", "TrainingConfig",
+    "from_accepted", "from_json", "from_mapping", "to_json", "to_mapping",
+]
+# fmt: on
 
 # The fields of a job that stand under `trainer` in a job file; the tree has them at its root.
 TRAINER_SECTIONS = (
@@ -43,8 +68,7 @@ Fp8Format = Literal["hybrid", "e4m3"]
 Recompute = Literal["none", "selective", "full"]
 Kernels = Literal["torch", "triton", "auto"]
 Decay = Literal["constant", "linear", "cosine"]
-TokenizerKind = Literal["bytes", "bpe"]
-DivergenceAction = Literal["stop", "continue"]
+DivergenceAction = Literal["stop", "continue", "roll_back"]
 CheckpointInterval = Literal["steps", "auto"]
 SpareRule = Literal["count", "auto"]
 CheckpointLoad = Literal["full", "weights"]
@@ -185,24 +209,6 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
-    """The optimizer by name; ``beta1``, ``beta2`` and ``epsilon`` are AdamW's.
-
-    Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off. ``options``
-    are numbers for an optimizer of an installed package.
-    """
-
-    name: str = "adamw"
-    options: Mapping[str, float] = field(default_factory=dict)
-    learning_rate: float = 3e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
     """Learning rate: linear warm-up, then ``decay`` to ``min_ratio`` of the peak at the last."""
 
@@ -216,48 +222,6 @@ class LossConfig:
     """Token cross entropy plus ``z_loss`` * log(Z)^2."""
 
     z_loss: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataSource:
-    """One tokenised corpus: path prefix of a ``.bin``/``.idx`` pair, and its share of the blend."""
-
-    prefix: str
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenizerConfig:
-    """How the sources were tokenised; ``path`` and ``sha256`` are of the tokenizer file (bpe)."""
-
-    kind: TokenizerKind = "bytes"
-    path: str = ""
-    sha256: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Sources, and how documents are packed into sequences.
-
-    ``document_attention`` limits attention to the tokens of the same document.
-    """
-
-    sources: tuple[DataSource, ...] = ()
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    seed: int = 1234
-    document_attention: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationConfig:
-    """Loss on held-out data, after every ``interval_steps`` steps and after the last step.
-
-    There is none if ``interval_steps`` is 0 or ``sources`` is empty.
-    """
-
-    sources: tuple[DataSource, ...] = ()
-    interval_steps: int = 0
-    batches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,7 +284,8 @@ class RecoveryConfig:
 
     A run counts as diverged after ``divergence_steps`` steps in a row (0: never; half of the job's
     steps where that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
-    never) times that of the start.
+    never) times that of the start. With roll_back it goes on from the last checkpoint before,
+    without the data since then; it ends after ``max_roll_backs`` of them.
     """
 
     max_restarts: int = 20
@@ -334,6 +299,7 @@ class RecoveryConfig:
     spares: SpareRule = field(default="count", metadata=ADDED)
     repair_hours: float = field(default=7.5, metadata=ADDED)
     spare_probability: float = field(default=0.99, metadata=ADDED)
+    max_roll_backs: int = field(default=3, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -495,4 +461,4 @@ def _no_sources(values: Any) -> list[JobProblem]:
         return []
     data = values.get("data", workload.get("data"))
     given = data is not None and (not isinstance(data, Mapping) or data.get("sources"))
-    return [] if given else [validation.NO_SOURCES]
+    return [] if given else [NO_SOURCES]

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megascale_common.job import size_checks
+from megascale_common.job.data_checks import data_problems, evaluation_problems
 from megascale_common.job.fp8_checks import fp8_problems
 from megascale_common.job.names import is_dns_label
+from megascale_common.job.optimizer_checks import optimizer_problems
 from megascale_common.job.problems import JobProblem
 
 if TYPE_CHECKING:  # config imports this module
-    from megascale_common.job.config import CheckpointConfig, DataSource, JobConfig, OptimizerConfig
+    from megascale_common.job.config import CheckpointConfig, JobConfig
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
@@ -25,8 +27,6 @@ _MAX_PATH = 4096  # the kernel's own limit
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")  # S3's own rule
-_MAX_SOURCES = 1024
-_MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
 _MAX_REPLICATE_MIB_PER_S = 1e6
 _MAX_FINAL_TIMEOUT_S = 3600
@@ -35,13 +35,8 @@ _MAX_REPAIR_HOURS = 8760.0
 _MAX_SPARE_PROBABILITY = 0.999999
 _MIN_HOURS, _MAX_HOURS = 0.02, 24 * 366
 _MAX_MIB_PER_S = 2**20  # a TiB per second
-_SHA256_DIGITS = 64
 _MAX_LOSS_RISE = 10**6
-NO_SOURCES = JobProblem(
-    "trainer.data.sources",
-    "no source given",
-    "give at least one .bin/.idx prefix (`megascale data tokenize` makes one)",
-)
+_MAX_ROLL_BACKS = 8  # the driver keeps as many (MAX_ROLLBACKS of its core)
 
 
 def validate(config: JobConfig) -> list[JobProblem]:
@@ -58,10 +53,10 @@ def validate(config: JobConfig) -> list[JobProblem]:
     return [
         *problems,
         *size_checks.not_built(config),
-        *_optimizer(config),
+        *optimizer_problems(config.optimizer),
         *_schedule(config),
-        *_data(config),
-        *_evaluation(config),
+        *data_problems(config.data),
+        *evaluation_problems(config.evaluation),
         *_checkpoint(config),
         *_recovery(config),
         *_code(config),
@@ -94,69 +89,6 @@ def _identity(config: JobConfig) -> Iterator[JobProblem]:
         )
 
 
-def _optimizer(config: JobConfig) -> Iterator[JobProblem]:
-    optimizer = config.optimizer
-    if not is_dns_label(optimizer.name):
-        yield JobProblem(
-            "trainer.optimizer.name",
-            f"{optimizer.name!r} is not a DNS-1123 label",
-            "use the name under which its package registers it: a-z, 0-9 and '-'",
-        )
-    yield from _optimizer_options(optimizer)
-    if not (math.isfinite(optimizer.learning_rate) and 0 < optimizer.learning_rate <= 10):
-        yield JobProblem(
-            "trainer.optimizer.learning_rate",
-            f"{optimizer.learning_rate} is out of range",
-            "give 0 < lr <= 10",
-        )
-    for name in ("beta1", "beta2"):
-        value = getattr(optimizer, name)
-        if not 0 <= value < 1:
-            yield JobProblem(
-                f"trainer.optimizer.{name}", f"{value} is out of range", "give 0 <= beta < 1"
-            )
-    if not 0 < optimizer.epsilon < 1:
-        yield JobProblem(
-            "trainer.optimizer.epsilon",
-            f"{optimizer.epsilon} is out of range",
-            "give a small positive number",
-        )
-    if not 0 <= optimizer.weight_decay <= 10:
-        yield JobProblem(
-            "trainer.optimizer.weight_decay",
-            f"{optimizer.weight_decay} is out of range",
-            "give 0 to 10",
-        )
-    if not (math.isfinite(optimizer.clip_norm) and optimizer.clip_norm >= 0):
-        yield JobProblem(
-            "trainer.optimizer.clip_norm",
-            f"{optimizer.clip_norm} is out of range",
-            "give 0 (off) or more",
-        )
-
-
-def _optimizer_options(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
-    field, options = "trainer.optimizer.options", optimizer.options
-    if options and optimizer.name == type(optimizer)().name:
-        yield JobProblem(
-            field,
-            f"{optimizer.name} takes no options",
-            "set the other fields of trainer.optimizer, or set trainer.optimizer.name to one that "
-            "takes options",
-        )
-    if len(options) > _MAX_OPTIONS:
-        yield JobProblem(field, f"{len(options)} options", f"use at most {_MAX_OPTIONS}")
-    for name, value in list(options.items())[:_MAX_OPTIONS]:
-        if not name.isidentifier() or len(name) > _MAX_OPTION_NAME:
-            yield JobProblem(
-                field,
-                f"{name[:_MAX_OPTION_NAME]!r} is not an option's name",
-                f"use letters, digits and '_', at most {_MAX_OPTION_NAME} characters",
-            )
-        elif not math.isfinite(value):
-            yield JobProblem(f"{field}.{name}", f"{value} is not finite", "give a number")
-
-
 def _schedule(config: JobConfig) -> Iterator[JobProblem]:
     schedule = config.schedule
     if not 0 <= schedule.warmup_steps <= max(config.training.steps, 0):
@@ -173,71 +105,6 @@ def _schedule(config: JobConfig) -> Iterator[JobProblem]:
     if not (math.isfinite(config.loss.z_loss) and config.loss.z_loss >= 0):
         yield JobProblem(
             "trainer.loss.z_loss", f"{config.loss.z_loss} is out of range", "give 0 (off) or more"
-        )
-
-
-def _data(config: JobConfig) -> Iterator[JobProblem]:
-    data = config.data
-    if not data.sources:
-        yield NO_SOURCES
-    yield from _sources("trainer.data.sources", data.sources)
-    tokenizer = data.tokenizer
-    if len(tokenizer.path) > _MAX_PATH:
-        yield JobProblem(
-            "trainer.data.tokenizer.path", "too long", f"use at most {_MAX_PATH} characters"
-        )
-    if tokenizer.kind == "bpe" and not tokenizer.path:
-        yield JobProblem(
-            "trainer.data.tokenizer.path", "missing for kind bpe", "give the tokenizer file"
-        )
-    digits = tokenizer.sha256.lower()
-    if digits and (len(digits) != _SHA256_DIGITS or set(digits) - set("0123456789abcdef")):
-        yield JobProblem(
-            "trainer.data.tokenizer.sha256",
-            "not a SHA-256",
-            f"give {_SHA256_DIGITS} hexadecimal digits",
-        )
-
-
-def _sources(field: str, sources: tuple[DataSource, ...]) -> Iterator[JobProblem]:
-    if len(sources) > _MAX_SOURCES:
-        yield JobProblem(field, f"{len(sources)} sources", f"use at most {_MAX_SOURCES}")
-    for index, source in enumerate(sources[:_MAX_SOURCES]):
-        where = f"{field}[{index}]"
-        if not source.prefix:
-            yield JobProblem(f"{where}.prefix", "empty", "give the path without .bin/.idx")
-        elif len(source.prefix) > _MAX_PATH:
-            yield JobProblem(f"{where}.prefix", "too long", f"use at most {_MAX_PATH} characters")
-        elif not source.prefix.startswith("/"):
-            yield JobProblem(
-                f"{where}.prefix",
-                f"{source.prefix!r} is relative",
-                "give an absolute path on the nodes",
-            )
-        if not (math.isfinite(source.weight) and source.weight > 0):
-            yield JobProblem(
-                f"{where}.weight", f"{source.weight} is not positive", "give a share above 0"
-            )
-
-
-def _evaluation(config: JobConfig) -> Iterator[JobProblem]:
-    evaluation = config.evaluation
-    yield from _sources("trainer.evaluation.sources", evaluation.sources)
-    if evaluation.interval_steps < 0:
-        yield JobProblem(
-            "trainer.evaluation.interval_steps",
-            f"{evaluation.interval_steps} is negative",
-            "give 0 (off) or more",
-        )
-    if evaluation.interval_steps > 0 and not evaluation.sources:
-        yield JobProblem(
-            "trainer.evaluation.sources",
-            "no source given although trainer.evaluation.interval_steps is set",
-            "give at least one held-out .bin/.idx prefix, or use interval 0",
-        )
-    if evaluation.batches < 1:
-        yield JobProblem(
-            "trainer.evaluation.batches", f"{evaluation.batches} is not positive", "give at least 1"
         )
 
 
@@ -443,6 +310,23 @@ def _code(config: JobConfig) -> Iterator[JobProblem]:
         )
 
 
+def _roll_back(config: JobConfig) -> Iterator[JobProblem]:
+    recovery = config.recovery
+    for name in ("on_non_finite", "on_loss_rise"):
+        if getattr(recovery, name) == "roll_back" and not config.checkpoint.uri:
+            yield JobProblem(
+                f"recovery.{name}",
+                "is roll_back, and checkpoint.uri is empty",
+                "give a folder for checkpoints, or use stop",
+            )
+    if not 1 <= recovery.max_roll_backs <= _MAX_ROLL_BACKS:
+        yield JobProblem(
+            "recovery.max_roll_backs",
+            f"{recovery.max_roll_backs} is out of range",
+            f"give 1 to {_MAX_ROLL_BACKS}",
+        )
+
+
 def _recovery(config: JobConfig) -> Iterator[JobProblem]:
     recovery = config.recovery
     counts = ("max_restarts", "max_restarts_without_progress", "spare_nodes", "divergence_steps")
@@ -450,6 +334,7 @@ def _recovery(config: JobConfig) -> Iterator[JobProblem]:
         value = getattr(recovery, name)
         if value < 0:
             yield JobProblem(f"recovery.{name}", f"{value} is negative", "give 0 or more")
+    yield from _roll_back(config)
     if recovery.spares == "auto" and recovery.spare_nodes:
         yield JobProblem(
             "recovery.spare_nodes",

@@ -28,6 +28,19 @@ def file_view() -> str:
     return f"{boot}/{mounts.st_ino}/{root.st_dev}-{root.st_ino}" if boot else ""
 
 
+def network_view() -> str:
+    """Equal in two processes only if one reaches the other at 127.0.0.1; "" unknown.
+
+    Containers of one host have a loopback each.
+    """
+    try:
+        network = os.stat("/proc/self/ns/net")
+    except OSError:
+        return ""
+    boot = boot_id()
+    return f"{boot}/{network.st_ino}" if boot else ""
+
+
 def new_incarnation() -> str:
     """Id of one start of a process: unique, and in no order."""
     return f"{os.getpid():x}-{secrets.token_hex(6)}"

@@ -15,7 +15,7 @@ class OpenAttempt(TypedDict):
 
     What a driver asks for through OpenAttempt of megascale.v1.CheckpointService, but for the number
     of the attempt, which no driver issues here. The daemon is the attempt's committer from then on.
-    ``read_only``: open nothing, and tell only what would be restored.
+    ``read_only``: open nothing, only say what would be restored.
     """
 
     kind: Literal["open_attempt"]

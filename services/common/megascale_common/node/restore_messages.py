@@ -33,7 +33,8 @@ class LookInMemory(TypedDict):
 class MemoryState(TypedDict):
     """Daemon to worker: the slot that holds the state, -1 if none does; ``problem`` is why.
 
-    ``file`` names the slot where one did, and is damaged.
+    ``file`` names the slot where one did, and is damaged. ``arriving``: the state comes from a
+    peer's memory; nothing in the slot counts, and ``small_state`` is empty, before Verified.
     """
 
     kind: Literal["memory_state"]
@@ -41,6 +42,7 @@ class MemoryState(TypedDict):
     small_state: dict[str, Any]
     problem: str
     file: str
+    arriving: NotRequired[bool]
 
 
 class Verify(TypedDict):
@@ -52,12 +54,15 @@ class Verify(TypedDict):
 class Verified(TypedDict):
     """Daemon to worker: ``problem`` is "" or what is wrong with the slot that ``file`` names.
 
-    A damaged slot is no longer the worker's to release.
+    A damaged slot is no longer the worker's to release, nor is one whose state has not arrived. Of
+    one that has, ``small_state`` is its own, and ``fetched_bytes`` its size.
     """
 
     kind: Literal["verified"]
     problem: str
     file: str
+    small_state: NotRequired[dict[str, Any]]
+    fetched_bytes: NotRequired[int]
 
 
 class OpenStored(TypedDict):

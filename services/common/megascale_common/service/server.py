@@ -105,12 +105,15 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 class RpcServer:
     """A gRPC server with health, reflection and the token check.
 
-    Use: construct, register servicers on :attr:`server`, ``start``.
+    Use: construct, register servicers on :attr:`server`, ``start``. ``trusted_network``: whoever
+    started the process has said that nobody else reads or writes on the network that it listens on.
     """
 
-    def __init__(self, token: str, *, tls: Tls | None = None) -> None:
+    def __init__(
+        self, token: str, *, tls: Tls | None = None, trusted_network: bool = False
+    ) -> None:
         self.server = grpc.aio.server(interceptors=[TokenInterceptor(token)], options=_OPTIONS)
-        self._tls = tls
+        self._tls, self._trusted_network = tls, trusted_network
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 
@@ -120,11 +123,11 @@ class RpcServer:
         The process ("") is SERVING from now on; ``serving`` sets the health of the services.
 
         Raises:
-            OptionError: a non-loopback address without TLS, files of TLS that cannot be used, or an
-                address that is taken or not of this host.
+            OptionError: a non-loopback address without TLS on a network that is not trusted, files
+                of TLS that cannot be used, or an address that is taken or not of this host.
         """
         host, _, _ = bind.rpartition(":")
-        if self._tls is None and host:
+        if self._tls is None and host and not self._trusted_network:
             _require_loopback(host)
         require_bindable("--bind", bind)
         try:

@@ -52,11 +52,6 @@ def interval_steps(
     return max(least, min(most, math.ceil(seconds / step_s)))
 
 
-def lost_share(cost_s: float, interval_s: float, mtbf_s: float) -> float:
-    """Share of the run's time that saves and repeated work take together, to the first order."""
-    return cost_s / interval_s + interval_s / (2 * mtbf_s)
-
-
 def device_hours_per_failure(published: float, failures: int, device_hours: float) -> float:
     """Device hours between failures: the ``published`` figure, corrected by what the fleet counted.
 

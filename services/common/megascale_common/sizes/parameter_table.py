@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megascale_common.job.config import JobConfig
+from megascale_common.job.config import JobConfig, ModelConfig
 from megascale_common.job.rank_layout import Axis
 from megascale_common.sizes.block import Tensor, Unit, embedding_unit, head_unit, layer_unit
 from megascale_common.sizes.checkpoint_layout import MASTER, ShardLayout, ShardPiece
@@ -58,6 +58,21 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
     return ParameterTable(
         at, sizes.dp, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices)
     )
+
+
+def parameter_names(model: ModelConfig) -> tuple[str, ...]:
+    """The logical parameters of a model in its order, whatever its layout; a tied one once."""
+    layer = layer_unit(model)
+    units = [("", embedding_unit(model))]
+    units += [(f"layers.{index}.", layer) for index in range(model.layers)]
+    names = {
+        f"{prefix}{parameter.name}.{tensor.kind}": None
+        for prefix, unit in [*units, ("", head_unit(model))]
+        for operator in unit
+        for tensor in operator.tensors
+        for parameter in tensor.parameters
+    }
+    return tuple(names)
 
 
 def model_chunks(config: JobConfig, stage: int) -> tuple[ModelChunk, ...]:

@@ -110,6 +110,38 @@ class Search:
         return tuple(names)
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a search has taken from one round: its failed groups by number, and who skipped it."""
+
+    failed: tuple[int, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+def taken(search: Search, answers: Mapping[str, Answer]) -> Taken:
+    """What :func:`advance` takes from the answers to the running groups, and no more."""
+    skipped = {name for name, answer in answers.items() if answer is Answer.SKIPPED}
+    failed = (
+        number
+        for number, group in enumerate(search.running)
+        if any(answers.get(name) is not Answer.PASS for name in group if name not in skipped)
+    )
+    return Taken(tuple(failed), tuple(sorted(skipped)))
+
+
+def replayed(nodes: Sequence[str], helpers: Sequence[str], rounds: Sequence[Taken]) -> Search:
+    """The search that rounds have led to: equal to the one that took them in."""
+    search = begin(nodes, helpers)
+    for each in rounds:
+        answers = {
+            name: Answer.FAIL if number in each.failed else Answer.PASS
+            for number, group in enumerate(search.running)
+            for name in group
+        }
+        search = advance(search, answers | dict.fromkeys(each.skipped, Answer.SKIPPED))
+    return search
+
+
 def begin(nodes: Sequence[str], helpers: Sequence[str] = ()) -> Search:
     """A search among two nodes or more, in an order in which neighbours are close to each other."""
     whole = Task(Kind.WHOLE, tuple(nodes))

@@ -14,12 +14,15 @@ from megascale.v1 import job_pb2
 from megascale_common.job.config import JobConfig, ParallelismConfig
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
+from megascale_common.sizes.batch_scaling import scaled_batch
 from megascale_common.sizes.checkpoint_interval import best_interval_s, mtbf_s
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, rank_memory
 from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
 from megascale_common.sizes.spare_count import advised_spares, wanted_spares
 from megascale_common.sizes.staging import wanted_replica_slots, wanted_slots
+
+_LARGER_BATCHES = (2, 4, 8)  # times the job's own; the paper's step from AdamW to LAMB is 4
 
 
 def plan_job(
@@ -41,7 +44,7 @@ def plan_job(
     plan: dict[str, Any] = {"name": config.name}
     try:
         memory = [rank_memory(config, rank) for rank in config.layout.group_of(0, ("pp",))]
-        plan |= _model(config) | _batch(config)
+        plan |= _model(config) | _batch(config) | _larger_batches(config)
     except (
         ValueError,
         ArithmeticError,
@@ -94,6 +97,14 @@ def _batch(config: JobConfig) -> dict[str, Any]:
         // parallel.dp,
         "pipeline_bubble": bubble / (1 + bubble),
     }
+
+
+def _larger_batches(config: JobConfig) -> dict[str, Any]:
+    """What LAMB takes at larger batches over the same tokens."""
+    if config.optimizer.name != "lamb":
+        return {}
+    rows = (scaled_batch(config, factor) for factor in _LARGER_BATCHES)
+    return {"larger_batches": [dataclasses.asdict(row) for row in rows]}
 
 
 def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], list[JobProblem]]:

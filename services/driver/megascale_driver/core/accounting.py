@@ -94,7 +94,7 @@ def _stepped(job: Job, step: int, checkpointing_s: float, now_s: float) -> Ledge
 
 
 def _happened_s(fault: Fault, nodes: Mapping[str, Node]) -> float:
-    """When a fault happened, as far as the driver can tell; 0: when the job last advanced."""
+    """When a fault happened, as far as the driver knows; 0: when the job last advanced."""
     if fault.kind is FaultKind.HANG:
         return 0.0
     node = nodes.get(fault.node)

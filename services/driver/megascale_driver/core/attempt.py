@@ -6,11 +6,13 @@ A job keeps its newest attempt, also after it has ended: the next one is placed 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megascale_common.job.restore import RestorePlan
-from megascale_driver.analysis.group_search import Answer, Search
+from megascale_driver.analysis.group_search import Answer, Search, Taken
+from megascale_driver.core.overlay import changed_keys
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
 from megascale_driver.core.storing import RIDES, VOLATILE, stored_as
 
@@ -91,30 +93,46 @@ class NodeSlot:
 
 
 class _SlotIndex:
-    """The slots of one attempt by node, built when first asked for, and where a scan ended last.
+    """The slots of one attempt by node, built when first asked for, and where scans ended last.
 
-    Both are memory aids that no answer depends on, so the states that share them stay values.
+    All are memory aids that no answer depends on, so the states that share them stay values.
     """
 
-    __slots__ = ("_at", "_by_node", "slots")
+    __slots__ = ("_at", "_by_node", "_sound", "slots")
 
     def __init__(self, slots: tuple[NodeSlot, ...]) -> None:
         self.slots = slots
-        self._by_node: Mapping[str, NodeSlot] | None = None
+        self._by_node: Mapping[str, tuple[int, NodeSlot]] | None = None
         self._at = 0
+        self._sound: tuple[int, Mapping[str, Any]] | None = None
 
     def of(self, node: str) -> NodeSlot | None:
+        found = self._index().get(node)
+        return found[1] if found is not None else None
+
+    def note_sound(self, number: int, nodes: Mapping[str, Any]) -> None:
+        self._sound = number, nodes
+
+    def doubtful(self, number: int, nodes: Mapping[str, Any]) -> Sequence[NodeSlot]:
+        if self._sound is None or self._sound[0] != number:
+            return self.slots
+        index = self._index()
+        changed = changed_keys(self._sound[1], nodes)
+        found = sorted(index[name] for name in changed if name in index)
+        return [slot for _, slot in found]
+
+    def _index(self) -> Mapping[str, tuple[int, NodeSlot]]:
         if self._by_node is None:
-            self._by_node = {slot.node: slot for slot in self.slots}
-        return self._by_node.get(node)
+            self._by_node = {slot.node: (at, slot) for at, slot in enumerate(self.slots)}
+        return self._by_node
 
     def all(self, holds: Callable[[NodeSlot], bool]) -> bool:
         # The slot that failed last fails again for most events. When it no longer does, the scan
         # goes on behind it: a phase that n nodes enter one by one costs n steps in all, not n each.
         slots, first = self.slots, self._at
         for at in range(first, first + len(slots)):
-            self._at = at % len(slots)
-            if not holds(slots[self._at]):
+            index = self._at = at % len(slots)  # threads may scan at the same time
+            if not holds(slots[index]):
                 return False
         return True
 
@@ -141,6 +159,16 @@ class Searching:
     answers: Mapping[str, Answer] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)
     over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLog:
+    """What a new leader needs to go on with a search: who takes part, and the rounds so far."""
+
+    nodes: tuple[str, ...] = ()
+    helpers: tuple[str, ...] = ()
+    begun_at_s: float = 0.0
+    rounds: tuple[Taken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +212,10 @@ class Attempt:
     # First step of the newest divergence that was logged; 0 without one.
     diverged_from: int = field(default=0, metadata=VOLATILE)
     # Its values were not finite, and it ends for that: a device may have computed them wrong.
-    suspects_devices: bool = field(default=False, metadata=VOLATILE)
-    # The search for the node that broke it, if no fault names one.
+    suspects_devices: bool = False
+    # The search for the node that broke it, if no fault names one, and what is stored of it.
     searching: Searching | None = field(default=None, metadata=VOLATILE)
+    search_log: SearchLog = field(default_factory=SearchLog)
     _index: _SlotIndex = field(
         default_factory=lambda: _SlotIndex(()), metadata=VOLATILE, compare=False, repr=False
     )
@@ -202,3 +231,11 @@ class Attempt:
     def all_slots(self, holds: Callable[[NodeSlot], bool]) -> bool:
         """Whether ``holds`` of every slot; O(1) as long as the same slot is what is waited for."""
         return self._index.all(holds)
+
+    def note_sound(self, nodes: Mapping[str, Any]) -> None:
+        """A scan of all slots found nothing wrong with these nodes."""
+        self._index.note_sound(self.number, nodes)
+
+    def doubtful_slots(self, nodes: Mapping[str, Any]) -> Sequence[NodeSlot]:
+        """The slots whose nodes may differ from those that were found sound last, in order."""
+        return self._index.doubtful(self.number, nodes)

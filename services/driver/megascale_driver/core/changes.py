@@ -11,7 +11,14 @@ from typing import TypedDict
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
-from megascale_driver.core.attempt import Attempt, FailureCount, Fault, Leaving, Searching
+from megascale_driver.core.attempt import (
+    Attempt,
+    FailureCount,
+    Fault,
+    Leaving,
+    Searching,
+    SearchLog,
+)
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
@@ -123,3 +130,4 @@ class AttemptChanges(TypedDict, total=False):
     diverged_from: int
     suspects_devices: bool
     searching: Searching | None
+    search_log: SearchLog

@@ -1,13 +1,18 @@
 """What follows from a run that diverges: a line in the audit log, and, by the job, its end.
 
 The facts come from :mod:`megascale_driver.analysis.divergence`. An episode, the steps in a row of
-one kind, is logged once. Checkpoints stay as they are.
+one kind, is logged once. Checkpoints stay as they are: a job that is taken back to one restores no
+later one, and its configuration gets a skip of the data since then.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megascale_common.job import config as job_config
+from megascale_common.job.data_config import skipping
 from megascale_driver.analysis.divergence import Divergence, DivergenceKind
-from megascale_driver.core import jobs
+from megascale_driver.core import jobs, rolling_back
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence, LossDiverged
 from megascale_driver.core.state import Job, JobPhase
@@ -24,17 +29,85 @@ def diverged(draft: Draft, event: LossDiverged) -> None:
         return  # of this episode there is a line
     recovery = job.config.recovery
     rise = found.kind is DivergenceKind.LOSS_RISE
-    stops = (recovery.on_loss_rise if rise else recovery.on_non_finite) == "stop"
-    message = _message(job, found)
-    draft.attempt(job.name, diverged_from=found.first_step, suspects_devices=stops and not rise)
+    policy = "recovery.on_loss_rise" if rise else "recovery.on_non_finite"
+    action = recovery.on_loss_rise if rise else recovery.on_non_finite
+    message, back_to = _message(job, found), _good_step(job, found)
+    cannot = _cannot_go_back(job, back_to) if action == "roll_back" else ""
+    ends = action == "stop" or bool(cannot)
+    draft.attempt(
+        job.name,
+        diverged_from=found.first_step,
+        suspects_devices=action != "continue" and not rise,
+    )
+    outcome = "the job ends; its checkpoints stay" if ends else "the job goes on"
+    if action == "roll_back":
+        outcome = f"{cannot}: {outcome}" if cannot else _going_back(found, back_to)
     draft.log(
         "LOSS_DIVERGED", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy="recovery.on_loss_rise" if rise else "recovery.on_non_finite",
-        mode="ENFORCE" if stops else "OBSERVE", evidence=_evidence(job, found),
-        outcome="the job ends; its checkpoints stay" if stops else "the job goes on",
+        policy=policy, mode="OBSERVE" if action == "continue" else "ENFORCE",
+        evidence=_evidence(job, found), outcome=outcome,
     )  # fmt: skip
-    if stops:
-        jobs.stop(draft, draft.jobs[job.name], JobPhase.FAILED, f"{message}; {_remedy(job, found)}")
+    job = draft.jobs[job.name]
+    if ends:
+        why = "; ".join(filter(None, (message, cannot, _remedy(job, found))))
+        jobs.stop(draft, job, JobPhase.FAILED, why)
+    elif action == "roll_back":
+        _go_back(draft, job, found, back_to)
+        jobs.stop(draft, draft.jobs[job.name], JobPhase.QUEUED, f"{message}; {outcome}")
+
+
+def _good_step(job: Job, found: Divergence) -> int:
+    """The newest step before the divergence of which there should be a checkpoint; 0: of none.
+
+    The driver hears of a commit later than of steps: the one that is due counts as well. Whichever
+    there is in fact, the newest up to the last step before the divergence, is restored.
+    """
+    before, interval = found.first_step - 1, job.config.checkpoint.interval_steps
+    due = before // interval * interval if interval else 0
+    return max(due, job.committed_step if job.committed_step <= before else 0)
+
+
+def _cannot_go_back(job: Job, back_to: int) -> str:
+    """Why the job ends although it asks to be taken back; "" if it can be."""
+    if not back_to:
+        return "there is no checkpoint to go back to"
+    limit = job.config.recovery.max_roll_backs
+    if len(job.rollbacks) >= limit:
+        return f"the job was taken back {len(job.rollbacks)} times (recovery.max_roll_backs)"
+    return ""
+
+
+def _going_back(found: Divergence, back_to: int) -> str:
+    return (
+        f"the next attempt begins from the newest checkpoint up to step {found.first_step - 1} and "
+        f"leaves out the data of steps {back_to + 1} to {found.sample.step}"
+    )
+
+
+def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
+    """Refuse what was committed since, and have the next attempt skip the data since."""
+    before = found.first_step - 1
+    config = job_config.from_json(job.pending_spec) if job.pending_spec else job.config
+    skips = skipping(config.data.skips, back_to, found.sample.step)
+    config = replace(config, data=replace(config.data, skips=skips))
+    rolling_back.roll_back(
+        *(draft, job, before),
+        written_by=0,
+        later=_committed_since(job, found),
+        committed=job.committed_step if job.committed_step <= before else 0,
+    )
+    draft.job(job.name, pending_spec=job_config.to_json(config))
+
+
+def _committed_since(job: Job, found: Divergence) -> tuple[int, ...]:
+    """Steps of the divergence of which there may be a checkpoint, heard of or not.
+
+    One that is committed even later is refused when offered (:func:`rolling_back.refuse_late`).
+    """
+    interval = job.config.checkpoint.interval_steps or found.sample.step
+    ahead = range(found.first_step, found.sample.step + interval + 1)
+    steps = {step for step in ahead if step % interval == 0} | {job.committed_step}
+    return tuple(sorted(step for step in steps if step >= found.first_step))
 
 
 def _message(job: Job, found: Divergence) -> str:

@@ -181,8 +181,9 @@ class EvictRequested(_OfNode):
 class RestartRequested:
     """A client asked for a new attempt.
 
-    ``from_step``: the complete checkpoint to go back to, None: the newest state; ``later_steps``
-    are the checkpoints above it, which are not restored any more.
+    ``from_step``: the complete checkpoint to go back to, None: the newest state; ``from_attempt``
+    wrote it, 0 if that is not known. ``later_steps`` are the checkpoints above it, and those that
+    were written after it, which are not restored any more.
     """
 
     now_s: float
@@ -190,6 +191,7 @@ class RestartRequested:
     reason: str
     actor: str
     from_step: int | None = None
+    from_attempt: int = 0
     later_steps: tuple[int, ...] = ()
     now: bool = False
     request: RequestKey | None = None

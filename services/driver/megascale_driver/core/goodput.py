@@ -160,7 +160,7 @@ def restored(ledger: Ledger, step: int) -> Ledger:
     """The attempt starts from ``step``: what was done behind it will be done again."""
     newest = _newest(ledger)
     if step > newest:
-        # Steps that this driver was never told of: the time up to the fault was theirs.
+        # Steps that were never reported to this driver: the time up to the fault was theirs.
         return _marked(_decided(ledger), step)
     kept_us = _productive_at(ledger.marks, step)
     marks = tuple(mark for mark in ledger.marks if mark[0] < step)

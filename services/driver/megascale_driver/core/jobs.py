@@ -29,8 +29,10 @@ from megascale_driver.core import (
     leaving,
     nodes,
     profiles,
+    quotas,
     recovery,
     replicas,
+    rolling_back,
     saving,
     searching,
     unreadable,
@@ -74,17 +76,16 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
     if unreadable.key_of(name) in draft.unreadable:
         draft.refuse_unknown_job(name)
         return
+    if quotas.too_many(draft, event.config.tenant):
+        return
     draft.jobs[name] = Job(
         name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
         reason="waiting for nodes", goodput=goodput.submitted(draft.now_s),
     )  # fmt: skip
     draft.log(
-        "SUBMITTED",
-        f"submitted by {event.actor}",
-        subject=f"jobs/{name}",
-        job=name,
+        "SUBMITTED", f"submitted by {event.actor}", subject=f"jobs/{name}", job=name,
         actor=event.actor,
-    )
+    )  # fmt: skip
 
 
 def cancel(draft: Draft, event: CancelRequested) -> None:
@@ -148,7 +149,10 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             outcome="an older one is restored",
         )  # fmt: skip
     if (lost := saving.went_back(job, event.restore, event.refused)) is not None:
-        _not_opened(draft, job, lost)
+        if rolling_back.refuse_late(draft, job, event.restore):
+            stop(draft, draft.jobs[job.name], JobPhase.QUEUED, lost)
+        else:
+            _not_opened(draft, job, lost)
         return
     sources = replicas.sources(job, draft.nodes, event.restore)
     what = f"restores step {event.restore.step} from {event.restore.source}"
@@ -156,12 +160,10 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
     if event.restore.source is RestoreSource.NONE:
         what = "starts from step 0"
     draft.log(
-        "ATTEMPT_OPENED",
-        f"attempt {job.attempt} {what}",
+        "ATTEMPT_OPENED", f"attempt {job.attempt} {what}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="newest-complete",
-        evidence=tuple(
-            Evidence("refused", "commit-log", item[:300]) for item in event.refused[:MAX_REFUSALS]
-        ),
+        evidence=tuple(Evidence("refused", "commit-log", item[:300])
+                       for item in event.refused[:MAX_REFUSALS]),
     )  # fmt: skip
     end = saving.ending_of_restored(draft, job, event.restore)
     if end is not None:
@@ -295,9 +297,8 @@ def _advance_starting(draft: Draft, job: Job) -> None:
             reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes",
         )
         draft.log(
-            "ATTEMPT_STARTED",
-            f"all {job.config.layout.world_size} workers of attempt {job.attempt} run",
-            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+            "ATTEMPT_STARTED", subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+            message=f"all {job.config.layout.world_size} workers of attempt {job.attempt} run",
         )  # fmt: skip
 
 
@@ -389,9 +390,8 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         elif slot.node not in job.evicted:
             job = draft.job(job.name, evicted=(*job.evicted, slot.node))
             draft.log(
-                "NODE_EVICTED",
-                f"node {slot.node} did not confirm within {draft.policy.stop_timeout_s:g} s "
-                "that its workers have stopped",
+                "NODE_EVICTED", f"node {slot.node} did not confirm within "
+                f"{draft.policy.stop_timeout_s:g} s that its workers have stopped",
                 subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt,
                 policy="stop-deadline", outcome="it gets no work until it reports idle",
             )  # fmt: skip

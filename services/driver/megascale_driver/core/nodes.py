@@ -155,6 +155,7 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     if (
         progress.committed_by_attempt == job.attempt
         and progress.committed_step in job.refused_steps
+        and not job.went_back(job.attempt)
     ):
         # This step is another state now: the refused one was written by an earlier attempt.
         rest = tuple(step for step in job.refused_steps if step != progress.committed_step)

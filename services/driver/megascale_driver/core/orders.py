@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megascale_common.job import config as job_config
-from megascale_driver.core import breaker, jobs, leaving, nodes, updating
+from megascale_driver.core import breaker, jobs, leaving, nodes, rolling_back, updating
 from megascale_driver.core.attempt import LeaveKind
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
@@ -23,10 +23,8 @@ from megascale_driver.core.events import (
     UpdateRequested,
 )
 from megascale_driver.core.rules import RULES, mode_of
-from megascale_driver.core.state import Cluster, Disposition, Job, JobPhase, Rollback
+from megascale_driver.core.state import Cluster, Disposition, Job, JobPhase
 
-MAX_ROLLBACKS = 8
-MAX_REFUSED = 10_000  # steps of abandoned branches that are kept from being restored
 _RESTARTS = frozenset({JobPhase.FAILED, JobPhase.CANCELLED})
 
 
@@ -53,7 +51,9 @@ def restart(draft: Draft, event: RestartRequested) -> None:
     )  # fmt: skip
     job = _budgets_anew(draft, draft.jobs[job.name])
     if event.from_step is not None:
-        job = _roll_back(draft, job, event.from_step, event.later_steps)
+        job = rolling_back.roll_back(
+            *(draft, job, event.from_step), written_by=event.from_attempt, later=event.later_steps
+        )
     why = f"restarted by {event.actor}: {event.reason}"
     if job.active:
         _stop(draft, job, LeaveKind.RESTART, event.actor, why, now=event.now or back)
@@ -201,20 +201,6 @@ def _budgets_anew(draft: Draft, job: Job) -> Job:
         job.name, restarts_without_progress=0, restart_times={}, node_failures={}, roots={},
         out_of_memory=0, not_before_s=0.0,
     )  # fmt: skip
-
-
-def _roll_back(draft: Draft, job: Job, step: int, later: tuple[int, ...]) -> Job:
-    """Nothing above ``step`` that earlier attempts wrote is restored any more."""
-    refused = tuple(dict.fromkeys((*job.refused_steps, *later)))[-MAX_REFUSED:]
-    return draft.job(
-        job.name,
-        rollbacks=(*job.rollbacks, Rollback(step, job.attempt))[-MAX_ROLLBACKS:],
-        refused_steps=tuple(item for item in refused if item != step),
-        committed_step=step,
-        committed_by_attempt=min(job.committed_by_attempt, job.attempt),
-        best_step=step,
-        progress_mark=step,
-    )
 
 
 def _queue(draft: Draft, job: Job, why: str) -> None:

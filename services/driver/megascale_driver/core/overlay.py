@@ -4,7 +4,7 @@
 since. :class:`Working` is the copy that one event changes; freezing it gives the next value. A
 layer that has grown to ``LAYER`` keys is merged into a new base, so the cost of a copy of all is
 spread over as many changes. The order is that of a dict: by insertion, a changed key keeps its
-place.
+place. Threads may read one value at the same time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import ItemsView, Iterator, KeysView, Mapping, MutableMappi
 from typing import Any, Final, TypeVar, overload
 
 LAYER = 128  # keys: 17 us per decision and comparison at 1,536 nodes (512: 49), 50 (56) at 12,500
+
+TRAIL = 8  # maps before it that a map knows its difference to: as many events as most commits have
 
 V = TypeVar("V")
 T = TypeVar("T")
@@ -28,11 +30,22 @@ _GONE: Final = _Gone()
 class Layers(Mapping[str, V]):
     """A map that never changes; reading all of it merges its layers, which nobody can see."""
 
-    __slots__ = ("_base", "_layer")
+    __slots__ = ("_base", "_layer", "_mark", "_origin", "_trail")
 
-    def __init__(self, base: dict[str, V], layer: dict[str, V | _Gone] | None = None) -> None:
+    def __init__(
+        self,
+        base: dict[str, V],
+        layer: dict[str, V | _Gone] | None = None,
+        origin: tuple[dict[str, V], tuple[str, ...]] | None = None,
+        trail: tuple[tuple[object, tuple[str, ...]], ...] = (),
+    ) -> None:
         self._base = base
         self._layer: dict[str, V | _Gone] = layer if layer is not None else {}
+        # The base before this one, and the keys in which the two may differ.
+        self._origin = origin
+        # The newest maps before this one, each by its mark, with the keys that changed after it.
+        self._mark = object()
+        self._trail = trail
         if len(self._layer) > LAYER:
             self._merge()
 
@@ -62,9 +75,10 @@ class Layers(Mapping[str, V]):
         return key in self._base if found is None else not isinstance(found, _Gone)
 
     def __len__(self) -> int:
-        count = len(self._base)
-        for key, value in self._layer.items():
-            count += (not isinstance(value, _Gone)) - (key in self._base)
+        layer, base, _ = self._parts()
+        count = len(base)
+        for key, value in layer.items():
+            count += (not isinstance(value, _Gone)) - (key in base)
         return count
 
     def __iter__(self) -> Iterator[str]:
@@ -87,19 +101,46 @@ class Layers(Mapping[str, V]):
 
     def updated(self, changes: Mapping[str, V | _Gone]) -> Layers[V]:
         """The map with all ``changes`` of a :class:`Working` copy."""
-        return Layers(self._base, {**self._layer, **changes}) if changes else self
+        if not changes:
+            return self
+        layer, base, origin = self._parts()
+        trail = (*self._trail[1 - TRAIL :], (self._mark, tuple(changes)))
+        return Layers(base, {**layer, **changes}, origin, trail)
+
+    def changed_since(self, old: Layers[V]) -> dict[str, None] | None:
+        """The keys that changed since an older map; None if that is too long ago to know."""
+        for index, (mark, _) in enumerate(self._trail):
+            if mark is old._mark:
+                return {key: None for _, keys in self._trail[index:] for key in keys}
+        return None
+
+    def _parts(
+        self,
+    ) -> tuple[dict[str, V | _Gone], dict[str, V], tuple[dict[str, V], tuple[str, ...]] | None]:
+        """Layer, base and origin, read in the one order that another thread's merge allows.
+
+        A merge sets the origin, then the base, then the layer: a base that is read behind a layer
+        lacks no more than that layer has.
+        """
+        layer = self._layer
+        base = self._base
+        return layer, base, self._origin
 
     def _merge(self) -> dict[str, V]:
-        if self._layer:
+        layer, base, _ = self._parts()
+        if layer:
             # A new base: the old one belongs to other states as well.
-            merged = dict(self._base)
-            for key, value in self._layer.items():
+            merged = dict(base)
+            for key, value in layer.items():
                 if isinstance(value, _Gone):
                     merged.pop(key, None)
                 else:
                     merged[key] = value
-            self._base, self._layer = merged, {}
-        return self._base
+            self._origin = base, tuple(layer)
+            self._base = merged
+            self._layer = {}
+            return merged
+        return base
 
 
 class Working(MutableMapping[str, V]):
@@ -173,15 +214,33 @@ class Working(MutableMapping[str, V]):
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of which the two maps may hold different values, in the order of ``new``.
+    """The keys of which the two maps hold different values.
 
-    Keys that were removed come last. Two states that are a few events apart share their base, and
-    then only the keys of their layers are looked at.
+    Of two states that are a few events apart only what those events changed is looked at, in that
+    order. Else they may share their base, or the base of one was made from that of the other: then
+    only the keys of their layers are looked at. Else it is the order of ``new``, and keys that were
+    removed come last.
     """
     if old is new:
         return ()
-    if isinstance(old, Layers) and isinstance(new, Layers) and old._base is new._base:
-        wanted: Mapping[str, Any] = {**old._layer, **new._layer}
-    else:
+    wanted: Mapping[str, Any] | None = None
+    if isinstance(old, Layers) and isinstance(new, Layers):
+        wanted = new.changed_since(old)
+        if wanted is None:
+            wanted = _between(old, new)
+    if wanted is None:
         wanted = {**new, **dict.fromkeys(key for key in old if key not in new)}
     return tuple(key for key in wanted if old.get(key) is not new.get(key))
+
+
+def _between(old: Layers[Any], new: Layers[Any]) -> Mapping[str, Any] | None:
+    """The keys in which two maps can differ; None if they have no base in common."""
+    old_layer, old_base, old_origin = old._parts()
+    new_layer, new_base, new_origin = new._parts()
+    if old_base is new_base:
+        return {**old_layer, **new_layer}
+    if new_origin is not None and new_origin[0] is old_base:
+        return {**old_layer, **dict.fromkeys(new_origin[1]), **new_layer}
+    if old_origin is not None and old_origin[0] is new_base:
+        return {**old_layer, **dict.fromkeys(old_origin[1]), **new_layer}
+    return None

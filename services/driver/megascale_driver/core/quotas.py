@@ -1,4 +1,4 @@
-"""Quotas of tenants: what operators have set, and the driver's option for all others."""
+"""Tenants: how many there may be, their quotas by order, the driver's option for all others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,24 @@ from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import QuotaRequested
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Job, Tenant
+
+# Of the jobs that are kept and of all quotas. A tenant is a team: a name for each job would make
+# every decision of the queue, every list and every row of metrics as long as there are jobs.
+MAX_TENANTS = 1000
+
+
+def too_many(draft: Draft, tenant: str) -> bool:
+    """Refuse a request that would bring one tenant too many; whether it was refused."""
+    known = {*draft.policy.quotas, *draft.tenants, *(j.config.tenant for j in draft.jobs.values())}
+    if tenant in known or len(known) < MAX_TENANTS:
+        return False
+    draft.refuse(
+        "TOO_MANY_TENANTS",
+        f"tenant: {tenant} would be one more than {MAX_TENANTS} tenants, which is the limit: use "
+        "one that `megascale quota` or `megascale jobs` shows, delete ended jobs of tenants that "
+        "are gone, or give up their quotas (`megascale quota TENANT --default`)",
+    )
+    return True
 
 
 def in_force(tenants: Mapping[str, Tenant], policy: Policy) -> Mapping[str, int]:
@@ -19,6 +37,8 @@ def order(draft: Draft, event: QuotaRequested) -> None:
     """Bound a tenant, or go back to the option; nothing happens if that is so already."""
     known = draft.tenants.get(event.tenant)
     if (known.quota if known is not None else None) == event.devices:
+        return
+    if event.devices is not None and too_many(draft, event.tenant):
         return
     before = in_force(draft.tenants, draft.policy).get(event.tenant)
     if event.devices is None:

@@ -10,6 +10,8 @@ Nor does a fault of the job itself (:mod:`megascale_driver.core.job_faults`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megascale_driver.core import blame, breaker, budgets, job_faults, nodes
 from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
@@ -19,13 +21,17 @@ from megascale_driver.core.state import (
     AttemptPhase,
     Disposition,
     Job,
+    JobPhase,
     Liveness,
     Node,
+    StoppedReport,
     WorkerReport,
 )
 
 SIGNALS = {6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 MAX_ERROR = 600  # characters of a worker's error that a message shows
+CLOCK_ERROR_S = 0.5  # of times of a node that are corrected, on a busy network
+REPORT_S = 5.0  # within which a failure is known to the driver, as a rule
 MEMORY_ROOM = "memory_room"  # the self-check that is about the job's sizes, not about the node
 # Error kinds of a worker that explain the failures of all others, the gravest first.
 _EXPLAINING = {
@@ -46,16 +52,23 @@ def observe(draft: Draft, job: Job, node: str = "") -> Job:
     ``node``: only faults of this node; "" for all nodes.
     """
     known = {(fault.node, fault.kind) for fault in job.current.faults}
-    slots = job.slots
     if node:
         own = job.slot_of(node)
-        slots = (own,) if own is not None else ()
+        slots: Sequence[NodeSlot] = (own,) if own is not None else ()
+    else:
+        # A fault follows from its node alone: where nothing has changed, what was sound still is.
+        nodes = draft.nodes.frozen()
+        slots = job.current.doubtful_slots(nodes)
+    sound = True
     for slot in slots:
         fault = _fault_of(draft, job, slot)
+        sound = sound and fault is None
         if fault is not None and (fault.node, fault.kind) not in known:
             job = draft.fault(job.name, fault)
             _announce(draft, job, fault)
             job = draft.jobs[job.name]
+    if sound and not node:
+        job.current.note_sound(nodes)
     return job
 
 
@@ -99,6 +112,8 @@ def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
             f"the executor of node {slot.node} was restarted",
         )
     report = node.report
+    if report is not None and report.stopped is not None and report.phase is AttemptPhase.IDLE:
+        return _fault_before_stop(job, node, report.stopped)
     if report is None or (report.job, report.attempt, report.phase) != (
         job.name,
         job.attempt,
@@ -115,6 +130,23 @@ def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
         message = f"self-check {failed[0].name} of node {slot.node} failed: {failed[0].detail}"
         return Fault(FaultKind.CHECK_FAILED, slot.node, now_s, message)
     return _worker_fault(node, report.workers, report.failure, now_s)
+
+
+def _fault_before_stop(job: Job, node: Node, stopped: StoppedReport) -> Fault | None:
+    """The worker's failure that came before the stop of the attempt and was not reported before it.
+
+    The stop has begun with what another node reported, which may be a symptom of this. An error
+    from after the stop is a consequence of it, and so is one in an attempt that nothing broke.
+    """
+    if (stopped.job, stopped.attempt) != (job.name, job.attempt):
+        return None
+    if job.phase is not JobPhase.STOPPING or not job.current.faults:
+        return None
+    # Under a new leader the timer is later than the stop.
+    reported_s = min(fault.at_s for fault in job.current.faults) + REPORT_S
+    latest_s = min(job.timer_s, reported_s) + CLOCK_ERROR_S
+    workers = tuple(w for w in stopped.workers if not _secondary(w) and w.exited_at_s <= latest_s)
+    return _worker_fault(node, workers, stopped.failure, latest_s) if workers else None
 
 
 def _worker_fault(

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 Mode = Literal["ENFORCE", "OBSERVE"]
-MODES: tuple[Mode, ...] = ("ENFORCE", "OBSERVE")
 # Every rule with what it does when it is enforced.
 RULES: Mapping[str, str] = {
     "silence": "a node without a sign of life is declared dead, and its job leaves it",

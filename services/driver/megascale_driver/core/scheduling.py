@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 from megascale_common.sizes.spare_count import wanted_spares
 from megascale_driver.core import leaving
@@ -98,7 +99,14 @@ def _claims(job: Job) -> tuple[object, ...]:
 
 def _lacks_spares(draft: Draft, job: Job) -> bool:
     wanted = spares_wanted(job) if job.active else 0
-    return len(job.spares) < wanted or any(not _stands_by(draft, name) for name in job.spares)
+    if len(job.spares) < wanted:
+        return True
+    names: Iterable[str] = job.spares
+    before = draft.state.jobs.get(job.name)
+    if draft.state.queue_due_s == math.inf and before is not None and before.spares is job.spares:
+        # All stood by when the queue was decided last, so only nodes of this event may not.
+        names = [name for name in draft.nodes.touched if name in job.spares]
+    return any(not _stands_by(draft, name) for name in names)
 
 
 def _stands_by(draft: Draft, name: str) -> bool:

@@ -11,16 +11,18 @@ stays STOPPING meanwhile, so it holds its nodes. What is found:
 - a group that shares a culprit which was not found is left as a whole if spares suffice (rule
   ``over-eviction``, inferred, so only observed unless an operator has it enforced).
 
-The search is not stored: a new leader begins it again. A fault that names a node ends it.
+Who takes part and what each round has shown is stored: a new leader goes on with the round that was
+open. If one of its nodes cannot be checked any more, the search begins anew, within the same time.
+A fault that names a node ends it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megascale_driver.analysis.group_search import Search, advance, begin
+from megascale_driver.analysis.group_search import Search, advance, begin, replayed, taken
 from megascale_driver.core import blame, breaker, job_faults, nodes
-from megascale_driver.core.attempt import FaultKind, Searching
+from megascale_driver.core.attempt import FaultKind, Searching, SearchLog
 from megascale_driver.core.candidates import usable
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
@@ -50,7 +52,7 @@ def goes_on(draft: Draft, job: Job) -> bool:
             draft.attempt(job.name, searching=replace(found, over=True))
         return False
     if found is None:
-        return _begin(draft, job)
+        return _resume(draft, job) or _begin(draft, job)
     policy = draft.policy
     late = draft.now_s >= found.round_at_s + policy.group_check_timeout_s
     if late or draft.now_s >= found.begun_at_s + policy.search_cap_s:
@@ -100,6 +102,9 @@ def checked(draft: Draft, event: GroupChecked) -> None:
     if found.missing:
         draft.attempt(job.name, searching=found)
         return
+    log = job.current.search_log
+    rounds = (*log.rounds, taken(found.search, found.answers))
+    job = draft.attempt(job.name, search_log=replace(log, rounds=rounds))
     search = advance(found.search, found.answers)
     found = replace(found, search=search, answers={}, round_at_s=draft.now_s)
     if search.over:
@@ -114,6 +119,9 @@ def _begin(draft: Draft, job: Job) -> bool:
         return False
     helpers = [name for name in job.spares if _able(draft.nodes.get(name), "")][:MAX_HELPERS]
     search = begin(able, helpers)
+    begun_at_s = job.current.search_log.begun_at_s or draft.now_s
+    log = SearchLog(tuple(able), tuple(helpers), begun_at_s)
+    draft.attempt(job.name, search_log=log)
     draft.log(
         "GROUP_CHECK_STARTED",
         f"no fault of attempt {job.attempt} names a node: {len(able)} nodes check each other in "
@@ -121,7 +129,28 @@ def _begin(draft: Draft, job: Job) -> bool:
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="group-check",
         outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s",
     )  # fmt: skip
-    _ask(draft, draft.jobs[job.name], Searching(search, draft.now_s, draft.now_s))
+    _ask(draft, draft.jobs[job.name], Searching(search, begun_at_s, draft.now_s))
+    return True
+
+
+def _resume(draft: Draft, job: Job) -> bool:
+    """Go on with the search of the leader before, if all that it checks next can be checked."""
+    log = job.current.search_log
+    if not log.nodes:
+        return False
+    search = replayed(log.nodes, log.helpers, log.rounds)
+    for name in dict.fromkeys(name for group in search.running for name in group):
+        slot = job.slot_of(name)
+        if not _able(draft.nodes.get(name), slot.incarnation if slot is not None else ""):
+            return False
+    draft.log(
+        "GROUP_CHECK_STARTED",
+        f"a new leader goes on with round {search.rounds} of the checks that {len(log.nodes)} "
+        f"nodes of attempt {job.attempt} do in groups",
+        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="group-check",
+        outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s in all",
+    )  # fmt: skip
+    _ask(draft, draft.jobs[job.name], Searching(search, log.begun_at_s, draft.now_s))
     return True
 
 

@@ -31,7 +31,7 @@ class Disposition(enum.StrEnum):
 
 
 class Liveness(enum.StrEnum):
-    """Whether a node's agent is alive, as far as the driver can tell."""
+    """Whether a node's agent is alive, as far as the driver knows."""
 
     UNKNOWN = "UNKNOWN"
     ALIVE = "ALIVE"
@@ -141,6 +141,16 @@ class TraceReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StoppedReport:
+    """What had failed on a node in the attempt that was stopped there last."""
+
+    job: str
+    attempt: int
+    failure: str = ""
+    workers: tuple[WorkerReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Content of a heartbeat.
 
@@ -164,6 +174,8 @@ class Report:
     # With phase FINISHED: the step after which the workers ended; 0: the last of the job.
     finished_step: int = 0
     replica_endpoint: str = ""
+    # With phase IDLE.
+    stopped: StoppedReport | None = None
     # The newest order to save and leave that failed, by its id, and why.
     leave_failed: tuple[str, str] = ("", "")
 
@@ -376,7 +388,16 @@ class Job:
 
     def abandoned(self, step: int, attempt: int) -> bool:
         """Whether a state lies on a branch that an operator gave up."""
-        return any(attempt <= back.attempt and step > back.step for back in self.rollbacks)
+        for back in reversed(self.rollbacks):
+            if (step, attempt) == (back.step, back.written_by):
+                break
+            if attempt <= back.attempt and step > back.step:
+                return True
+        return False
+
+    def went_back(self, attempt: int) -> bool:
+        """Whether somebody has ordered to go back in this attempt, or after it."""
+        return bool(self.rollbacks) and attempt <= self.rollbacks[-1].attempt
 
     def slot_of(self, node: str) -> NodeSlot | None:
         """The node's slot in the attempt, if it has one."""
@@ -403,10 +424,11 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """An order to go back: of attempts up to ``attempt``, nothing above ``step`` is restored."""
+    """An order to go back to ``step`` of ``written_by``: nothing older above it is restored."""
 
     step: int
     attempt: int
+    written_by: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,7 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
     Raises:
         CodecError: it is something else.
     """
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"{where}: not JSON: {error}") from error
+    values = _json(data, where)
     if not isinstance(values, dict):
         raise CodecError(f"{where}: expected an object, got {type(values).__name__}")
     return values
@@ -86,13 +83,17 @@ def parse_list(data: bytes, where: str) -> list[Any]:
     Raises:
         CodecError: it is something else.
     """
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"{where}: not JSON: {error}") from error
+    values = _json(data, where)
     if not isinstance(values, list):
         raise CodecError(f"{where}: expected a list, got {type(values).__name__}")
     return values
+
+
+def _json(data: bytes, where: str) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"{where}: not JSON: {error}") from error
 
 
 def build(kind: type[T], values: Any, **separate: Any) -> T:

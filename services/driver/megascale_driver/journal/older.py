@@ -1,13 +1,13 @@
 """Lines of the audit log that no driver holds in memory: read from etcd and from the export.
 
-Only the logs of their own are read so, a job's or the cluster's: their lines are numbered without
-gaps, so what is missing is known.
+One log is read at a time, a job's or the cluster's: its lines are numbered without gaps, so what is
+missing is known. Several are merged by :mod:`megascale_driver.journal.timeline`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megascale_common.etcd.protocol import Etcd
@@ -15,7 +15,7 @@ from megascale_common.service.errors import CodecError, ExpiredError
 from megascale_driver.core.events import Audit
 from megascale_driver.journal import codec, ranges, records
 
-PLACES = 16  # readers whose place in the export is remembered
+PLACES = 256  # in the export that are remembered, of logs and of readers
 
 
 class OlderLines:
@@ -56,6 +56,12 @@ class OlderLines:
         if not exported:
             raise ExpiredError(self._where(log, seq + 1, oldest - 1))
         return exported
+
+    async def exported_before(self, logs: Collection[str], at_s: float) -> dict[str, int]:
+        """Of each log the number before its first exported line of ``at_s`` or later, if any."""
+        if self._export is None or not logs:
+            return {}
+        return await asyncio.to_thread(_before, self._export, frozenset(logs), at_s)
 
     async def _stored(self, log: str, seq: int, count: int) -> list[Audit]:
         """Lines in etcd with numbers from ``seq`` + 1 to ``seq`` + ``count``."""
@@ -108,6 +114,20 @@ class OlderLines:
             "host: look there on the hosts of the drivers that led before, or give all drivers one "
             "shared folder"
         )
+
+
+def _before(folder: Path, logs: frozenset[str], at_s: float) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for path in sorted(folder.glob("audit-*.jsonl")):
+        with path.open("rb") as file:
+            for text in file:
+                try:
+                    line = codec.load(Audit, text)
+                except CodecError:
+                    continue  # half a line, or a record that nobody could read
+                if line.log in logs and line.at_s >= at_s:
+                    found[line.log] = min(line.seq - 1, found.get(line.log, line.seq))
+    return found
 
 
 def _lines(path: Path, log: str, offset: int) -> Iterator[tuple[Audit, int]]:

@@ -38,6 +38,8 @@ CLUSTER_LINES = 5_000  # newest lines of the cluster's log that a new leader hol
 ACTIVE_JOB_LINES = 500  # of a job that has not ended
 ENDED_JOB_LINES = 100
 JOBS_AT_ONCE = 16  # read side by side
+ROWS_AT_ONCE = 64  # nodes, before other tasks get a turn: 4 ms
+LARGE_JOB_BYTES = 256 << 10  # from here on reading it takes longer than 10 ms
 MAX_PROBLEM = 500  # characters of the reason why a row cannot be read
 UNREADABLE = "unreadable-row"  # the policy of a quarantine by it
 
@@ -61,6 +63,7 @@ class Reader:
         self._client, self._rows, self._revisions = client, rows, revisions
         self._unreadable: dict[str, str] = {}
         self._lines: list[tuple[int, Audit]] = []
+        self._large = asyncio.Lock()
         self.chunks: set[str] = set()  # all that are stored, named by a row or not
 
     async def read(self, generation: int, last_record: int) -> Loaded:
@@ -70,10 +73,7 @@ class Reader:
         """
         chunks = await self._table("parts/")
         self.chunks.update(f"parts/{name}" for name in chunks)
-        nodes = {
-            name: node for name, value in (await self._table("nodes/")).items()
-            if (node := self._node(name, value)) is not None
-        }  # fmt: skip
+        nodes = await self._nodes(await self._table("nodes/"))
         requests = {
             name: request for name, value in (await self._table("requests/")).items()
             if (request := self._row(f"requests/{name}", Request, value)) is not None
@@ -93,6 +93,16 @@ class Reader:
         )
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)
+
+    async def _nodes(self, rows: Mapping[str, bytes]) -> dict[str, Node]:
+        """The nodes, a few at a time: read in one piece ten thousand would stop the loop."""
+        nodes: dict[str, Node] = {}
+        for at, (name, value) in enumerate(rows.items(), 1):
+            if (node := self._node(name, value)) is not None:
+                nodes[name] = node
+            if at % ROWS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return nodes
 
     async def _table(self, prefix: str) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
@@ -122,7 +132,12 @@ class Reader:
                 rows[rest] = item.value
                 if "/placement/" in rest or rest.startswith("parts/"):
                     self.chunks.add(item.key)
-        job = self._job(name, rows)
+        if sum(map(len, rows.values())) < LARGE_JOB_BYTES:
+            job = self._job(name, rows)
+        else:
+            # In a thread, which gives way to the loop every few milliseconds; one at a time.
+            async with self._large:
+                job = await asyncio.to_thread(self._job, name, rows)
         if job is not None:
             lines = ENDED_JOB_LINES if job.terminal else ACTIVE_JOB_LINES
             await self._log_from(name, job.log_seq - lines, job.log_seq)

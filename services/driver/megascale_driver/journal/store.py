@@ -16,7 +16,7 @@ from megascale_driver.core.state import Cluster
 from megascale_driver.journal import codec, ranges, records
 from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES, FencedWriter, version_of
 from megascale_driver.journal.reading import Loaded, Reader, read_meta
-from megascale_driver.journal.rows import INDEX, Change, Rows, pieces
+from megascale_driver.journal.rows import INDEX, Batch, Change, Rows, pieces
 
 LEADER_KEY = "driver/leader"
 META = "meta"
@@ -94,18 +94,26 @@ class Store:
             EtcdError: no answer within the deadline. The outcome is unknown, so the leadership must
                 end: the next leader reads it from etcd.
         """
-        self._deadline_s = deadline_s
-        self._writer.note[LOG_SEQ] = new.log_seq
-        batch = self._rows.between(old, new, audit)
+        batch = self.between(old, new, audit)
         if not batch.changes:
             return False
+        await self.write(batch, deadline_s)
+        return True
+
+    def between(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> Batch:
+        """What differs between the states; each is asked for once, and written in that order."""
+        self._writer.note[LOG_SEQ] = new.log_seq
+        return self._rows.between(old, new, audit)
+
+    async def write(self, batch: Batch, deadline_s: float) -> None:
+        """Write a batch of changes, as :meth:`commit` does; it raises the same errors."""
+        self._deadline_s = deadline_s
         fresh = {key: value for key, value in batch.chunks.items() if key not in self._chunks}
         self._chunks.update(fresh)
         changes = [*batch.changes, *self._garbage(batch.changes)]
         if (version := max(batch.version, version_of(changes))) > self._version:
             await self._write_meta(version)
         await self._writer.write(changes, [Change(key, value) for key, value in fresh.items()])
-        return True
 
     def _garbage(self, changes: list[Change]) -> list[Change]:
         """Some of the chunks that no row names once ``changes`` are made."""

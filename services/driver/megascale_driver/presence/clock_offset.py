@@ -43,6 +43,11 @@ class ClockOffset:
         self._samples.append((round_trip_ns, offset_ns))
 
     @property
+    def known(self) -> bool:
+        """Whether there is a sample."""
+        return bool(self._samples)
+
+    @property
     def offset_s(self) -> float:
         """The driver's clock minus the node's, in seconds; 0 until it is known."""
         return min(self._samples)[1] / 1e9 if self._samples else 0.0

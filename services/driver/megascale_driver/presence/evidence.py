@@ -1,9 +1,10 @@
 """What of a heartbeat decides anything, in a form that is cheap to compare with the one before.
 
-Most heartbeats repeat the one before but for counters, times, steps and status pages. Those are
-read on demand (:func:`megascale_driver.presence.reports.pages`). Everything else is evidence: texts
-and numbers are compared as they are, repeated messages in their serialized form, before anything is
-converted to values of the core.
+Most heartbeats repeat the one before but for counters, times, steps and status pages, and do not
+get here (:mod:`megascale_driver.presence.arrival`, which has to know every field that is read
+here). Those four are read on demand (:func:`megascale_driver.presence.reports.pages`). Everything
+else is evidence: texts and numbers are compared as they are, repeated messages in their serialized
+form, before anything is converted to values of the core.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Final, NamedTuple
 from google.protobuf.message import Message
 
 from megascale.v1 import link_pb2
+from megascale_driver.presence.arrival import AT_WORK
 
 _EXITED = link_pb2.WORKER_STATE_EXITED
-_AT_WORK = frozenset({link_pb2.ATTEMPT_PHASE_RUNNING, link_pb2.ATTEMPT_PHASE_FINISHED})
 
 
 class Evidence(NamedTuple):
@@ -54,6 +55,8 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
         prompt.append(_bytes(beat.checks))
     if beat.traces:
         prompt.append(_bytes(beat.traces))
+    if beat.HasField("stopped"):
+        prompt.append(beat.stopped.SerializeToString())
     if beat.HasField("leave_failure"):
         prompt.append(beat.leave_failure.SerializeToString())
     if beat.HasField("checkpoint_daemon"):
@@ -61,7 +64,7 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
     slow: list[Hashable] = []
     shared: list[Hashable] = []
     counted: list[tuple[str, Hashable]] = []
-    at_work = beat.phase in _AT_WORK
+    at_work = beat.phase in AT_WORK
     for item in beat.checkpoints:
         _checkpoints(item, prompt, shared)
         if slow_due or not at_work:

@@ -1,19 +1,18 @@
 """What becomes of a heartbeat: noted by the lane, and an event for the core if it is news.
 
-The newest heartbeat of each link is kept as it came. What the core needs of it only now and then,
-such as the status pages of ranks that stand still, is converted when it is asked for.
+The newest heartbeat of each link is kept as it came, in bytes. What the core needs of it only now
+and then, such as the status pages of ranks that stand still, is read when it is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from megascale.v1 import link_pb2, types_pb2
 from megascale_driver.core.events import NodeReport, RankPages
 from megascale_driver.core.policy import Policy
-from megascale_driver.presence import evidence, reports
+from megascale_driver.presence import arrival, evidence, reports
+from megascale_driver.presence.arrival import Arrival
 from megascale_driver.presence.clock_offset import ClockOffset
 from megascale_driver.presence.lane import Lane, News
 from megascale_driver.presence.pace import Pace
@@ -24,9 +23,17 @@ class Seat:
 
     def __init__(self, node: str, incarnation: str, received_at_s: float) -> None:
         self.node, self.incarnation = node, incarnation
-        self.beat: link_pb2.Heartbeat | None = None
+        self.raw = b""  # the newest heartbeat, in its request; empty before the first
         self.received_at_s = received_at_s
         self.clock = ClockOffset()
+        # Of the newest heartbeat that was evaluated, and the lane's turn before that.
+        self.signature = b""
+        self.turn = -1
+
+    @property
+    def beat(self) -> link_pb2.Heartbeat | None:
+        """The newest heartbeat."""
+        return arrival.whole(self.raw) if self.raw else None
 
 
 class Intake:
@@ -36,25 +43,31 @@ class Intake:
         self.lane = Lane(policy)
         self.pace = Pace(self.lane, policy)
 
-    def take(self, seat: Seat, beat: link_pb2.Heartbeat | None, now_s: float) -> News:
+    def take(self, seat: Seat, beat: Arrival | None, now_s: float) -> News:
         """Note a heartbeat that arrived at ``now_s``; whether the core has to see it.
 
         None: it cannot be used, but proves the agent alive.
+
+        Raises:
+            google.protobuf.message.DecodeError: a part of it is no message of its kind.
         """
         seat.received_at_s = now_s
+        lane = self.lane
         if beat is None:
-            return self.lane.alive(now_s, seat.node)
-        seat.beat = beat
-        clock = seat.clock
-        if beat.HasField("ack_received_at"):
-            clock.returned(
-                _nanoseconds(beat.ack_driver_received_at),
-                _nanoseconds(beat.ack_driver_sent_at),
-                _nanoseconds(beat.ack_received_at),
-            )
-        clock.acknowledged(_nanoseconds(beat.sent_at), int(now_s * 1e9))
-        slow_due = self.lane.slow_due(now_s, seat.node)
-        return self.lane.beat(now_s, seat.node, *evidence.of(beat, slow_due))
+            return lane.alive(now_s, seat.node)
+        seat.raw = beat.raw
+        sent_ns, driver_received_ns, driver_sent_ns, received_ns = beat.clocks()
+        if received_ns:
+            seat.clock.returned(driver_received_ns, driver_sent_ns, received_ns)
+        seat.clock.acknowledged(sent_ns, int(now_s * 1e9))
+        if now_s >= lane.backlog.next_sample_s and seat.clock.known:
+            lane.backlog.note(now_s, now_s - sent_ns / 1e9 - seat.clock.offset_s)
+        slow_due = lane.slow_due(now_s, seat.node)
+        signature = beat.signature(memory=slow_due or not beat.at_work)
+        if signature == seat.signature and lane.repeats(now_s, seat.node, seat.turn):
+            return News.NONE
+        seat.signature, seat.turn = signature, lane.turn
+        return lane.beat(now_s, seat.node, *evidence.of(arrival.whole(beat.raw), slow_due))
 
     def report(self, seat: Seat, epoch: types_pb2.Epoch, now_s: float) -> NodeReport | None:
         """The event of the newest heartbeat; None before the first.
@@ -62,19 +75,16 @@ class Intake:
         Raises:
             ValueError: it has a value that this build does not know.
         """
-        if seat.beat is None:
+        beat = seat.beat
+        if beat is None:
             return None
-        report = reports.report(seat.beat, epoch, seat.clock.offset_s)
+        report = reports.report(beat, epoch, seat.clock.offset_s)
         return NodeReport(now_s, seat.node, seat.incarnation, report)
 
     def pages(self, seats: Iterable[Seat], job: str, attempt: int) -> tuple[RankPages, ...]:
         """The status pages of the attempt's ranks by the newest heartbeats of these nodes."""
         return tuple(
-            RankPages(seat.node, seat.incarnation, seat.received_at_s, reports.pages(seat.beat))
+            RankPages(seat.node, seat.incarnation, seat.received_at_s, reports.pages(beat))
             for seat in seats
-            if seat.beat is not None and (seat.beat.job, seat.beat.attempt) == (job, attempt)
+            if (beat := seat.beat) is not None and (beat.job, beat.attempt) == (job, attempt)
         )
-
-
-def _nanoseconds(stamp: Timestamp) -> int:
-    return stamp.seconds * 1_000_000_000 + stamp.nanos

@@ -10,8 +10,10 @@ Note [Silence]
 ~~~~~~~~~~~~~~
 The lane reports a silent node when its silence reaches the limit of SUSPECT, at each further limit
 of the policy, and every RECHECK_S in between, until the core has declared it DEAD or it is heard
-again. What follows from the silence is the core's decision (:mod:`megascale_driver.core.liveness`):
-steps of its job, probes and the breaker count, which the lane does not know.
+again. Where heartbeats wait before they are read, the newest one of a silent node may as well: it
+counts as later by as much (:mod:`megascale_driver.presence.backlog`). What follows from the silence
+is the core's decision (:mod:`megascale_driver.core.liveness`): steps of its job, probes and the
+breaker count, which the lane does not know.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from megascale_driver.core.events import Silence
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Liveness, Node
+from megascale_driver.presence.backlog import Backlog
 from megascale_driver.presence.evidence import UNREAD
 
 RECHECK_S = 1.0
@@ -67,11 +70,15 @@ class Lane:
             policy.dead_after_s,
             policy.dead_uncorroborated_after_s,
         )
+        self.backlog = Backlog()
         self._nodes: dict[str, _Presence] = {}
         self._heap: list[tuple[float, str]] = []
         # Facts that every node of a job reports and that count once, in the order of arrival.
         self._shared: dict[Hashable, None] = {}
         self._reporters: dict[str, str] = {}  # node by job
+        # Changes whenever a heartbeat that only repeats the one before may be news for another
+        # reason than its node's own: a forgotten fact, a reporter that is gone.
+        self.turn = 0
         self._linked = 0
 
     def begin(self, now_s: float, nodes: Iterable[str]) -> None:
@@ -81,7 +88,7 @@ class Lane:
         Which incarnation a node is may have changed in the term of another driver: it is the one
         that is stored, until its link says otherwise.
         """
-        self._shared.clear()
+        self._forget_shared()
         for name in nodes:
             self._nodes.setdefault(name, _Presence("", now_s))
         for name, found in self._nodes.items():
@@ -109,7 +116,7 @@ class Lane:
             if found.assumed:
                 raise ValueError(f"node {node} is assumed to be heard: doubt it before its link")
             # The core ignores what it had not yet read of this node, so the others say it again.
-            self._shared.clear()
+            self._forget_shared()
 
     def beat(
         self,
@@ -147,6 +154,17 @@ class Lane:
             found.slow, found.slow_at_s = slow, now_s
         return News.DECIDES if decides else News.PROGRESS
 
+    def repeats(self, now_s: float, node: str, turn: int) -> bool:
+        """Take in a heartbeat that says what the newest one said that :meth:`beat` took.
+
+        ``turn`` is that of the lane before. False: it may be news nevertheless, and is not taken.
+        """
+        found = self._nodes[node]
+        if turn != self.turn or found.evidence is None or found.silent:
+            return False
+        found.last_beat_s = now_s
+        return True
+
     def slow_due(self, now_s: float, node: str) -> bool:
         """Whether a change of what only a restart needs would be news of the node now."""
         return now_s - self._nodes[node].slow_at_s >= self._linked / SLOW_PER_S
@@ -161,7 +179,7 @@ class Lane:
         found = self._nodes.get(node)
         if found is not None:
             found.evidence = found.slow = None
-            self._shared.clear()
+            self._forget_shared()
 
     def last_beat_s(self, node: str) -> float:
         """When the node was last heard; 0 if it is not known."""
@@ -174,6 +192,7 @@ class Lane:
         Nodes that the core has forgotten are forgotten, and DEAD ones wait for their next sign.
         """
         silences: list[Silence] = []
+        behind_s = self.backlog.behind_s(now_s)
         while self._heap and self._heap[0][0] <= now_s:
             at_s, name = heapq.heappop(self._heap)
             found = self._nodes.get(name)
@@ -185,13 +204,14 @@ class Lane:
                 del self._nodes[name]
                 continue
             if node is not None and node.liveness is Liveness.DEAD:
-                found.silent = True  # its next heartbeat is news
+                self._silenced(found)  # its next heartbeat is news
                 found.due_s = now_s + FORGOTTEN_S  # the core may have forgotten it by then
                 heapq.heappush(self._heap, (found.due_s, name))
                 continue
-            if now_s - found.last_beat_s >= self._limits[0]:
-                found.silent = True
-                silences.append(Silence(name, found.incarnation, found.last_beat_s))
+            if now_s - found.last_beat_s - behind_s >= self._limits[0]:
+                self._silenced(found)
+                last_beat_s = found.last_beat_s + behind_s
+                silences.append(Silence(name, found.incarnation, last_beat_s))
             self._schedule(name, found, now_s)
         # Entries are lazy, so the order of the heap is that of older heartbeats.
         return tuple(sorted(silences, key=lambda item: (item.last_beat_s, item.node)))
@@ -242,8 +262,19 @@ class Lane:
         for fact in new:
             if len(self._shared) >= MAX_SHARED:
                 del self._shared[next(iter(self._shared))]
+                self.turn += 1
             self._shared[fact] = None
         return bool(new)
+
+    def _forget_shared(self) -> None:
+        self._shared.clear()
+        self.turn += 1
+
+    def _silenced(self, found: _Presence) -> None:
+        """The node is silent: another one may report for its job."""
+        if not found.silent:
+            found.silent = True
+            self.turn += 1
 
     def _reports_for(self, job: str, node: str) -> bool:
         """Whether this node's counters of the job count: one node's do, as long as it is there."""
@@ -251,6 +282,7 @@ class Lane:
         if known is None or not known.linked or known.silent:
             if len(self._reporters) >= MAX_SHARED:
                 self._reporters.clear()
+                self.turn += 1
             self._reporters[job] = node
         return self._reporters[job] == node
 

@@ -13,6 +13,7 @@ from megascale_driver.core.state import (
     AttemptPhase,
     Check,
     Report,
+    StoppedReport,
     TraceReport,
     TraceState,
     WorkerReport,
@@ -65,6 +66,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         daemon_restarts=beat.checkpoint_daemon.restarts,
         daemon_exit_status=beat.checkpoint_daemon.exit_status,
         replica_endpoint=beat.checkpoint_daemon.replica_endpoint[:MAX_LABEL],
+        stopped=_stopped(beat.stopped, clock_offset_s) if beat.HasField("stopped") else None,
         leave_failed=(beat.leave_failure.id[:MAX_LABEL], beat.leave_failure.error[:MAX_TEXT]),
     )  # fmt: skip
 
@@ -87,6 +89,11 @@ def _worker(status: link_pb2.WorkerStatus, clock_offset_s: float) -> WorkerRepor
         restored_step=status.restored_step if status.HasField("restored_step") else -1,
         restore_problem=status.restore_problem[:MAX_TEXT],
     )
+
+
+def _stopped(item: link_pb2.StoppedAttempt, clock_offset_s: float) -> StoppedReport:
+    workers = tuple(_worker(each, clock_offset_s) for each in item.workers)
+    return StoppedReport(item.job, item.attempt, item.failure[:MAX_TEXT], workers)
 
 
 def _status(status: link_pb2.WorkerStatus) -> RankStatus:

@@ -35,6 +35,7 @@ from megascale_executor.agent.rank_logs import LogScanner
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.agent.worker_status import stopped_attempt
 from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import failures
@@ -68,6 +69,7 @@ class AttemptRunner:
         self.scanner = LogScanner()
         self.profiles = Profiles(config.node_folder, changed)
         self.leave = LeaveOrders()
+        self.stopped: link_pb2.StoppedAttempt | None = None  # what had failed when it was stopped
         self._config, self._devices = config, {device.index for device in devices}
         self._templates, self._daemon, self._reports = templates, daemon, reports
         registry = load_registry()
@@ -299,6 +301,7 @@ class AttemptRunner:
                 attempt=self.state.key.attempt,
             )
             await asyncio.sleep(_STOP_RETRY_S)
+        self.stopped = stopped_attempt(self.state.key, self.state.failure, self.workers)
         self._workers, self._job = None, None
         self.scanner.watch({})
         self.profiles.forget(self.folder.path)

@@ -11,6 +11,7 @@ from megascale_common.node import host
 from megascale_common.node.incarnation import boot_id, file_view
 from megascale_common.service.build import build_version
 from megascale_common.service.wire_text import encodable
+from megascale_executor.agent.attempt import IDLE
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
@@ -80,6 +81,8 @@ def build_heartbeat(
         host=host_counters(),
         traces=runner.profiles.reports,
     )
+    if runner.stopped is not None and state.phase == IDLE:
+        beat.stopped.CopyFrom(runner.stopped)
     order, problem = runner.leave.failed
     if order:
         beat.leave_failure.id = order

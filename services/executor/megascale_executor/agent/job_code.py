@@ -1,7 +1,7 @@
 """A job's own code: a folder that comes first where its processes look for modules.
 
 The template process has imported modules ahead of need, so one serves attempts of one code only.
-The digest of the folder tells codes apart: files that were changed under the same path are other
+The digest of the folder distinguishes codes: files that were changed under the same path are other
 code, which the next attempt starts with.
 """
 

@@ -37,12 +37,15 @@ _FINAL = frozenset(
     }
 )
 
-_DURATIONS = {"step_time_s": "step_time", "snapshot_time_s": "snapshot_time"}
+_DURATIONS = {
+    "step_time_s": "step_time",
+    "snapshot_time_s": "snapshot_time",
+    "data_wait_s": "data_wait",
+}
 _TIMES = {"completed_at_s": "completed_at"}
 _SCALARS = frozenset(field.name for field in types_pb2.StepRecord.DESCRIPTOR.fields) - {
-    "step_time",
-    "snapshot_time",
-    "completed_at",
+    *_DURATIONS.values(),
+    *_TIMES.values(),
 }
 
 

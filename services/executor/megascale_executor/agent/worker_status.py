@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
 from megascale.v1 import link_pb2
 from megascale_common.node.status_page import read_status_page
 from megascale_common.service.wire_text import encodable
+from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.workers import Worker
 
 # Operation counts are evidence only of a rank that stands still. A rank has seven groups at most.
@@ -41,6 +43,25 @@ def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerS
             for row in status.rows[:MAX_OPERATIONS]:
                 message.operations.add(group=row.name, entered=row.entered, completed=row.completed)
     return message
+
+
+def stopped_attempt(
+    key: AttemptKey, failure: str, workers: Sequence[Worker]
+) -> link_pb2.StoppedAttempt | None:
+    """What had failed by itself in an attempt that was stopped; None if nothing had.
+
+    A peer of the culprit may be the first to report. The stop that follows from its report must not
+    lose what the culprit reported.
+    """
+    failed = [worker for worker in workers if worker.failed_by_itself]
+    if not failed and not failure:
+        return None
+    return link_pb2.StoppedAttempt(
+        job=key.job,
+        attempt=key.attempt,
+        failure=encodable(failure[:MAX_ERROR_CHARS]),
+        workers=[worker_status(worker) for worker in failed],
+    )
 
 
 def _duration(nanoseconds: int) -> Duration:

@@ -42,6 +42,8 @@ _REFRESH_KILLS_S = 5.0
 # After its exit a worker's last messages are there at once; a grandchild that holds the socket open
 # must not delay the decision.
 _DRAIN_SOCKET_S = 0.5
+# All workers at once; a task takes _DRAIN_SOCKET_S and the reading of a log.
+_LAST_WORDS_S = 2 * _DRAIN_SOCKET_S
 # A killed process is gone in milliseconds, unless a call of a device driver holds it in the kernel.
 KILL_TIMEOUT_S = 10.0
 # Long enough to write stacks to a log. It is added to a restart only where a rank stood still.
@@ -66,7 +68,7 @@ class Worker:
     error_kind: str = ""
     error: str = ""
     exit_status: int | None = None
-    exited_at_s: float = 0.0  # wall clock
+    exited_at_s: float = 0.0  # wall clock; of one that reports an error, when it reported it
     reader: asyncio.Task[None] | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,6 +83,12 @@ class Worker:
     def ended_well(self) -> bool:
         """Whether it completed all its steps and exited with status 0."""
         return self.finished and self.exit_status == 0
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Whether it has ended, not well, and not because the agent stopped it."""
+        stopped = self.error_kind == STOPPED and self.exit_status in (-signal.SIGKILL, 0)
+        return self.exit_status is not None and not self.ended_well and not stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +197,7 @@ class WorkerSet:
             worker.error = (
                 detail if worker.error_kind in _EXPLAINED and detail else message["error"]
             )
+            worker.exited_at_s = worker.exited_at_s or time.time()
             worker.failed.set()
         elif message["kind"] == "finished":
             worker.not_saved, worker.finished_step = message["not_saved"], message["step"]
@@ -214,7 +223,8 @@ class WorkerSet:
         # Taken before the last messages are read: the driver orders faults by this time.
         status, exited_at_s = await asyncio.shield(exited), time.time()
         await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
-        worker.exit_status, worker.exited_at_s = status, exited_at_s
+        worker.exit_status = status
+        worker.exited_at_s = worker.exited_at_s or exited_at_s
         by_other = status == -signal.SIGKILL and not (self._stopping or worker.error_kind)
         if by_other and (why := kills.explains(worker.process.peak_bytes)):
             worker.error_kind, worker.error = "OUT_OF_MEMORY", why
@@ -224,11 +234,12 @@ class WorkerSet:
         ):
             worker.error_kind, worker.error = "COLLECTIVE", f"{worker.error}\n{why}".lstrip()
         worker.channel.close()
-        if worker.ended_well:
-            if all(each.ended_well for each in self.workers):
-                self._events.all_finished()
-        elif not self._stopping:
+        if self._stopping:
+            pass  # what it reported stays for the report of the stop
+        elif not worker.ended_well:
             self._fail(worker)
+        elif all(each.ended_well for each in self.workers):
+            self._events.all_finished()
         self._events.exited()
 
     def abort(self, reason: str) -> None:
@@ -267,18 +278,18 @@ class WorkerSet:
         """SIGKILL what still runs and wait; False when a worker is left after KILL_TIMEOUT_S.
 
         Ranks that have stood still write their stacks to their logs first: nothing else shows where
-        a hang was.
+        a hang was. Those that had failed by themselves keep what they reported.
         """
         self._stopping = True
         await self._write_stacks()
-        processes = [worker.process for worker in self.workers if worker.process is not None]
-        for process in processes:
-            process.kill()
-        waits = [process.exited for process in processes]
+        self._kill_for("the driver ordered it")
+        waits = [worker.process.exited for worker in self.workers if worker.process is not None]
         if waits:
             await asyncio.wait(waits, timeout=KILL_TIMEOUT_S)
         gone = all(wait.done() for wait in waits)
         if gone:
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
             await self._close()
         return gone
 

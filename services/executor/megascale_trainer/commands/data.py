@@ -283,3 +283,7 @@ def _print(summary: dict[str, Any], as_json: bool) -> None:
         shown = f"{value:,}" if isinstance(value, int) else str(value) or "-"
         # Plain lines, no table: paths and digests are there to be copied.
         typer.echo(f"{name.replace('_', ' '):<26}{shown}")
+
+
+if __name__ == "__main__":
+    app()

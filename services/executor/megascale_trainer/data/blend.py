@@ -8,16 +8,23 @@ deficits sum to one, so the largest is above zero, and no source ever gets a who
 After W samples all deficits are whole, above minus one, and sum to zero: each source has had
 exactly its parts. So the order repeats with period W, and one table of W entries serves every
 sample.
+
+:class:`TokenBlend` takes the shares from the sources' sizes: an epoch of the blend has every sample
+of a source as often as its weight says, in a random order.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+
+from megascale_trainer.data.permutation import Permutation
 
 # Finer weights are rounded to this many parts; the table costs 16 bytes a part.
 MAX_PERIOD = 10_000
@@ -33,6 +40,16 @@ def parts_of(weights: Sequence[float]) -> list[int]:
     Raises:
         ValueError: no weights, or one that is not a positive finite number.
     """
+    _check(weights)
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in exact))
+    parts = [int(fraction * scale) for fraction in exact]
+    divisor = math.gcd(*parts)
+    parts = [part // divisor for part in parts]
+    return parts if sum(parts) <= MAX_PERIOD else _rounded(exact)
+
+
+def _check(weights: Sequence[float]) -> None:
     if not weights:
         raise ValueError("trainer.data.sources is empty: name at least one tokenised corpus")
     for number, weight in enumerate(weights):
@@ -40,12 +57,6 @@ def parts_of(weights: Sequence[float]) -> list[int]:
             raise ValueError(
                 f"trainer.data.sources[{number}].weight is {weight}: give a positive number"
             )
-    exact = [Fraction(repr(float(weight))) for weight in weights]
-    scale = math.lcm(*(fraction.denominator for fraction in exact))
-    parts = [int(fraction * scale) for fraction in exact]
-    divisor = math.gcd(*parts)
-    parts = [part // divisor for part in parts]
-    return parts if sum(parts) <= MAX_PERIOD else _rounded(exact)
 
 
 def _rounded(exact: list[Fraction]) -> list[int]:
@@ -84,3 +95,42 @@ class Blend:
         rounds, place = divmod(sample, self.period)
         source = int(self._source[place])
         return source, rounds * self.parts[source] + int(self._ordinal[place])
+
+
+class TokenBlend:
+    """The order of an epoch of all sources: ``weights[s] * sizes[s]`` samples of source s.
+
+    With weights of 1 every sample of every source comes once in an epoch. Other weights are
+    rounded to whole samples, one at least. The order of each epoch is a permutation drawn from
+    ``seed`` and its number alone; a table of one number for each source serves every sample.
+
+    Raises:
+        ValueError: no weights, or one that is not a positive finite number.
+    """
+
+    def __init__(self, weights: Sequence[float], sizes: Sequence[int], seed: int) -> None:
+        _check(weights)
+        self.counts = [
+            max(1, round(Fraction(repr(float(weight))) * size))
+            for weight, size in zip(weights, sizes, strict=True)
+        ]
+        self._ends = list(itertools.accumulate(self.counts))
+        self._seed = seed
+        self._orders: dict[int, Permutation] = {}
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one epoch of the blend."""
+        return self._ends[-1]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """The source of global ``sample``, and which of the source's samples it is."""
+        epoch, place = divmod(sample, self.samples_per_epoch)
+        if epoch not in self._orders:
+            self._orders = {old: self._orders[old] for old in self._orders if abs(old - epoch) == 1}
+            name = f"blend/{self._seed}/{epoch}"
+            self._orders[epoch] = Permutation(self.samples_per_epoch, name)
+        place = self._orders[epoch](place)
+        source = bisect_right(self._ends, place)
+        first = self._ends[source] - self.counts[source]
+        return source, epoch * self.counts[source] + place - first

@@ -15,7 +15,9 @@ megatron/core/datasets/indexed_dataset.py.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,37 +74,21 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        index = _map_bytes(idx_path(prefix))
-        self.dtype, lengths, offsets, boundaries = _parse_index(index, idx_path(prefix))
-        self.sequence_count = len(lengths)
-        starts = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=starts[1:])
-        if not np.array_equal(offsets, starts[:-1] * self.dtype.itemsize):
+        parts = open_index(idx_path(prefix))
+        _check_content(parts, idx_path(prefix))
+        self.dtype = parts.dtype
+        self.sequence_count = len(parts.lengths)
+        starts = np.zeros(self.sequence_count + 1, np.int64)
+        np.cumsum(parts.lengths, out=starts[1:])
+        if not np.array_equal(parts.offsets, starts[:-1] * self.dtype.itemsize):
             raise CorpusError(
                 f"{idx_path(prefix)}: byte offsets do not follow from the sequence lengths; "
                 "tokenise again"
             )
-        self._document_starts: npt.NDArray[np.int64] = starts[boundaries]
+        self._document_starts: npt.NDArray[np.int64] = starts[parts.boundaries]
         self.document_lengths: npt.NDArray[np.int64] = np.diff(self._document_starts)
         self.token_count = int(starts[-1])
-        self._tokens = self._map_tokens(bin_path(prefix))
-
-    def _map_tokens(self, path: Path) -> Tokens:
-        expected_bytes = self.token_count * self.dtype.itemsize
-        try:
-            size_bytes = path.stat().st_size
-            if size_bytes != expected_bytes:
-                problem = "truncated" if size_bytes < expected_bytes else "not the one indexed"
-                raise CorpusError(
-                    f"{path}: {problem}: has {size_bytes} bytes where {idx_path(self.prefix)} "
-                    f"announces {expected_bytes}; tokenise again"
-                )
-            # An empty file cannot be mapped.
-            return (
-                np.memmap(path, self.dtype, mode="r") if expected_bytes else np.empty(0, self.dtype)
-            )
-        except OSError as error:
-            raise _unreadable(path, error) from error
+        self._tokens = map_tokens(self.prefix, self.token_count, self.dtype)
 
     @property
     def document_count(self) -> int:
@@ -137,10 +123,27 @@ def _unreadable(path: Path, error: OSError) -> CorpusError:
     return CorpusError(f"{path}: cannot be read: {error.strerror}; {remedy}")
 
 
-def _parse_index(
-    index: Buffer, path: Path
-) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """dtype, sequence lengths, byte offsets and document boundaries of an ``.idx`` file."""
+@dataclass(frozen=True, slots=True)
+class IndexParts:
+    """What an ``.idx`` file holds; the arrays are views of the mapped file."""
+
+    dtype: np.dtype[Any]
+    lengths: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    boundaries: npt.NDArray[np.int64]
+
+
+def open_index(path: Path, *, scattered: bool = False) -> IndexParts:
+    """The parts of an index file whose header and size are right; its content is not read.
+
+    ``scattered``: few entries will be read, here and there, and nothing around them.
+
+    Raises:
+        CorpusError: it cannot be read, is truncated, or not of this format; names the file.
+    """
+    index = _map_bytes(path)
+    if scattered and isinstance(index, mmap.mmap):
+        index.madvise(mmap.MADV_RANDOM)
     if index[: len(MAGIC)] != MAGIC[: len(index)] or not index:
         raise CorpusError(
             f"{path}: not an indexed dataset (wrong magic); give the prefix of a .bin/.idx pair"
@@ -166,11 +169,81 @@ def _parse_index(
     lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)
     offsets = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
     documents = np.frombuffer(index, "<i8", boundaries, HEADER.size + 12 * sequences)
-    if (lengths < 0).any():
-        raise CorpusError(f"{path}: a sequence has a negative length; tokenise again")
-    whole = boundaries >= 1 and documents[0] == 0 and documents[-1] == sequences
-    if not whole or (np.diff(documents) < 0).any():
+    if not (boundaries >= 1 and documents[0] == 0 and documents[-1] == sequences):
+        raise _bad_boundaries(path, sequences)
+    return IndexParts(TOKEN_DTYPES[code], lengths, offsets, documents)
+
+
+def map_tokens(prefix: str, token_count: int, dtype: np.dtype[Any]) -> Tokens:
+    """The tokens of a corpus, mapped.
+
+    Raises:
+        CorpusError: the file is missing, or of another size than its index announces.
+    """
+    path = _checked_tokens(prefix, token_count, dtype)
+    try:
+        # An empty file cannot be mapped.
+        return np.memmap(path, dtype, mode="r") if token_count else np.empty(0, dtype)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+class TokenFile:
+    """The tokens of a corpus, read in ranges of which each is one read of its own bytes.
+
+    A mapped file would read what lies around the range as well: 128 KiB for a sample of 4 KiB.
+
+    Raises:
+        CorpusError: the file is missing, or of another size than its index announces.
+    """
+
+    def __init__(self, prefix: str, token_count: int, dtype: np.dtype[Any]) -> None:
+        self._path, self._dtype = _checked_tokens(prefix, token_count, dtype), dtype
+        try:
+            self._file = self._path.open("rb", buffering=0)
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(self, begin: int, count: int) -> Tokens:
+        """``count`` tokens from ``begin`` on.
+
+        Raises:
+            CorpusError: the file cannot be read, or has become shorter.
+        """
+        item_bytes = self._dtype.itemsize
+        try:
+            data = os.pread(self._file.fileno(), count * item_bytes, begin * item_bytes)
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
+        if len(data) != count * item_bytes:
+            raise CorpusError(f"{self._path}: has become shorter while it was read; restore it")
+        return np.frombuffer(data, self._dtype)
+
+
+def _checked_tokens(prefix: str, token_count: int, dtype: np.dtype[Any]) -> Path:
+    path, expected_bytes = bin_path(prefix), token_count * dtype.itemsize
+    try:
+        size_bytes = path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if size_bytes != expected_bytes:
+        problem = "truncated" if size_bytes < expected_bytes else "not the one indexed"
         raise CorpusError(
-            f"{path}: document boundaries do not run from 0 to {sequences}; tokenise again"
+            f"{path}: {problem}: has {size_bytes} bytes where {idx_path(prefix)} "
+            f"announces {expected_bytes}; tokenise again"
         )
-    return TOKEN_DTYPES[code], lengths, offsets, documents
+    return path
+
+
+def _bad_boundaries(path: Path, sequences: int) -> CorpusError:
+    return CorpusError(
+        f"{path}: document boundaries do not run from 0 to {sequences}; tokenise again"
+    )
+
+
+def _check_content(parts: IndexParts, path: Path) -> None:
+    if (parts.lengths < 0).any():
+        raise CorpusError(f"{path}: a sequence has a negative length; tokenise again")
+    if (np.diff(parts.boundaries) < 0).any():
+        raise _bad_boundaries(path, len(parts.lengths))

@@ -58,7 +58,9 @@ def main(arguments: list[str] | None = None) -> None:
 def _open_streams(config: JobConfig) -> dict[str, Stream]:
     streams = {"training": Stream(_open(config, "data"))}
     if config.evaluates:
-        held_out = replace(config, data=replace(config.data, sources=config.evaluation.sources))
+        # Every evaluation reads the same, whatever training leaves out.
+        data = replace(config.data, sources=config.evaluation.sources, skips=())
+        held_out = replace(config, data=data)
         repeat_after = config.evaluation.batches * config.training.global_batch_size
         streams["evaluation"] = Stream(_open(held_out, "evaluation"), repeat_after)
     return streams

@@ -28,6 +28,7 @@ from megascale_common.node.messages import Refused
 from megascale_common.node.opening_messages import AttemptOpened, OpenAttempt
 from megascale_common.node.process import child_environment
 from megascale_common.node.socket_folder import create_socket_folder
+from megascale_trainer.launch.place import LOOPBACK, is_loopback
 
 CLUSTER = "by-hand"
 START_TIMEOUT_S = 60.0
@@ -66,7 +67,7 @@ class Child:
 
 @dataclass(slots=True)
 class HostServices:
-    """The children of one host. ``folder`` is that of the job, ``host`` tells hosts apart."""
+    """The children of one host. ``folder`` is that of the job, ``host`` distinguishes hosts."""
 
     config: JobConfig
     folder: Path
@@ -74,6 +75,7 @@ class HostServices:
     sockets: Path = field(init=False)
     _children: dict[str, Child] = field(default_factory=dict)
     _incarnation: str = field(default_factory=new_incarnation)
+    _listens_on: str = LOOPBACK
     restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -97,8 +99,13 @@ class HostServices:
         command = ["megascale_trainer.data.loader", "--socket", str(self.loader_socket)]
         self._spawn("data loader", [*command, "--config", str(config)], "loader")
 
-    def start_daemon(self, token: str) -> None:
-        """Start the checkpoint daemon; the daemons of all hosts have one ``token``."""
+    def start_daemon(self, token: str, host: str = LOOPBACK) -> None:
+        """Start the checkpoint daemon; the daemons of all hosts have one ``token``.
+
+        It listens on the address ``host``; on another than a loopback one, whoever started the run
+        has said that the network is trusted.
+        """
+        self._listens_on = host
         file = self.sockets / "token"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
             opened.write(token + "\n")
@@ -113,14 +120,17 @@ class HostServices:
             "--socket": str(self.checkpoint_socket),
             "--token-file": str(self.sockets / "token"),
             "--address-file": str(self.sockets / "checkpoint.address"),
+            "--host": f"[{self._listens_on}]" if ":" in self._listens_on else self._listens_on,
         }
         words = [word for pair in options.items() for word in pair]
+        if not is_loopback(self._listens_on):
+            words.append("--trusted-network")
         self._spawn("checkpoint daemon", ["megascale_checkpoint", *words], "checkpoint")
 
     def open_attempt(self, *, read_only: bool = False) -> AttemptOpened:
         """Have the daemon open the next attempt of the job, as its committer.
 
-        With ``read_only`` nothing is written: the answer tells what an attempt would restore.
+        With ``read_only`` nothing is written: the answer says what an attempt would restore.
 
         Raises:
             ServiceFailed: it cannot start, or refuses; the message has its reason.

@@ -1,12 +1,16 @@
-"""Where a process stands in a run by hand: what torchrun tells it by environment variables."""
+"""Where a process stands in a run by hand: what torchrun gives it in environment variables."""
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError, JobProblem
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +104,35 @@ class Place:
                     )
                 ]
             )
+
+
+def own_address(place: Place) -> str:
+    """The address at which rank 0's host is reached by the others: on the route to MASTER_ADDR.
+
+    Called on rank 0, whose host MASTER_ADDR names. It is a loopback address where the name is one
+    on its own host, as Debian has it: other hosts cannot reach that.
+
+    Raises:
+        JobError: MASTER_ADDR is no address.
+    """
+    host, port = place.master
+    if place.hosts == 1:
+        return LOOPBACK
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(
+            host, port or 1, type=socket.SOCK_DGRAM
+        )
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of datagrams: chooses a route and sends nothing
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        remedy = "give torchrun --local-addr, with the address at which other hosts reach this one"
+        raise JobError(
+            [JobProblem("MASTER_ADDR", f"{host} is no address here: {error}", remedy)]
+        ) from error
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``address`` (an IP address) is only reached from its own host."""
+    return ipaddress.ip_address(address).is_loopback

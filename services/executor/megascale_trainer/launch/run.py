@@ -20,13 +20,13 @@ from megascale_common.job.rank_layout import readers_of
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
-from megascale_common.node.incarnation import boot_id
+from megascale_common.node.incarnation import network_view
 from megascale_common.node.messages import Assignment
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
 from megascale_trainer.launch.local_agent import LocalAgent
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed
-from megascale_trainer.launch.place import Place
+from megascale_trainer.launch.place import Place, is_loopback, own_address
 from megascale_trainer.process import worker
 
 FAILED, REFUSED = 1, 2
@@ -105,21 +105,12 @@ class Run:
     def _opened(self, meeting: Meeting) -> dict[str, Any]:
         """What rank 0 has opened: attempt, restore, committer, and where its store listens."""
         if self._place.rank != 0:
-            if self._services is not None and self._config.checkpoint.uri:
-                self._services.start_daemon(str(meeting.read("token")["token"]))
-            opened = meeting.read("opened")
-            if opened["job"] != job_config.to_json(self._config):
-                raise MeetingFailed(
-                    f"rank {self._place.rank} has read another job file than rank 0: "
-                    "give every host the same"
-                )
-            if self._config.checkpoint.uri and opened["boot"] != boot_id():
-                raise ServiceFailed(
-                    "checkpoint.uri: checkpoint daemons serve on loopback only, so those of "
-                    "several machines cannot commit together: leave it empty, or use one machine",
-                    final=True,
-                )
-            return opened
+            try:
+                return self._taken(meeting)
+            except (MeetingFailed, ServiceFailed) as error:
+                if self._services is not None:  # rank 0 and the others of this host wait for it
+                    meeting.fail(self._sockets_key, f"rank {self._place.rank}: {error}")
+                raise
         meeting.publish("token", {"token": self._token})
         try:
             opened = self._open()
@@ -127,6 +118,23 @@ class Run:
             meeting.fail("opened", f"rank 0 could not start: {error}")
             raise
         meeting.publish("opened", opened)
+        return opened
+
+    def _taken(self, meeting: Meeting) -> dict[str, Any]:
+        """What rank 0 has opened, if this rank can take part."""
+        if self._services is not None and self._config.checkpoint.uri:
+            self._services.start_daemon(str(meeting.read("token")["token"]))
+        opened = meeting.read("opened")
+        if opened["job"] != job_config.to_json(self._config):
+            raise MeetingFailed(
+                f"rank {self._place.rank} has read another job file than rank 0: "
+                "give every host the same"
+            )
+        if opened["network"] != network_view():
+            _refuse_unreachable(opened)
+        self._device()
+        if self._services is not None and self._config.checkpoint.uri:
+            self._services.await_daemon()
         return opened
 
     def _open(self) -> dict[str, Any]:
@@ -141,25 +149,29 @@ class Run:
                 "refused": [],
             }
         # Bound here and passed to rank 0's worker, as an agent does.
-        host = "127.0.0.1" if self._place.hosts == 1 else self._place.master[0]
-        self._store_socket = socket.create_server((host, 0), backlog=_STORE_BACKLOG)
+        host = own_address(self._place)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._store_socket = socket.create_server((host, 0), family=family, backlog=_STORE_BACKLOG)
         store = [host, self._store_socket.getsockname()[1]]
         job = job_config.to_json(self._config)
-        return {**opened, "job": job, "store": store, "boot": boot_id()}
+        return {**opened, "job": job, "store": store, "network": network_view()}
 
     def _sockets(self, meeting: Meeting) -> dict[str, str]:
-        """Paths of the sockets of this host's children."""
-        key = f"sockets/{self._place.host}"
+        """Paths of the sockets of this host's children; on rank 0 all hosts have theirs then."""
         if self._services is None:
-            return meeting.read(key)
-        if self._config.checkpoint.uri:
-            self._services.await_daemon()
+            return meeting.read(self._sockets_key)
         paths = {
             "loader": str(self._services.loader_socket),
             "checkpoint": str(self._services.checkpoint_socket),
         }
-        meeting.publish(key, paths)
+        meeting.publish(self._sockets_key, paths)
+        for host in range(1, self._place.hosts) if self._place.rank == 0 else ():
+            meeting.read(_sockets_key(host))
         return paths
+
+    @property
+    def _sockets_key(self) -> str:
+        return _sockets_key(self._place.host)
 
     def _device(self) -> str:
         """cpu or cuda.
@@ -280,6 +292,32 @@ class Run:
     def _say(self, text: str) -> None:
         self._errors.write(f"{text}\n")
         self._errors.flush()
+
+
+def _sockets_key(host: int) -> str:
+    return f"sockets/{host}"
+
+
+def _refuse_unreachable(opened: dict[str, Any]) -> None:
+    """On a host that does not share rank 0's loopback: refuse what listens only there.
+
+    Raises:
+        ServiceFailed: with the remedy.
+    """
+    if is_loopback(opened["store"][0]):
+        raise ServiceFailed(
+            f"MASTER_ADDR: it is {opened['store'][0]} on rank 0's own host, where other hosts "
+            "cannot reach it: give torchrun --local-addr there, with an address that they reach",
+            final=True,
+        )
+    committer = opened["committer_endpoint"].rpartition(":")[0].strip("[]")
+    if committer and is_loopback(committer):
+        raise ServiceFailed(
+            "checkpoint.uri: rank 0's checkpoint daemon listens on loopback, so several hosts "
+            "cannot commit together. It has no TLS yet: where nobody else reads or writes on the "
+            "network between the hosts, give --trusted-network; else leave checkpoint.uri empty",
+            final=True,
+        )
 
 
 def _new_attempt(folder: Path) -> int:

@@ -7,7 +7,7 @@ and updates them. docs/how-to/add-an-optimizer.md shows a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -25,13 +25,18 @@ class OptimizerSetup:
     ``states`` is float32 [number of names, shard elements], one row per declared name; row 0 is the
     master parameters, the others are zero at first. The optimizer keeps it and updates it in place:
     the tensor is the byte image that a snapshot copies. ``table`` holds which parameter lies where
-    in the shard. ``kernels``: whether fused Triton kernels run on this device.
+    in the shard. ``kernels``: whether fused Triton kernels run on this device. ``parameters`` names
+    the logical parameters of the whole model, the same on every rank. ``all_reduce`` sums a tensor
+    over all ranks in place, without waiting for the device, and leaves the same bits on all of
+    them; every rank calls it, equally often.
     """
 
     config: OptimizerConfig
     table: ParameterTable
     states: torch.Tensor
     kernels: Literal["torch", "triton"]
+    parameters: tuple[str, ...]
+    all_reduce: Callable[[torch.Tensor], None]
 
 
 class Optimizer(Protocol):

@@ -1,7 +1,8 @@
-"""Whether a loaded checkpoint is of the job's model, where shapes do not show it. Pure.
+"""Whether a loaded checkpoint is of the job's model and data, where nothing else shows it. Pure.
 
 The parameters of 4 heads and of 8 have the same shapes, and a model that reads them as the other
-computes nonsense without an error. Snapshots therefore carry trainer.model.
+computes nonsense without an error. Snapshots therefore carry trainer.model. The data position is a
+number of samples, which is of other data under another rule: snapshots carry these rules too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megascale_common.job.config import ModelConfig
+from megascale_common.job.config import DataConfig, ModelConfig
 
 # What gives the parameters their meaning. The rest may be changed on purpose, as rope_theta and
 # windows are for longer sequences: that is printed.
@@ -36,6 +37,29 @@ def differences(
         text = f"trainer.model.{name}: {value} here and {there[name]} in the checkpoint"
         (refused if name in SAME else changed).append(text)
     return refused, changed
+
+
+# What the position in the data counts.
+ORDER = ("shuffle", "blend")
+
+
+def order_of(data: DataConfig) -> dict[str, str]:
+    """The rules that a snapshot carries beside the position."""
+    return {name: str(getattr(data, name)) for name in ORDER}
+
+
+def other_order(loaded: Mapping[str, Any] | None, data: DataConfig) -> list[str]:
+    """Sentences on fields of trainer.data under which the position means other data.
+
+    A checkpoint of an earlier version carries none: it was written under the defaults.
+    """
+    there = {**order_of(DataConfig()), **(loaded or {})}
+    return [
+        f"trainer.data.{name}: {value} here and {there[name]} in the checkpoint, whose position "
+        "counts other samples"
+        for name, value in order_of(data).items()
+        if value != there[name]
+    ]
 
 
 def _resolved(values: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from megascale_common.sizes.checkpoint_interval import PUBLISHED_DEVICE_HOURS, m
 from megascale_trainer.auto_interval import AutoCadence, wished_steps
 from megascale_trainer.host_copy import CopyEnd
 from megascale_trainer.parallel.groups import Group
+from megascale_trainer.process.loaded_model import order_of
 from megascale_trainer.save_cost import SaveCost
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.snapshot_schedule import Cadence, Votes
@@ -259,6 +260,7 @@ class SnapshotSteps:
             "consumed_samples": step * self._config.training.global_batch_size,
             # What an export cannot see in the parameters' shapes: heads, windows, angles.
             "model": dataclasses.asdict(self._config.model),
+            "data": order_of(self._config.data),
             "cpu_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
         if self._snapshots.take(

@@ -108,7 +108,7 @@ class StepLoop:
         if copied is not None:
             self.trainer.wait_before_update(copied)
         launched = _InFlight(step, self.trainer.train_step(batches, vote=vote, wish=wish))
-        if step < self.trainer.config.training.steps:
+        if step < self.snapshots.last:
             self.data.prefetch()
         return launched
 

@@ -41,11 +41,12 @@ from megascale_trainer.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
+from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import title
 from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
 from megascale_trainer.process.leave_order import LeaveOrder
-from megascale_trainer.process.loaded_model import differences
+from megascale_trainer.process.loaded_model import differences, other_order
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
@@ -191,6 +192,9 @@ class _Worker:
             wait_for_workers=False,
             master_listen_fd=self._store_listen if who["rank"] == 0 else None,
         )
+        if self._device.type == "cuda":
+            collectives = pin_collectives(config.training.deterministic)
+            print(f"NCCL: {collectives}", flush=True)
         prefixed = PrefixStore(f"{who['job']}/{who['attempt']}", store)
         compare_rank_tables(prefixed, who["rank"], who.get("rank_table", ""))
         return create_groups(
@@ -305,16 +309,17 @@ class _Worker:
                 f"consumed {consumed} samples, {self._config.training.global_batch_size} would "
                 f"make it {expected}; keep the batch size of the job that wrote it"
             )
+        if consumed and (refused := other_order(small_state.get("data"), self._config.data)):
+            raise JobRefused(
+                f"{'; '.join(refused)}; keep the rule of the job that wrote it, or start a job of "
+                "its own from it with checkpoint.load: weights"
+            )
         trainer.finish_load(plan.step)
         self._skipped, self._consumed = int(small_state.get("skipped_updates", 0)), consumed
         if "cpu_rng" in small_state:  # an imported model has none: the job's seed holds
             random_state = bytearray(base64.b64decode(small_state["cpu_rng"]))
             torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
-        print(
-            f"restored step {plan.step} from {restored.source}: {restored.read_bytes} bytes read "
-            f"here; {restored.timeline}",
-            flush=True,
-        )
+        print(f"restored step {plan.step}: {restored.sources}; {restored.timeline}", flush=True)
         return plan.step
 
     def _refuse_beyond(self, plan: RestorePlan) -> None:

@@ -14,17 +14,23 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig, TelemetryConfig
-from megascale_trainer.telemetry.event_file import EventFile, scalars
 
 MOST_WAITING = 10_000  # records; above it they are dropped and counted
 CLOSE_TIMEOUT_S = 60.0
-_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny or mlflow"}
+_PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny or mlflow",
+}
+# When and where the step was: not a curve of its own.
+NOT_SCALARS = frozenset({"step", "attempt", "completed_at_s"})
 
 Record = Mapping[str, Any]
 
@@ -115,13 +121,58 @@ def _wanted(config: JobConfig, folder: Path, done: int) -> dict[str, Callable[[]
     telemetry = config.telemetry
     found: dict[str, Callable[[], Tracker]] = {}
     if telemetry.tensorboard:
-        first = done + 1 if done else 0
-        found["tensorboard"] = lambda: EventFile(folder / "tensorboard", first)
+        found["tensorboard"] = lambda: _Tensorboard(folder / "tensorboard", done)
     if telemetry.wandb:
         found["wandb"] = lambda: _Wandb(config, folder)
     if telemetry.mlflow:
         found["mlflow"] = lambda: _Mlflow(config, folder)
     return found
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The values of a step record that are curves, under the record's own names."""
+    return {
+        name: value
+        for name, value in record.items()
+        if name not in NOT_SCALARS
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    }
+
+
+class _Tensorboard:
+    """An event file of this attempt in ``folder``, which the job's attempts share.
+
+    Earlier files may have an attempt that went further than ``done``: what they say on later steps
+    is no longer shown.
+    """
+
+    def __init__(self, folder: Path, done: int) -> None:
+        # What torch's SummaryWriter writes with, without its event for each curve: a record is one.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event: Any = event_pb2.Event
+        self._summary: Any = summary_pb2.Summary
+        self._writer: Any = EventFileWriter(str(folder))
+        if done:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.add_event(
+                self._event(wall_time=time.time(), step=done + 1, session_log=start)
+            )
+
+    def add(self, record: Record) -> None:
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in scalars(record).items()
+        ]
+        summary = self._summary(value=values)
+        at = {"wall_time": record["completed_at_s"], "step": record["step"]}
+        self._writer.add_event(self._event(**at, summary=summary))
+        self._writer.flush()  # the job may be killed at any step
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class _Wandb:
@@ -130,13 +181,14 @@ class _Wandb:
     def __init__(self, config: JobConfig, folder: Path) -> None:
         import wandb
 
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "megascale"),
             name=config.name,
             id=_kept_id(folder / "wandb-run"),
             resume="allow",
             dir=str(folder),
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=mode,
             config=job_config.to_mapping(config),
             settings=wandb.Settings(console="off", silent=True),
         )

@@ -1,0 +1,284 @@
+"""Signatures of faults in texts of workers' and kernel logs, in the order in which they are tried.
+
+A signature has literals, of which a line must hold one, and a pattern that decides.
+Texts of torch, NCCL (5067397), CUDA (driver_types.h 12.9), UCX, gloo, Slurm and Linux; kernel
+conditions after Meta's GCM and Azure's HPC health checks. Numbered errors are in ``catalogue``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megascale_common.node.logs.categories import Action, Kind, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A kind of line, and how it is recognised."""
+
+    kind: Kind
+    literals: tuple[str, ...]
+    pattern: re.Pattern[str] | None  # None: a literal suffices
+
+
+def _text(
+    name: str,
+    category: str,
+    role: Role,
+    action: Action,
+    *literals: str,
+    pattern: str | None = None,
+    kernel: bool = False,
+    weak: bool = False,
+) -> Signature:
+    kind = Kind(name, category, role, action, kernel=kernel, weak=weak)
+    return Signature(kind, literals, re.compile(pattern) if pattern else None)
+
+
+# Known to be harmless, or only advice. First, so that no later pattern sees them.
+_HARMLESS = (
+    _text("advice-cuda", "benign", "advice", "none", "CUDA_LAUNCH_BLOCKING", "TORCH_USE_CUDA_DSA",
+          "might be asynchronously reported", "CUDA kernel errors might be"),
+    _text("advice-nccl", "benign", "advice", "none", "NCCL_DEBUG",
+          pattern=r"^You can use NCCL_DEBUG|^\W*Set NCCL_DEBUG"),
+    _text("peermem-context", "benign", "benign", "none", "nv_get_p2p_free_callback"),
+    _text("mlx5-access-reg", "benign", "benign", "none", "ACCESS_REG",
+          pattern=r"mlx5_cmd_out_err.*ACCESS_REG.*failed"),
+    _text("group-not-destroyed", "benign", "benign", "none", "process group has NOT been destroyed",
+          "destroy_process_group() was not called"),
+    _text("socket-retry", "benign", "benign", "none", "socket.cpp",
+          pattern=r"\[W[^\]]*socket\.cpp:\d+\].*(cannot be initialized|has failed to connect"
+                  r"|not yet listening)"),
+    _text("gradient-overflow", "benign", "benign", "none", "Gradient overflow", "OVERFLOW! Rank"),
+    _text("nfs-recovered", "benign", "benign", "none", "nfs: server",
+          pattern=r"nfs: server \S+ OK"),
+)  # fmt: skip
+
+_GPU = (
+    _text("gpu-off-bus", "gpu_fallen_off_bus", "root", "evict_restart", "allen off the bus",
+          "GPU is lost", "GPU_IS_LOST", "nable to determine the device handle", kernel=True),
+    _text("gpu-reset-required", "gpu_recovery_action", "root", "evict_restart", "RESET_REQUIRED",
+          kernel=True),
+    _text("gpu-pmu-halt", "gpu_pmu_halt", "root", "evict_restart", "PmuHalted", "PMU has halted",
+          kernel=True),
+    _text("gpu-gsp-timeout", "gsp_rpc_timeout", "root", "evict_restart", "RPC from GSP",
+          "RPC response from GPU", kernel=True),
+    _text("gpu-adapter", "gpu_init_failed", "root", "evict_restart", "NVRM",
+          pattern=r"NVRM:.*(RmInitAdapter|rm_init_adapter|Cannot attach gpu|probe routine failed"
+                  r"|nvidia_frontend_open.*failed)", kernel=True),
+    _text("driver-api-mismatch", "driver_mismatch", "root", "evict_restart", "API mismatch",
+          kernel=True),
+    _text("cuda-ecc", "gpu_ecc_uncorrectable", "root", "evict_restart", "uncorrectable ECC",
+          "ECC_UNCORRECTABLE", "ErrorECCUncorrectable"),
+    _text("cuda-nvlink", "nvlink_error", "root", "evict_restart", "ErrorNvlinkUncorrectable",
+          "ncorrectable NVLink error"),
+    _text("fabric-switch-fatal", "nvlink_error", "root", "evict_restart", "NVSwitch",
+          pattern=r"NVSwitch fatal error", kernel=True),
+    _text("fabric-switch", "nvlink_error", "root", "alert", "NVSwitch",
+          pattern=r"NVSwitch non-fatal error", kernel=True),
+    _text("cuda-contained", "gpu_ecc_uncorrectable", "root", "restart", "cudaErrorContained"),
+    _text("nvml-mismatch", "driver_mismatch", "root", "evict_restart", "ersion mismatch",
+          pattern=r"(?i)driver/library version mismatch"),
+    _text("cuda-803", "driver_mismatch", "root", "evict_restart", "unsupported display driver",
+          "ErrorSystemDriverMismatch"),
+    _text("cuda-35", "driver_mismatch", "root", "stop", "insufficient for CUDA runtime",
+          "ErrorInsufficientDriver", "driver on your system is too old"),
+    _text("fabric-no-switch", "fabric_manager_failure", "root", "alert", "NV_WARN_NOTHING_TO_DO"),
+    _text("cuda-802", "fabric_manager_failure", "root", "evict_restart",
+          "system not yet initialized", "ErrorSystemNotReady", "ERROR_SYSTEM_NOT_READY"),
+    _text("fabric-manager", "fabric_manager_failure", "root", "evict_restart", "fabric",
+          "Fabric Manager",
+          pattern=r"(?i)fabric ?manager\b.*(don't match|doesn't match|mismatch|invalid value"
+                  r"|status=\d+/FAILURE|failed|fatal|error)"),
+    _text("driver-unreachable", "gpu_init_failed", "root", "evict_restart",
+          "communicate with the NVIDIA driver"),
+    _text("gpu-busy", "gpu_busy", "root", "restart", "busy or unavailable",
+          "ErrorDevicesUnavailable"),
+    _text("cuda-no-device", "gpu_init_failed", "root", "restart", "No CUDA GPUs are available",
+          "no CUDA-capable device", "cudaErrorNoDevice", "cudaErrorInitializationError",
+          "CUDA error: initialization error", "No devices were found"),
+    _text("cuda-oom", "cuda_oom", "root", "stop", "CUDA out of memory", "ErrorMemoryAllocation",
+          "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "Cuda failure", "Failed to CUDA",
+          "CUDA_ERROR_OUT_OF_MEMORY",
+          pattern=r"out of memory|ErrorMemoryAllocation|STATUS_ALLOC_FAILED|OUT_OF_MEMORY"
+                  r"|Failed to CUDA (m|c)alloc"),
+    _text("cuda-assert", "cuda_device_assert", "root", "stop", "device-side assert",
+          "cudaErrorAssert"),
+    _text("cuda-illegal-access", "cuda_illegal_access", "root", "restart",
+          "illegal memory access", "unspecified launch failure", "misaligned address",
+          "ErrorIllegalAddress", "ErrorLaunchFailure", "ErrorMisalignedAddress",
+          "illegal instruction was encountered", "ErrorIllegalInstruction",
+          "ERROR_ILLEGAL_ADDRESS", "ERROR_LAUNCH_FAILED"),
+    _text("cupti-subscriber", "profiler_conflict", "root", "alert", "CUPTI",
+          pattern=r"MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED|initialize CUPTI: 39"
+                  r"|CUPTI_ERROR_(NOT_INITIALIZED|INSUFFICIENT_PRIVILEGES|MAX_LIMIT_REACHED)"),
+)  # fmt: skip
+
+_HOST = (
+    _text("dimm-ue", "host_dimm_ue", "root", "evict_restart", "EDAC", "Memory failure: 0x",
+          "Uncorrected error", "ncorrected hardware memory error", "ncorrectable memory error",
+          pattern=r"EDAC .*\b\d+ UE\b|Memory failure: 0x|Uncorrected error\s*$"
+                  r"|[Uu]ncorrected hardware memory|[Uu]ncorrectable memory error", kernel=True),
+    _text("dimm-ce", "host_dimm_ce", "root", "alert", "EDAC", "orrected memory error",
+          pattern=r"EDAC .*\b\d+ CE\b|EDAC .*HANDLING MCE MEMORY|Corrected memory error",
+          kernel=True),
+    _text("cper-fatal", "host_hardware_error", "root", "evict_restart", "Hardware Error",
+          pattern=r"event severity: fatal", kernel=True),
+    _text("cper", "host_hardware_error", "root", "alert", "Hardware Error",
+          pattern=r"event severity: recoverable|Machine check|error from APEI", kernel=True,
+          weak=True),
+    _text("lockup", "host_lockup", "root", "evict_restart", "oft lockup", "hard LOCKUP",
+          "ernel panic", "ernel Panic", "BUG: unable to handle", kernel=True),
+    _text("hung-task", "host_hung_task", "root", "alert", "blocked for more than", kernel=True),
+    _text("host-oom", "host_oom", "root", "restart", "ut of memory: Kill", "oom-kill",
+          "out-of-memory handler", kernel=True),
+    _text("pcie-fatal", "pcie_error", "root", "evict_restart", "AER:", "PCIe Bus Error",
+          pattern=r"AER: .*\((Fatal|fatal)\)|Uncorrected \(Fatal\)|Uncorrectable \(Fatal\)",
+          kernel=True),
+    _text("pcie", "pcie_error", "root", "alert", "AER:", "PCIe Bus Error", kernel=True),
+    _text("disk-failed", "host_disk_failed", "root", "evict_restart", "ilesystem",
+          "Disk failure on", "after reset failure",
+          pattern=r"Remounting filesystem read-only|XFS .*Shutting down filesystem"
+                  r"|md/raid.*Disk failure on|Disabling device after reset failure", kernel=True),
+    _text("disk", "host_disk_failed", "root", "alert", "Buffer I/O error", "reset controller",
+          kernel=True),
+    _text("nccl-segv", "unknown", "root", "alert", "in libnccl.so"),
+)  # fmt: skip
+
+_WC = r"Got completion .*(?:status=(?:IBV_WC_\w+\()?|with error ){}\b"
+_NETWORK = (
+    _text("rdma-flush", "rdma_flush_secondary", "secondary", "none", "Got completion",
+          "Work Request Flushed", pattern=_WC.format("5") + r"|Work Request Flushed"),
+    _text("rdma-protection", "rdma_local_protection", "root", "restart", "Got completion",
+          "local protection error", "Local protection on", "local access violation",
+          pattern=_WC.format("4") + r"|[Ll]ocal protection|local access violation"),
+    _text("rdma-remote", "rdma_remote_error", "secondary", "none", "Got completion",
+          pattern=_WC.format("(?:9|10|11)")),
+    _text("rdma-retry", "rdma_retry_exceeded", "root", "restart", "Got completion",
+          "retry count", pattern=_WC.format("1[23]") + r"|[Tt]ransport retry count", weak=True),
+    _text("rdma-device", "rdma_device_fatal", "root", "evict_restart", "Got async", "async fatal",
+          "mlx5_core", pattern=r"local catastrophic error|async fatal event|device fatal"
+                               r"|mlx5_core .*(health compromised|firmware internal error)"),
+    _text("rdma-port", "rdma_link_flap", "root", "alert", "port error", "lost carrier", "ink DOWN",
+          "ink Down", "ink down", "ink is Down", "definitely down", "Cable unplugged",
+          "EVENT_PORT_ERR", "High Temperature",
+          pattern=r"async (error )?event.*port error|[Ll]ost carrier|Link (is )?(DOWN|[Dd]own)"
+                  r"|link status definitely down|Cable unplugged|EVENT_PORT_ERR"
+                  r"|Port module event.*High Temperature"),
+    _text("rdma-qp", "rdma_qp_setup_failed", "root", "restart", "ibv_modify_qp", "modify QP",
+          "ibv_create_qp",
+          pattern=r"ibv_modify_qp\S* failed|[Ff]ailed to modify QP"
+                  r"|ibv_create_qp\S* failed(?!.*Cannot allocate memory)"),
+    _text("rdma-memlock", "memlock_limit", "root", "stop", "Cannot allocate memory", "MEMLOCK",
+          pattern=r"(ibv_(exp_)?reg_\w*mr|ibv_create_(cq|qp)|ibv_reg_mr_iova2?)\b.*Cannot allocate"
+                  r"|RLIMIT_MEMLOCK"),
+    _text("rdma-mr-limit", "rdma_mr_limit", "root", "stop", "MKEY", "reg mr failed",
+          pattern=r"CREATE_MKEY.*failed|reg mr failed", kernel=True),
+    _text("nccl-net-count", "rdma_device_fatal", "root", "alert",
+          "mixed local Net device counts"),
+    _text("nccl-no-net", "rdma_device_fatal", "root", "alert", "NCCL WARN NET/IB",
+          pattern=r"No device found|Unable to open device"),
+)  # fmt: skip
+
+_COMMUNICATION = (
+    _text("duplicate-gpu", "config_duplicate_gpu", "root", "stop", "Duplicate GPU detected"),
+    _text("nccl-version", "config_version_drift", "root", "stop", "Mismatched NCCL version"),
+    _text("collective-mismatch", "collective_mismatch", "root", "stop",
+          "mismatch between collectives", "Mismatched collective", "ollective operation counts"),
+    _text("shm-exhausted", "shm_exhausted", "root", "stop", "creating shared memory segment",
+          "failed to extend /dev/shm", "insufficient shared memory", "out of shared memory",
+          "signal: Bus error", "posix_fallocate failed", "unable to mmap", "unable to allocate sha",
+          pattern=r"NCCL WARN|shared memory|Bus error|/dev/shm|</torch_"),
+    _text("shm-attach", "shm_attach_failed", "root", "restart", "attaching to shared memory"),
+    _text("timeout-collective", "collective_timeout", "secondary", "restart",
+          "collective operation timeout", "checkTimeout", "raised from ncclCommWatchdog",
+          "either an error or timeout", "Timed out waiting", "imeout at NCCL work",
+          "timeout caused pair closure",
+          pattern=r"operation timeout|checkTimeout|ncclCommWatchdog|error or timeout"
+                  r"|imeout at NCCL work|timeout caused pair closure"
+                  r"|Timed out waiting \d+ms for (recv|send)"),
+    _text("watchdog-stuck", "watchdog_stuck", "secondary", "restart", "watchdog got stuck",
+          "Heartbeat monitor timed out", "no heartbeat of its watchdog",
+          "preparing to dump debug info"),
+    _text("rendezvous-closed", "rendezvous_closed", "secondary", "restart",
+          "RendezvousClosedError"),
+    _text("rendezvous-timeout", "rendezvous_timeout", "root", "restart", "RendezvousTimeoutError",
+          "RendezvousConnectionError", "client socket has timed out", "wait timeout after",
+          "DistStoreError", "failed to connect/validate", "store based barrier", "to any network",
+          "Socket Timeout",
+          pattern=r"Rendezvous\w+Error|socket has timed out|wait timeout after|Socket Timeout"
+                  r"|waiting for (workers|clients)|connect/validate|Timed out initializing"
+                  r"|failed to connect to any network", weak=True),
+    _text("port-in-use", "port_in_use", "root", "restart", "ddress already in use", "EADDRINUSE"),
+)  # fmt: skip
+
+_FILES_AND_NUMBERS = (
+    _text("storage-quota", "storage_quota", "root", "stop", "quota exceeded", "EDQUOT", "Errno 122",
+          pattern=r"[Qq]uota exceeded|EDQUOT|Errno 122"),
+    _text("storage-stale", "storage_stale_handle", "root", "restart", "tale file handle",
+          "tale NFS file handle", "Errno 116"),
+    _text("storage-gone", "storage_unreachable", "root", "alert", "nfs: server",
+          "endpoint is not connected", "LustreError", "Lustre:",
+          pattern=r"not responding|not connected|Lustre.*(was lost|timed out|operation .* failed)"),
+    _text("storage-full", "storage_write_failed", "root", "stop", "No space left on device",
+          "ENOSPC", weak=True),
+    _text("storage-write", "storage_write_failed", "root", "restart", "StreamWriter failed",
+          "unexpected pos", "nput/output error", "cannot be opened", "ead-only file system",
+          "Remote I/O error",
+          pattern=r"StreamWriter failed writing|unexpected pos \d+|\[Errno 5\]"
+                  r"|write\(\).*Input/output error|^RuntimeError: File \S+ cannot be opened"
+                  r"|\bOSError.*[Rr]ead-only file system|Remote I/O error"),
+    _text("nan", "numeric_nan", "root", "stop", "NaN", "nan", "NAN",
+          pattern=r"found NaN|(became|is) (infinite or )?NaN|NaN or Inf (found )?in (loss|grad)"
+                  r"|(?i:(grad[_ ]norm|\bloss)['\"]?[:=] ?nan\b)|Unexpected result nan"
+                  r"|(?i:loss is nan\b)"),
+)  # fmt: skip
+
+_ENDS = (
+    _text("slurm-preempted", "scheduler_preempted", "root", "restart", "CANCELLED AT",
+          "job is preempted", pattern=r"DUE TO (PREEMPTION|JOB REQUEUE|NODE FAILURE)|preempted"),
+    _text("slurm-ended", "scheduler_ended", "root", "none", "CANCELLED AT"),
+    _text("sigkill", "sigkill_unknown", "secondary", "restart", "xitcode", "SIGKILL",
+          "signal: Killed", "Killed", "exit code 137", "ignal 9",
+          pattern=r"exitcode\s*: -9\b|[Ss]ignal 9\b|Signals\.SIGKILL|signal: Killed|^\s*Killed\s*$"
+                  r"|line \d+:\s+\d+ Killed|exit code 137"),
+    _text("peer-closed", "peer_closed_secondary", "secondary", "none", "Connection closed by",
+          "onnection reset by peer", "Broken pipe", "Socket recv failed", "ncclRemoteError",
+          "remote process exited", "sendBytes failed", "recvValue failed", "[Proxy Service",
+          "[Service thread] E", "[Service thread] C", "Connection refused",
+          pattern=r"Connection closed by (remote )?peer|reset by peer|Broken pipe|recv failed"
+                  r"|ncclRemoteError|remote process exited|sendBytes|recvValue"
+                  r"|WARN \[(Proxy Service|Service thread)|NCCL WARN.*Connection refused"),
+    _text("teardown", "teardown_secondary", "teardown", "none", "death signal", "closing signal",
+          "via signal SIG", "nable to shutdown processes", "Sending processes ",
+          "[Service thread] Connection closed", "Abort COMPLETE", "entire process down",
+          "NCCL operations have failed", "SignalException", "KeyboardInterrupt",
+          "Worker group FAILED", "Waiting up to", "leaked semaphore", "Force Terminated",
+          "Terminating job step"),
+)  # fmt: skip
+
+SIGNATURES: tuple[Signature, ...] = (
+    *_HARMLESS, *_GPU, *_HOST, *_NETWORK, *_COMMUNICATION, *_FILES_AND_NUMBERS, *_ENDS,
+)  # fmt: skip
+
+# A line that ends something and that no signature knows; the weak form only wraps another line.
+WRAPPER = Kind("unknown-wrapper", "unknown", "root", "alert", weak=True)
+FATAL = Kind("unknown-fatal", "unknown", "root", "alert")
+FATAL_LITERALS = ("rror", "ERROR", "xception", "atal", "FATAL", "NCCL WARN", "terminate called",
+                  "egmentation fault", "core dumped", "corruption", "heck failed", "xitcode",
+                  "Root Cause")  # fmt: skip
+IGNORED = re.compile(
+    r"NCCL INFO|^frame #\d|During handling of the above|another exception occurred"
+    r"|\[Hardware Error\]|\b(?:0|no) errors?\b|stack trace: \*\*\*|^\s+File \""
+    r"|(?i:\berrors?[=:] ?0\b)|\[?(?:INFO|DEBUG)\b|\b\w*Warning:"
+)
+WRAPPERS = re.compile(
+    r"terminate called|exitcode|ChildFailedError|DistBackendError|ncclInvalidUsage|Last error"
+    r"|watchdog thread terminated|raised from|Root Cause|^Traceback|ncclSystemError"
+    r"|unhandled system error|ncclInternalError|tasks? .*[Ee]xited"
+)
+FATAL_PATTERN = re.compile(
+    r"\b\w*(?:Error|Exception)\b|\b(?:ERROR|FATAL|[Ff]atal|[Ee]rror:)|NCCL WARN|terminate called"
+    r"|[Ss]egmentation fault|core dumped|corruption|[Cc]heck failed|exitcode|Root Cause"
+)

@@ -1,0 +1,169 @@
+"""A heartbeat as it arrived: bytes, of which only what may decide anything is looked at.
+
+Nearly all heartbeats repeat the one before but for counters, times, steps and status pages. To find
+that out, a heartbeat is parsed by a message that has only the fields that decide: the *signs*. What
+it does not know is dropped, what is left is serialized again and compared with that of the
+heartbeat before, all in the protobuf library. Only where the two differ the whole heartbeat is
+parsed and :mod:`megascale_driver.presence.evidence` evaluates it. The message is derived from the
+one on the wire, so that numbers and types of its fields cannot differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, timestamp_pb2
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from megascale.v1 import link_pb2
+
+_Field = descriptor_pb2.FieldDescriptorProto
+
+# What evidence.of reads. Messages that are not in this table are compared as bytes.
+_SIGNS: Final = {
+    "ConnectRequest": ("heartbeat",),
+    "Heartbeat": (
+        "seq",
+        "epoch_seen",
+        "desired_version",
+        "job",
+        "attempt",
+        "phase",
+        "failure",
+        "workers",
+        "checks",
+        "store_endpoint",
+        "checkpoints",
+        "sent_at",
+        "ack_driver_received_at",
+        "ack_driver_sent_at",
+        "ack_received_at",
+        "traces",
+        "checkpoint_daemon",
+        "finished_step",
+        "leave_failure",
+        "stopped",
+    ),
+    "WorkerStatus": ("rank", "state", "exit_status", "error", "error_kind"),
+    "CheckpointProgress": (
+        "job",
+        "sealed",
+        "committed_step",
+        "committed_by_attempt",
+        "failure",
+        "skipped_step",
+        "skipped_by_attempt",
+        "damaged",
+        "replicas",
+        "replica_failure",
+    ),
+}
+_PACKAGE: Final = "megascale.driver.presence"
+AT_WORK: Final = frozenset({link_pb2.ATTEMPT_PHASE_RUNNING, link_pb2.ATTEMPT_PHASE_FINISHED})
+
+
+def _request_of_signs() -> Any:
+    """The class of ConnectRequest with the signs alone."""
+    file = descriptor_pb2.FileDescriptorProto(
+        name="megascale/driver/presence.proto",
+        package=_PACKAGE,
+        syntax="proto3",
+        dependency=[timestamp_pb2.DESCRIPTOR.name],
+    )
+    for name, kept in _SIGNS.items():
+        message = file.message_type.add(name=name)
+        for field in link_pb2.DESCRIPTOR.message_types_by_name[name].fields:
+            if field.name in kept:
+                _add(message, field)
+    pool = descriptor_pool.Default()
+    pool.AddSerializedFile(file.SerializeToString())
+    request = pool.FindMessageTypeByName(f"{_PACKAGE}.ConnectRequest")
+    return message_factory.GetMessageClass(request)
+
+
+def _add(message: descriptor_pb2.DescriptorProto, field: Any) -> None:
+    """Add a field of the message on the wire, with its number and a type of the same encoding."""
+    found = message.field.add(name=field.name, number=field.number, type=field.type)
+    found.label = _Field.LABEL_REPEATED if field.is_repeated else _Field.LABEL_OPTIONAL
+    if field.type == _Field.TYPE_ENUM:
+        found.type = _Field.TYPE_INT32
+    elif field.type == _Field.TYPE_MESSAGE:
+        inner = field.message_type
+        if inner.full_name == Timestamp.DESCRIPTOR.full_name:
+            found.type_name = f".{inner.full_name}"
+        elif inner.name in _SIGNS:
+            found.type_name = f".{_PACKAGE}.{inner.name}"
+        else:
+            found.type = _Field.TYPE_BYTES
+
+
+_parse: Final = _request_of_signs().FromString
+
+
+class Arrival:
+    """One heartbeat that arrived, as its stream brought it."""
+
+    __slots__ = ("_signs", "raw", "seq")
+
+    def __init__(self, raw: bytes, signs: Any) -> None:
+        self.raw, self._signs = raw, signs
+        self.seq: int = signs.seq
+
+    @property
+    def at_work(self) -> bool:
+        """Whether what lies in memory is slow evidence: no attempt is about to start."""
+        return self._signs.phase in AT_WORK
+
+    def clocks(self) -> tuple[int, int, int, int]:
+        """The four times of clock offsets, nanoseconds; the last three 0 without an answer.
+
+        When it was sent; when the driver received and answered the one before; when that answer
+        came back. The first and the last by the node's clock.
+        """
+        signs = self._signs
+        sent_ns = _nanoseconds(signs.sent_at)
+        if not signs.HasField("ack_received_at"):
+            return sent_ns, 0, 0, 0
+        return (
+            sent_ns,
+            _nanoseconds(signs.ack_driver_received_at),
+            _nanoseconds(signs.ack_driver_sent_at),
+            _nanoseconds(signs.ack_received_at),
+        )
+
+    def signature(self, memory: bool) -> bytes:
+        """All that may decide, as bytes; once. ``memory``: with what lies in the node's memory."""
+        signs = self._signs
+        for name in ("seq", "sent_at", "ack_driver_received_at", "ack_driver_sent_at"):
+            signs.ClearField(name)
+        signs.ClearField("ack_received_at")
+        if not memory:
+            for item in signs.checkpoints:
+                item.ClearField("sealed")
+                item.ClearField("replicas")
+        signs.DiscardUnknownFields()
+        found: bytes = signs.SerializeToString()
+        return found
+
+
+def parsed(raw: bytes) -> Arrival | None:
+    """The heartbeat in a serialized ConnectRequest, which may be of another kind.
+
+    Raises:
+        google.protobuf.message.DecodeError: the bytes are no ConnectRequest.
+    """
+    request = _parse(raw)
+    return Arrival(raw, request.heartbeat) if request.HasField("heartbeat") else None
+
+
+def whole(raw: bytes) -> link_pb2.Heartbeat:
+    """All of the heartbeat in a serialized ConnectRequest.
+
+    Raises:
+        google.protobuf.message.DecodeError: the bytes are no ConnectRequest.
+    """
+    return link_pb2.ConnectRequest.FromString(raw).heartbeat
+
+
+def _nanoseconds(stamp: Timestamp) -> int:
+    return stamp.seconds * 1_000_000_000 + stamp.nanos

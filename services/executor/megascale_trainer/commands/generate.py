@@ -1,0 +1,91 @@
+"""`megascale generate`: a sample of text from a job's newest checkpoint, to see what was learnt."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megascale_common.job.problems import JobError
+from megascale_trainer.data.errors import DataError
+
+app = typer.Typer(help="A sample of text from a job's newest checkpoint.", add_completion=False)
+
+
+class GenerateRefused(Exception):
+    """The command cannot be carried out; ``code`` is the name of a gRPC code."""
+
+    def __init__(self, message: str, reason: str, code: str = "INVALID_ARGUMENT") -> None:
+        super().__init__(message)
+        self.reason, self.code = reason, code
+
+
+@app.command()
+def generate(
+    job: Annotated[
+        Path, typer.Argument(metavar="JOB.YAML", help="The job file that the model is trained by.")
+    ],
+    prompt: Annotated[
+        str, typer.Option(help="What the text begins with; empty: a new document.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="How many tokens to add at most.", min=1)] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most probable token; 1 draws as the model says.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(help="Of the draws: the same seed, the same text.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1; by default the first GPU, else the CPU.")
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
+) -> None:
+    """Print a sample of text from the newest complete checkpoint of a job, on one device.
+
+    The checkpoint may be of any layout, and the job may be training: nothing is written.
+
+    The text is that of the job's tokenizer (trainer.data.tokenizer). It ends with the document. The
+    whole sequence is computed for each token: this shows what was learnt, it does not serve a
+    model. `megascale checkpoint export` writes the model for programs that do.
+
+    Example: megascale generate job.yaml --prompt "The " --tokens 100
+    """
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise typer.BadParameter("give 0 or more", param_hint="--temperature")
+    # Imports torch: only a sample needs it, not the help.
+    from megascale_trainer.launch.host_services import ServiceFailed
+    from megascale_trainer.launch.job_file import load_config
+    from megascale_trainer.library import Trainer
+    from megascale_trainer.restore import RestoreRefused
+
+    try:
+        config = load_config(job)
+        trainer = Trainer(config, device)
+        step = trainer.restore()
+        if not trainer.restored:
+            raise GenerateRefused(
+                f"job {config.name} has no complete checkpoint in "
+                f"{config.checkpoint.uri or 'checkpoint.uri, which is empty'}: train it first",
+                "NO_CHECKPOINT",
+                "NOT_FOUND",
+            )
+        text = trainer.generate(prompt, tokens, temperature, seed)
+    except JobError as error:
+        raise GenerateRefused(str(error), "JOB_REFUSED") from error
+    except (ServiceFailed, RestoreRefused) as error:
+        raise GenerateRefused(str(error), "UNREADABLE", "FAILED_PRECONDITION") from error
+    except (DataError, ValueError, RuntimeError) as error:
+        # What this machine lacks: a tokenizer, a device, memory.
+        raise GenerateRefused(str(error), "NOT_POSSIBLE", "FAILED_PRECONDITION") from error
+    if as_json:
+        found = {"job": config.name, "step": step, "prompt": prompt, "text": text}
+        print(json.dumps(found))
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    app()

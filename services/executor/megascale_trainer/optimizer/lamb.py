@@ -1,0 +1,136 @@
+"""LAMB over a flat shard: the trust ratio of every parameter, however it is cut over ranks.
+
+Source: You et al., arXiv 1904.00962, Algorithm 2, with its bias correction; MegaScale trains with
+it at four times the batch (section 3.1). Norms and biases take AdamW's step: ratio 1, no decay.
+
+A rank has parts of parameters, cut over tensor, pipeline and data parallel ranks. Each adds the
+squares of what it stands for to one vector over all parameters of the model, and one all-reduce
+over all ranks gives every rank the same norms, to the last bit: replicas stay equal. Nothing waits
+for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal
+
+import torch
+
+from megascale_common.job.config import LambConfig
+from megascale_common.sizes.parameter_slices import (
+    ParameterSlice,
+    ParameterTable,
+    ShardRange,
+    stands_for,
+)
+from megascale_common.sizes.parameter_table import DEFAULT_STATES
+from megascale_kernels import lamb
+from megascale_kernels.adamw import AdamWUpdate
+from megascale_kernels.lamb import LambKernel, Segment
+from megascale_trainer.optimizer.interface import OptimizerFactory, OptimizerSetup
+from megascale_trainer.optimizer.step_control import StepControl
+
+
+class Lamb:
+    """See :class:`megascale_trainer.optimizer.interface.Optimizer`."""
+
+    state_names: ClassVar[tuple[str, ...]] = DEFAULT_STATES
+
+    def __init__(self, setup: OptimizerSetup) -> None:
+        self._config, self._states = setup.config, setup.states
+        self._all_reduce = setup.all_reduce
+        table, device = setup.table, setup.states.device
+        kernel = _kernel(setup.kernels)
+        held = _pieces(table)
+        self._runs = [
+            kernel([Segment(start, stop, piece.decay) for piece, start, stop in bucket], device)
+            for bucket in held
+        ]
+        self._places = _ranges([owned.stop - owned.start for owned in table.shard_ranges])
+        self._columns = _ranges([len(bucket) for bucket in held])
+        pieces = [piece for bucket in held for piece, _, _ in bucket]
+        # One more column, of zeros, stands for the parameters that other ranks count.
+        self._sums = torch.zeros((2, len(pieces) + 1), dtype=torch.float64, device=device)
+        counted = {
+            piece.name: number
+            for number, piece in enumerate(pieces)
+            if stands_for(table.at, piece.replicated_over)
+        }
+        names = {name: number for number, name in enumerate(setup.parameters)}
+        here = [counted.get(name, len(pieces)) for name in setup.parameters]
+        self._from_here = torch.tensor(here, device=device)
+        self._to_here = torch.tensor(
+            [names[piece.name] for piece in pieces], dtype=torch.int64, device=device
+        )
+        decays = [piece.decay for piece in pieces]
+        self._trusts = torch.tensor(decays, dtype=torch.bool, device=device)
+
+    def update(
+        self,
+        gradients: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        control: StepControl,
+        learning_rate: float,
+        number: int,
+    ) -> None:
+        config = self._config
+        numbers = AdamWUpdate(
+            learning_rate, config.beta1, config.beta2, config.epsilon, config.weight_decay, number
+        )
+        for bucket, run in enumerate(self._runs):
+            run.direction(
+                *(self._of_bucket(bucket), gradients[bucket], control.scale, control.apply),
+                *(numbers, self._sums[:, self._columns[bucket]]),
+            )
+        ratios = self._ratios()
+        for bucket, run in enumerate(self._runs):
+            run.apply(
+                *(self._of_bucket(bucket), gradients[bucket], parameters[bucket]),
+                *(ratios[self._columns[bucket]], control.apply, learning_rate),
+            )
+
+    def _ratios(self) -> torch.Tensor:
+        """float32 trust ratios of the pieces here, from the norms of whole parameters."""
+        squares = self._sums.index_select(1, self._from_here)
+        self._all_reduce(squares)
+        weight, change = squares.sqrt().unbind()
+        ratios = trust_ratios(weight, change, self._config.lamb).index_select(0, self._to_here)
+        return torch.where(self._trusts, ratios, 1.0).float()
+
+    def _of_bucket(self, bucket: int) -> torch.Tensor:
+        return self._states[:, self._places[bucket]]
+
+
+def trust_ratios(weight: torch.Tensor, change: torch.Tensor, bounds: LambConfig) -> torch.Tensor:
+    """phi(``weight``) / ``change``, norms of the same shape; 1 where one of them is 0."""
+    bounded = weight.clamp(bounds.min_weight_norm, bounds.max_weight_norm or None)
+    usable = (bounded > 0) & (change > 0)
+    return torch.where(usable, bounded / change, 1.0)
+
+
+def _pieces(table: ParameterTable) -> list[list[tuple[ParameterSlice, int, int]]]:
+    """Of each range of the shard the parts of parameters in it, from the start of the range."""
+    found: dict[ShardRange, list[tuple[ParameterSlice, int, int]]] = {
+        owned: [] for owned in table.shard_ranges
+    }
+    for owned, piece, start, stop in table.overlaps():
+        found[owned].append((piece, start - owned.start, stop - owned.start))
+    return list(found.values())
+
+
+def _ranges(sizes: Sequence[int]) -> list[slice]:
+    """Neighbouring ranges of these sizes."""
+    return [slice(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
+
+
+def _kernel(
+    kernels: Literal["torch", "triton"],
+) -> Callable[[Sequence[Segment], torch.device], LambKernel]:
+    if kernels == "torch":
+        return lamb.LambRuns
+    from megascale_kernels.fused import lamb as fused  # needs Triton
+
+    return fused.LambRuns
+
+
+OPTIMIZER: OptimizerFactory = Lamb

@@ -1,0 +1,145 @@
+"""LAMB in every layout against an independent one in float64, and its state across layouts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.harness.ranks import RankPool
+from tests.harness.reference_model import ReferenceModel
+from tests.harness.training import assemble, hiding, sample, tiny_job
+
+from megascale_common.job.config import from_accepted
+from megascale_trainer.optimizer.learning_rate import learning_rate
+
+TRAIN = "tests.harness.training:train"
+STEPS = 4
+SETTINGS = {"name": "lamb", "learning_rate": 0.02, "epsilon": 1e-6, "weight_decay": 0.1}
+GROUPED = {  # padded widths, learned positions (held by every tp rank), tied embeddings
+    "hidden_size": 32,
+    "mlp": "swiglu",
+    "kv_heads": 2,
+    "ffn_size": 101,
+    "vocab_size": 299,
+    "positions": "learned",
+    "tie_embeddings": True,
+}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one": ({}, {}),
+    "tp4": ({"tp": 4}, {}),
+    "dp4, overlapped": ({"dp": 4, **hiding("dp")}, {}),
+    "pp2vpp2dp2": ({"pp": 2, "virtual_stages": 2, "dp": 2}, {}),
+    "tp2pp2dp2, tied": ({"tp": 2, "pp": 2, "dp": 2}, GROUPED),
+    "tp2pp2vpp2, tied, all overlapped": (
+        {"tp": 2, "pp": 2, "virtual_stages": 2, **hiding("tp", "pp")},
+        GROUPED,
+    ),
+    "one, tied, bounded norms": ({}, GROUPED),
+}
+FAST = ("tp4", "pp2vpp2dp2", "tp2pp2dp2, tied")  # the others in `make test-slow`
+BOUNDED = {"min_weight_norm": 0.5, "max_weight_norm": 1.0}
+
+
+class _Lamb:
+    """Algorithm 2 of arXiv 1904.00962 for a dictionary of parameters, in float64."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor], bounds: dict[str, float]) -> None:
+        self._parameters, self._bounds = parameters, bounds
+        self._moments = {
+            name: (0.0 * p.detach(), 0.0 * p.detach()) for name, p in parameters.items()
+        }
+
+    def step(self, rate: float, number: int, beta1: float, beta2: float) -> dict[str, float]:
+        """Update all; returns the trust ratios."""
+        ratios = {}
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            assert gradient is not None
+            mean, square = self._moments[name]
+            mean = beta1 * mean + (1 - beta1) * gradient
+            square = beta2 * square + (1 - beta2) * gradient * gradient
+            self._moments[name] = mean, square
+            along = (mean / (1 - beta1**number)) / (
+                torch.sqrt(square / (1 - beta2**number)) + SETTINGS["epsilon"]
+            )
+            x = parameter.detach()
+            ratio = 1.0
+            if x.dim() == 2:
+                along = along + SETTINGS["weight_decay"] * x
+                size = float(torch.sqrt((x * x).sum()))
+                if self._bounds:
+                    size = min(max(size, self._bounds["min_weight_norm"]), 1.0)
+                ratio = size / float(torch.sqrt((along * along).sum()))
+            ratios[name] = ratio
+            x -= rate * ratio * along
+        return ratios
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=[pytest.mark.slow] if layout not in FAST else [])
+        for layout in LAYOUTS
+    ],
+)
+def test_every_layout_follows_an_independent_lamb_in_float64(
+    layout: str, pool: RankPool, tmp_path: Path
+) -> None:
+    sizes, model = LAYOUTS[layout]
+    bounds = BOUNDED if "bounded" in layout else {}
+    job = tiny_job(
+        model=model,
+        parallelism=sizes,
+        training={"bucket_mib": 0, "micro_batch_size": 2},
+        optimizer={**SETTINGS, **({"lamb": bounds} if bounds else {})},
+    )
+    config = from_accepted(job)
+    world_size = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "dp"))
+    results = pool.run(TRAIN, world_size, tmp_path, job=job, steps=STEPS)
+    exact = ReferenceModel(config, assemble(tmp_path, "initial", world_size))
+    lamb, batch = _Lamb(exact.parameters, bounds), config.training.global_batch_size
+    for number in range(STEPS):
+        samples = [sample(config, number * batch + row) for row in range(batch)]
+        entropy, z_loss = exact.loss(samples)
+        for parameter in exact.parameters.values():
+            parameter.grad = None
+        torch.autograd.backward(entropy + z_loss)
+        torch.nn.utils.clip_grad_norm_(exact.parameters.values(), config.optimizer.clip_norm)
+        betas = config.optimizer.beta1, config.optimizer.beta2
+        ratios = lamb.step(learning_rate(config, number), number + 1, *betas)
+        record = results[0]["records"][number]
+        assert record["loss"] == pytest.approx(entropy.item(), abs=2e-5)
+    matrices = [name for name, value in exact.parameters.items() if value.dim() == 2]
+    assert all(not 0.9 < ratios[name] < 1.1 for name in matrices), "the ratios change nothing"
+    final = assemble(tmp_path, "final", world_size)
+    for name, parameter in exact.parameters.items():
+        wanted = parameter.detach().flatten().numpy()
+        np.testing.assert_allclose(final[name], wanted, rtol=0, atol=2e-4, err_msg=name)
+
+
+def test_replicas_stay_equal_and_a_run_repeats_and_resumes_bit_for_bit(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """With tied embeddings and learned positions, which several ranks update side by side."""
+    job = tiny_job(model=GROUPED, parallelism={"tp": 2, "pp": 2, "dp": 2}, optimizer=SETTINGS)
+    program = "tests.harness.training:train_and_resume"
+    results = pool.run(program, 8, tmp_path / "first", job=job)
+    assert pool.run(program, 8, tmp_path / "second", job=job) == results
+    for result in results:
+        assert result["resumed"] == result["uninterrupted"] == results[0]["uninterrupted"]
+        assert result["states_equal"]
+
+
+def test_overlap_changes_no_bit_and_a_nan_changes_nothing(pool: RankPool, tmp_path: Path) -> None:
+    jobs = [
+        tiny_job(parallelism={"dp": 2, **overlap}, optimizer=SETTINGS)
+        for overlap in ({}, hiding("dp"))
+    ]
+    program = "tests.harness.training:train_in_several_ways"
+    for plain, hidden in pool.run(program, 2, tmp_path, jobs=jobs):
+        assert plain == hidden
+        assert ["skipped=True" in record for record in plain[:4]] == [False, True, False, False]

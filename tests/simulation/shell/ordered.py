@@ -1,0 +1,183 @@
+"""What operators have ordered, and what must follow from it: steps, configurations, quotas, rules.
+
+An order counts from its answer on. While it is under way, and when it was never answered, it may
+have been carried out or not: then both are right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megascale.v1 import driver_pb2, link_pb2, types_pb2
+from megascale_common.job.wire import spec as job_spec
+from megascale_driver.core.events import Audit
+from megascale_driver.core.state import Cluster
+
+if TYPE_CHECKING:
+    from tests.simulation.shell.world import World
+
+MOST_BACK = 8  # orders to go back that a job keeps
+_UNLIMITED = 1 << 40
+_VERDICTS = ("NODE_DEAD", "NODE_EVICTED", "HANG_SUSPECTED", "GROUP_OVER_EVICTED")
+
+
+@dataclass(eq=False)
+class Order:
+    """One order; ``attempt`` of its job was the newest open one when it was given."""
+
+    request: Any
+    attempt: int = 0
+    answered: bool = False
+    refused: bool = False
+    ended_by: int = 0  # the newest open attempt when it was answered
+    heads: int = 0  # the newest attempt that was decided by then
+
+
+@dataclass
+class _Job:
+    back: list[Order] = field(default_factory=list)
+    updates: list[Order] = field(default_factory=list)
+    first: bytes = b""  # the specification that it was submitted with
+
+
+class Ordered:
+    """Keeps the orders, and compares with them what drivers do."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._jobs: dict[str, _Job] = {}
+        self._quotas: dict[str, list[Order]] = {}
+        self._rules: dict[str, list[Order]] = {}
+
+    # --- what is asked for
+
+    def sent(self, request: Any) -> Order:
+        """An order is on its way."""
+        order = Order(request)
+        if isinstance(request, driver_pb2.SubmitJobRequest) and request.spec.name:
+            self._of(request.spec.name).first = _text(request.spec)
+        elif isinstance(request, driver_pb2.UpdateJobRequest) and not request.validate_only:
+            self._of(request.spec.name).updates.append(order)
+        elif isinstance(request, driver_pb2.RestartJobRequest) and request.HasField("from_step"):
+            order.attempt = self._world.storage_of(request.name).opened
+            self._of(request.name).back.append(order)
+        elif isinstance(request, driver_pb2.SetQuotaRequest):
+            self._quotas.setdefault(request.tenant, []).append(order)
+        elif isinstance(request, driver_pb2.SetPolicyRequest):
+            self._rules.setdefault(request.rule, []).append(order)
+        return order
+
+    def answered(self, order: Order, code: str) -> None:
+        """An order has its answer."""
+        order.answered = code == "OK"
+        order.refused = code not in ("OK", "GIVEN_UP", "UNSURE")
+        request = order.request
+        name = request.name if isinstance(request, driver_pb2.RestartJobRequest) else ""
+        if isinstance(request, driver_pb2.UpdateJobRequest):
+            name = request.spec.name
+        if name:
+            order.ended_by = self._world.storage_of(name).opened
+            order.heads = self._world.invariants.newest_attempt(name)
+
+    # --- what follows
+
+    def restored(self, job: str, step: int, by: int) -> None:
+        """I7: a restore goes behind a commit only by order, and never above a step ordered."""
+        storage, back = self._world.storage_of(job), self._of(job).back
+        for newer, writer in storage.commits:
+            if newer > step and not any(_gives_up(each, newer, writer) for each in back):
+                what = f"step {newer} of attempt {writer} is committed, and nobody gave it up"
+                self._world.invariants.breaks("I7", f"{job} restores {step}: {what}")
+        for order in reversed(back[-MOST_BACK:]):
+            if not order.refused and order.request.from_step == step:
+                break  # which may have been given up before
+            if order.answered and by <= order.attempt and step > order.request.from_step:
+                what = f"{step} of attempt {by}, and was to go back to {order.request.from_step}"
+                self._world.invariants.breaks("I7", f"{job} restores {what}")
+
+    def started(self, wanted: link_pb2.AttemptAssignment) -> None:
+        """I11: an attempt has the newest configuration that was answered before it was decided."""
+        mine, found = self._of(wanted.job), _text(wanted.spec)
+        if not mine.first:
+            return
+        allowed = [mine.first]
+        for order in mine.updates:
+            text = _text(order.request.spec)
+            if order.answered and order.heads < wanted.attempt:
+                allowed = [text]
+            elif not order.refused:
+                allowed.append(text)
+        if found not in allowed:
+            what = f"attempt {wanted.attempt} of {wanted.job} has code {wanted.spec.code.path!r}"
+            self._world.invariants.breaks("I11", f"{what}, and not the configuration that it must")
+
+    def placed(self, job: str, state: Cluster) -> None:
+        """I11: the jobs of a tenant hold no more than its quota when one of them starts."""
+        tenant = state.jobs[job].config.tenant
+        limits = _in_force(self._quotas.get(tenant, []), _quota_of, _UNLIMITED)
+        held = sum(
+            other.config.layout.world_size
+            for other in state.jobs.values()
+            if other.active and other.config.tenant == tenant
+        )
+        if held > max(limits):
+            what = f"tenant {tenant} holds {held} devices"
+            self._world.invariants.breaks("I11", f"{job} is placed: {what}, of {max(limits)}")
+
+    def enforced(self, rule: str) -> bool:
+        """Whether a rule is enforced without any doubt."""
+        default = types_pb2.POLICY_MODE_ENFORCE
+        if rule == "over-eviction":
+            default = types_pb2.POLICY_MODE_OBSERVE
+        modes = _in_force(self._rules.get(rule, []), _mode_of, default)
+        return {*modes} == {types_pb2.POLICY_MODE_ENFORCE}
+
+    def decided(self, line: Audit) -> None:
+        """I11: a verdict is enforced only by a rule that is."""
+        if line.reason not in _VERDICTS or not line.log:
+            return
+        default = types_pb2.POLICY_MODE_ENFORCE
+        if line.policy == "over-eviction":
+            default = types_pb2.POLICY_MODE_OBSERVE
+        modes = _in_force(self._rules.get(line.policy, []), _mode_of, default)
+        if line.mode == "ENFORCE" and types_pb2.POLICY_MODE_ENFORCE not in modes:
+            what = f"{line.reason} of {line.subject} is enforced"
+            self._world.invariants.breaks("I11", f"{what}, and rule {line.policy} is observed")
+
+    def _of(self, job: str) -> _Job:
+        return self._jobs.setdefault(job, _Job())
+
+
+def _gives_up(order: Order, step: int, by: int) -> bool:
+    """Whether an order to go back may have given up this commit."""
+    if order.refused or order.request.from_step >= step:
+        return False
+    return not order.answered or by <= max(order.ended_by, order.heads)
+
+
+def _in_force(orders: list[Order], value: Any, default: int) -> list[int]:
+    """The values that may be in force now: of the newest answered order, and of those after it."""
+    found = [default]
+    for order in orders:
+        if order.answered:
+            found = [value(order.request)]
+        elif not order.refused:
+            found.append(value(order.request))
+    return found
+
+
+def _quota_of(request: driver_pb2.SetQuotaRequest) -> int:
+    return request.devices if request.HasField("devices") else _UNLIMITED
+
+
+def _mode_of(request: driver_pb2.SetPolicyRequest) -> int:
+    return request.mode
+
+
+def _text(spec: Any) -> bytes:
+    """A specification in one form, whatever is left to its defaults."""
+    text: bytes = job_spec.to_proto(job_spec.from_accepted_proto(spec)).SerializeToString(
+        deterministic=True
+    )
+    return text
