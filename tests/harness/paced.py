@@ -37,7 +37,7 @@ class PacedAdamW(AdamW):
         self._held_from_step = options.get("held_from_step", float("inf"))
 
     def update(self, gradients, parameters, control, learning_rate, number):
-        time.sleep(self._pace_s)
+        time.sleep(min(self._pace_s, {PACE_S}) if RELEASED.exists() else self._pace_s)
         end_s = time.monotonic() + {HELD_S}
         while number >= self._held_from_step and not RELEASED.exists():
             if time.monotonic() > end_s:
@@ -51,7 +51,7 @@ def paced(pace_s: float = PACE_S, *, held_from_step: int | None = None) -> dict[
     """The section ``optimizer`` of a job.
 
     Args:
-        pace_s: how long each step sleeps.
+        pace_s: how long each step sleeps; at most PACE_S after :func:`release`.
         held_from_step: from this step on, each waits for :func:`release`, for HELD_S at most.
     """
     held = {} if held_from_step is None else {"held_from_step": held_from_step}

@@ -33,23 +33,27 @@ from tests.harness.waiting import log_bytes, until
 JOB = "example"  # that of docs/examples/job.yaml
 COPIED = ("README.md", "docs", "clients/grpcurl")
 FULL_STEPS = "steps: 100"  # of the example; on two cores 20 s
-SHORTER, FEW = "steps: 80", "steps: 10"
+SHORTER, FEW = "steps: 60", "steps: 10"
 STEPS_BEFORE_ORDERS = 3  # a profile needs the times of some steps
-# From this step on the job waits until what is ordered meanwhile is ordered.
-HELD_FROM_STEP = 30
-# Of a job that only has to be there: the same ranks, with less to compute. Text of the example.
+# From this step on the job waits until what is ordered meanwhile is ordered. The steps before are
+# slow: a profile is placed at least two seconds of steps ahead, and has to end before the wait.
+HELD_FROM_STEP, SLOW_STEP_S = 45, 0.25
+# Of a job that is followed: the same ranks, with less to compute. Text of the example.
 LIGHTER = (
     ("sequence_length: 128", "sequence_length: 32"),
     ("global_batch_size: 16", "global_batch_size: 4"),
 )
+# Of a job that only has to be there: four ranks of the eight.
+HALVED = ("    dp: 2\n", "    dp: 1\n")
 OWN_OPTIMIZER = "    learning_rate: 2e-3\n"
 # What stands for a name, a number or a path in the pages.
 VALUES = {
     "JOB": JOB,
     "NODE": "n2",
+    "nodes/NODE": "nodes/n2",
     "R": "0",
     "N": "1",
-    "S": "80",  # the last step of SHORTER
+    "S": "60",  # the last step of SHORTER
     "FOLDER": "docs/examples/checkpoints",
     "job.yaml": "docs/examples/job.yaml",
     "TENANT": "default",
@@ -157,8 +161,10 @@ class Hour:
             process.kill()
             process.wait()
 
-    def example(self, steps: str, name: str = JOB, held_from_step: int | None = None) -> str:
+    def example(self, steps: str, name: str = JOB, held: bool = False) -> str:
         """Write the example's job file with ``steps``; returns its path.
+
+        A job that is ``held`` goes slowly and waits at a step, until it is released.
 
         A job of another name gets a file and a checkpoint folder of its own. One with fewer steps
         computes less in each, and its optimizer is that of :mod:`tests.harness.paced`.
@@ -167,11 +173,12 @@ class Hour:
         assert text.count(FULL_STEPS) == 1
         text = text.replace(FULL_STEPS, steps)
         if steps != FULL_STEPS:
-            for whole, light in LIGHTER:
+            for whole, light in (*LIGHTER, *([HALVED] if steps == FEW else [])):
                 assert text.count(whole) == 1
                 text = text.replace(whole, light)
             assert text.count(OWN_OPTIMIZER) == 1
-            for key, value in paced(held_from_step=held_from_step).items():
+            pace = paced(SLOW_STEP_S, held_from_step=HELD_FROM_STEP) if held else paced()
+            for key, value in pace.items():
                 text = text.replace(
                     OWN_OPTIMIZER, f"    {key}: {json.dumps(value)}\n{OWN_OPTIMIZER}"
                 )
@@ -235,7 +242,7 @@ def hour(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hour]:
 @pytest.fixture(scope="module")
 def trained(hour: Hour) -> Hour:
     """After the README's blocks up to the end of the job."""
-    hour.example(SHORTER, held_from_step=HELD_FROM_STEP)
+    hour.example(SHORTER, held=True)
     hour.shell(block(*TRAIN).code)
 
     def steps() -> int:
