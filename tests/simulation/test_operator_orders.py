@@ -355,6 +355,11 @@ def test_an_observed_self_check_costs_no_quarantine() -> None:
     desk.submit()
     desk.report("n1", AttemptPhase.FAILED, checks=(Check("compute", "FAIL", "cpu0", "wrong"),))
     assert desk.disposition("n1") == "SCHEDULABLE" and desk.job().evicted == ("n1",)
+    (line,) = [line for line in desk.audit if line.reason == "NODE_EVICTED"]
+    assert (line.policy, line.mode) == (
+        "self-check",
+        "OBSERVE",
+    ) and "not quarantined" in line.outcome
 
 
 def test_an_observed_rule_leaves_no_node_and_says_what_it_would_do() -> None:

@@ -19,6 +19,7 @@ from megascale_common.etcd.lease import now_s
 from megascale_common.etcd.protocol import Etcd
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, NotLeaderError
+from megascale_common.service.rhythm import Rhythm
 from megascale_driver.engine import Engine
 from megascale_driver.journal.older import OlderLines
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
@@ -197,6 +198,7 @@ class Leader:
 
     async def _observe(self) -> None:
         """While another driver leads, keep its address and send the agents to it."""
+        looks = Rhythm(OBSERVE_INTERVAL_S)
         while True:
             if self._engine.term is not None:
                 self.etcd_answers = True
@@ -207,7 +209,7 @@ class Leader:
             elif self._clock() - self._answered_s > CUT_OFF_S and self._engine.links.all():
                 _log.warning("no term and no etcd: the links to the nodes are closed")
                 self._engine.links.close_all()
-            await asyncio.sleep(OBSERVE_INTERVAL_S)
+            await looks.wait()
 
     async def _look_up(self) -> None:
         try:

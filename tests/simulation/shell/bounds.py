@@ -282,6 +282,11 @@ class Bounds:
         if known is None:
             return
         policy, offset_s = world.policy, leader.clock_offset_s
+        if known.liveness is Liveness.UNKNOWN:
+            # Nodes that link one after the other are all waited for, but not for ever.
+            latest_s = state.leader_since_s + policy.leader_grace_max_s
+            if world.now_s + offset_s < min(state.grace_until_s, latest_s) + LATE_S:
+                return
         signs_s = [self._term_since_s, known.last_seen_s - offset_s]
         if self._heard_by.get(node.name) == leader.term_of:
             signs_s.append(self._heard_s[node.name][-1])

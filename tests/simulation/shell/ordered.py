@@ -1,13 +1,16 @@
 """What operators have ordered, and what must follow from it: steps, configurations, quotas, rules.
 
 An order counts from its answer on. While it is under way, and when it was never answered, it may
-have been carried out or not: then both are right.
+have been carried out or not: then both are right. Of two that were under way at once either may
+have been the later one.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.job.wire import spec as job_spec
@@ -17,6 +20,7 @@ from megascale_driver.core.state import Cluster
 if TYPE_CHECKING:
     from tests.simulation.shell.world import World
 
+T = TypeVar("T")
 MOST_BACK = 8  # orders to go back that a job keeps
 _UNLIMITED = 1 << 40
 _VERDICTS = ("NODE_DEAD", "NODE_EVICTED", "HANG_SUSPECTED", "GROUP_OVER_EVICTED")
@@ -27,6 +31,8 @@ class Order:
     """One order; ``attempt`` of its job was the newest open one when it was given."""
 
     request: Any
+    sent: int = 0  # its place among all orders and answers
+    closed: int = 0  # that of its answer
     attempt: int = 0
     answered: bool = False
     refused: bool = False
@@ -49,12 +55,13 @@ class Ordered:
         self._jobs: dict[str, _Job] = {}
         self._quotas: dict[str, list[Order]] = {}
         self._rules: dict[str, list[Order]] = {}
+        self._places = itertools.count(1)
 
     # --- what is asked for
 
     def sent(self, request: Any) -> Order:
         """An order is on its way."""
-        order = Order(request)
+        order = Order(request, next(self._places))
         if isinstance(request, driver_pb2.SubmitJobRequest) and request.spec.name:
             self._of(request.spec.name).first = _text(request.spec)
         elif isinstance(request, driver_pb2.UpdateJobRequest) and not request.validate_only:
@@ -70,7 +77,7 @@ class Ordered:
 
     def answered(self, order: Order, code: str) -> None:
         """An order has its answer."""
-        order.answered = code == "OK"
+        order.answered, order.closed = code == "OK", next(self._places)
         order.refused = code not in ("OK", "GIVEN_UP", "UNSURE")
         request = order.request
         name = request.name if isinstance(request, driver_pb2.RestartJobRequest) else ""
@@ -83,34 +90,42 @@ class Ordered:
     # --- what follows
 
     def restored(self, job: str, step: int, by: int) -> None:
-        """I7: a restore goes behind a commit only by order, and never above a step ordered."""
+        """I7: a restore goes behind a commit only by order."""
         storage, back = self._world.storage_of(job), self._of(job).back
         for newer, writer in storage.commits:
             if newer > step and not any(_gives_up(each, newer, writer) for each in back):
                 what = f"step {newer} of attempt {writer} is committed, and nobody gave it up"
                 self._world.invariants.breaks("I7", f"{job} restores {step}: {what}")
-        for order in reversed(back[-MOST_BACK:]):
+
+    def started(self, wanted: link_pb2.AttemptAssignment) -> None:
+        """What an attempt does whose first node starts.
+
+        I7: it does not begin above a step that it was to go back to. The committer may have offered
+        one that was committed while the order was under way: then the driver opens another attempt.
+        I11: it has the newest configuration that was answered before it was decided.
+        """
+        self._begins(wanted.job, wanted.restore.step, wanted.restore.written_by_attempt)
+        mine, found = self._of(wanted.job), _text(wanted.spec)
+        if not mine.first:
+            return
+        # An update that was answered later may be for the next attempt.
+        allowed = _in_force(
+            mine.updates,
+            lambda request: _text(request.spec),
+            mine.first,
+            lambda order: order.heads < wanted.attempt,
+        )
+        if found not in allowed:
+            what = f"attempt {wanted.attempt} of {wanted.job} has code {wanted.spec.code.path!r}"
+            self._world.invariants.breaks("I11", f"{what}, and not the configuration that it must")
+
+    def _begins(self, job: str, step: int, by: int) -> None:
+        for order in reversed(self._of(job).back[-MOST_BACK:]):
             if not order.refused and order.request.from_step == step:
                 break  # which may have been given up before
             if order.answered and by <= order.attempt and step > order.request.from_step:
                 what = f"{step} of attempt {by}, and was to go back to {order.request.from_step}"
-                self._world.invariants.breaks("I7", f"{job} restores {what}")
-
-    def started(self, wanted: link_pb2.AttemptAssignment) -> None:
-        """I11: an attempt has the newest configuration that was answered before it was decided."""
-        mine, found = self._of(wanted.job), _text(wanted.spec)
-        if not mine.first:
-            return
-        allowed = [mine.first]
-        for order in mine.updates:
-            text = _text(order.request.spec)
-            if order.answered and order.heads < wanted.attempt:
-                allowed = [text]
-            elif not order.refused:
-                allowed.append(text)
-        if found not in allowed:
-            what = f"attempt {wanted.attempt} of {wanted.job} has code {wanted.spec.code.path!r}"
-            self._world.invariants.breaks("I11", f"{what}, and not the configuration that it must")
+                self._world.invariants.breaks("I7", f"{job} begins at {what}")
 
     def placed(self, job: str, state: Cluster) -> None:
         """I11: the jobs of a tenant hold no more than its quota when one of them starts."""
@@ -127,7 +142,7 @@ class Ordered:
 
     def enforced(self, rule: str) -> bool:
         """Whether a rule is enforced without any doubt."""
-        default = types_pb2.POLICY_MODE_ENFORCE
+        default: int = types_pb2.POLICY_MODE_ENFORCE
         if rule == "over-eviction":
             default = types_pb2.POLICY_MODE_OBSERVE
         modes = _in_force(self._rules.get(rule, []), _mode_of, default)
@@ -137,7 +152,7 @@ class Ordered:
         """I11: a verdict is enforced only by a rule that is."""
         if line.reason not in _VERDICTS or not line.log:
             return
-        default = types_pb2.POLICY_MODE_ENFORCE
+        default: int = types_pb2.POLICY_MODE_ENFORCE
         if line.policy == "over-eviction":
             default = types_pb2.POLICY_MODE_OBSERVE
         modes = _in_force(self._rules.get(line.policy, []), _mode_of, default)
@@ -156,15 +171,24 @@ def _gives_up(order: Order, step: int, by: int) -> bool:
     return not order.answered or by <= max(order.ended_by, order.heads)
 
 
-def _in_force(orders: list[Order], value: Any, default: int) -> list[int]:
-    """The values that may be in force now: of the newest answered order, and of those after it."""
-    found = [default]
+def _in_force(
+    orders: list[Order],
+    value: Callable[[Any], T],
+    default: T,
+    counts: Callable[[Order], bool] = lambda order: True,
+) -> list[T]:
+    """The values that may be in force now: of the newest answered order, and of those after it.
+
+    An answer of an order that does not count says no more than none.
+    """
+    found: list[tuple[T, Order | None]] = [(default, None)]
     for order in orders:
-        if order.answered:
-            found = [value(order.request)]
+        if order.answered and counts(order):
+            beside = [(v, o) for v, o in found if o is not None and o.closed > order.sent]
+            found = [*beside, (value(order.request), order)]
         elif not order.refused:
-            found.append(value(order.request))
-    return found
+            found.append((value(order.request), order))
+    return [v for v, _ in found]
 
 
 def _quota_of(request: driver_pb2.SetQuotaRequest) -> int:

@@ -266,10 +266,11 @@ class Gang:
         if self.broken or self.finished or last != self.last:
             return
         left_s = (last - self._now_done()) * self.step_s
-        if left_s > 0.0:
+        if left_s > 1e-6:  # how often it was settled must not change by what sums are rounded
             self.world.at(self.world.now_s + max(1.0, left_s), self._watch_end, last)
             return
         self.settle()
+        self.world.touched()  # its end is under way
         self.world.later(SAVE_S if last < self.steps else 3.0, self._finish, last)
 
     def _finish(self, last: int) -> None:

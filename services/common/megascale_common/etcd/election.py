@@ -5,7 +5,6 @@ stop a leader that was paused from completing a write that it began before the p
 token inside every write's transaction (`guard`) can.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from megascale_common.etcd.keeper import Keeper
 from megascale_common.etcd.lease import Lease, now_s
 from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Get, Put
 from megascale_common.etcd.protocol import Etcd
+from megascale_common.service.rhythm import Rhythm
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,9 @@ class Leadership:
         Without it a leader that has nothing to write would lead on beside the next one, and hold
         everybody who is linked to it.
         """
+        looks = Rhythm(interval_s)
         while True:
-            await asyncio.sleep(interval_s)
+            await looks.wait()
             with contextlib.suppress(EtcdError):  # no answer says nothing; the lease counts
                 holder = await self.client.get(self.key)
                 if holder is None or holder.create_revision != self.create_revision:

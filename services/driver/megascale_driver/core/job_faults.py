@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.rules import Mode
 from megascale_driver.core.state import Job, JobPhase
 
 OUT_OF_MEMORY_PATIENCE = 2  # attempts in a row that run out of memory, without a new step
@@ -68,13 +69,15 @@ def decide_on_memory(draft: Draft, job: Job) -> None:
         leave(draft, draft.jobs[job.name], fault, "out-of-memory", left_by(job))
 
 
-def leave(draft: Draft, job: Job, fault: Fault, policy: str, outcome: str) -> None:
-    """Take the job off a node that stays in service."""
+def leave(
+    draft: Draft, job: Job, fault: Fault, policy: str, outcome: str, mode: Mode = "ENFORCE"
+) -> None:
+    """Take the job off a node that stays in service; ``mode`` is that of ``policy``."""
     if fault.node not in job.evicted:
         draft.job(job.name, evicted=(*job.evicted, fault.node))
         draft.log(
             "NODE_EVICTED", fault.message, subject=f"nodes/{fault.node}", job=job.name,
-            attempt=job.attempt, policy=policy, outcome=outcome,
+            attempt=job.attempt, policy=policy, mode=mode, outcome=outcome,
         )  # fmt: skip
 
 

@@ -210,14 +210,13 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
         draft, fault.node, nodes.SELF_CHECK
     ):
         nodes.quarantine(draft, fault.node, fault.message, policy=nodes.SELF_CHECK)
+    elif fault.kind is FaultKind.CHECK_FAILED and draft.enforced(nodes.SELF_CHECK):
+        why = "too many nodes were evicted recently: only this job leaves the node"
+        job_faults.leave(draft, job, fault, nodes.SELF_CHECK, why)
     elif fault.kind is FaultKind.CHECK_FAILED:
-        job_faults.leave(
-            draft,
-            job,
-            fault,
-            "self-check",
-            "too many nodes were evicted recently: only this job leaves the node",
-        )
+        # The job could not start there: it leaves the node, whatever the rule says of others.
+        why = "the rule is observed: the node is not quarantined, only this job leaves it"
+        job_faults.leave(draft, job, fault, nodes.SELF_CHECK, why, mode="OBSERVE")
     elif fault.kind in _OF_WORKERS:
         memory = fault.kind is FaultKind.OUT_OF_MEMORY
         draft.log(
