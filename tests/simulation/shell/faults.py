@@ -306,9 +306,17 @@ class Weather(People):
         # With all its ticks: the first one after the pause shows that the loop stood still.
         pace.max_pause_s = TICK_INTERVAL_S
         engine._retimed.set()
-        world.later(2 * TICK_INTERVAL_S, process.pause)
+        ended = False
+
+        def pause() -> None:
+            if not ended:  # a fault may be as short as this
+                process.pause()
+
+        world.later(2 * TICK_INTERVAL_S, pause)
 
         def over() -> None:
+            nonlocal ended
+            ended = True
             process.resume()
             world.later(1.0, setattr, pace, "max_pause_s", ordinary_s)
 
