@@ -77,6 +77,15 @@ class Bounds:
             self._heard_s[name] = deque(maxlen=8)
         self._heard_s[name].append(at_s)
 
+    def unheard(self, link: Link, unread: int) -> None:
+        """The newest messages of a link were lost before its driver read them."""
+        name = link.node.name
+        if self._heard_by.get(name) == link.term:
+            for _ in range(min(unread, len(self._heard_s[name]))):
+                self._heard_s[name].pop()
+            if not self._heard_s[name]:
+                del self._heard_s[name], self._heard_by[name]
+
     def begin(self, disturbs: bool) -> None:
         """A fault begins: look until all has been well for a while.
 

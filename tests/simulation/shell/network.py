@@ -78,6 +78,10 @@ class Requests:
         self._items.append(item)
         self._arrived.set()
 
+    def unread(self) -> int:
+        """How many have arrived, and nobody has read them."""
+        return len(self._items)
+
     def end(self) -> None:
         """No more requests come."""
         self._ended = True
@@ -310,6 +314,8 @@ class Link:
 
     def _end_call(self) -> None:
         if self.driver.process.alive:
+            # What a driver that stands still has not read is lost with the stream.
+            self.network.world.invariants.bounds.unheard(self, self._requests.unread())
             self._task.cancel()
 
     def _forget(self) -> None:
