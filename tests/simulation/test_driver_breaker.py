@@ -64,6 +64,24 @@ def test_a_switch_whose_nodes_only_go_silent_is_observed_first() -> None:
     assert tripped and switch in tripped[0].message
 
 
+def test_silence_of_several_switches_holds_back_the_verdict_on_a_node_of_another() -> None:
+    """Found by a seed: the driver was cut off while one node had been silent for some time."""
+    world = SimulatedCluster(6, nodes=24, switches=3)
+    world.run(2.0)
+    world.feed(JobSubmitted(world.now_s, demo_job("a", dp=8, spares=0), "test"))
+    world.run(15.0)
+    victim = world.state.jobs["a"].slots[0].node
+    others = [node for node in world.nodes.values() if node.switch != world.nodes[victim].switch]
+    world.pause(victim, 60.0)
+    world.run(3.0)
+    for node in others:
+        world.partition(node.name, 60.0)
+    world.run(30.0)
+    given_up = [line for line in world.audit if line.reason == "NODE_DEAD" and line.log == "a"]
+    assert not given_up, "idle nodes alone may be declared dead"
+    assert "BREAKER_TRIPPED" in [line.reason for line in world.audit]
+
+
 def test_self_checks_that_fail_alike_on_many_nodes_are_not_about_the_nodes() -> None:
     desk = Desk(*(f"n{i}" for i in range(1, 9)))
     desk.submit(max_restarts_without_progress=50)

@@ -120,10 +120,12 @@ class Ordered:
             self._world.invariants.breaks("I11", f"{what}, and not the configuration that it must")
 
     def _begins(self, job: str, step: int, by: int) -> None:
-        for order in reversed(self._of(job).back[-MOST_BACK:]):
-            if not order.refused and order.request.from_step == step:
-                break  # which may have been given up before
-            if order.answered and by <= order.attempt and step > order.request.from_step:
+        back = self._of(job).back[-MOST_BACK:]
+        here = [order for order in back if not order.refused and order.request.from_step == step]
+        for order in back:
+            given_up = order.answered and by <= order.attempt and step > order.request.from_step
+            # Unless another order, which may have been the later one, was to go back to this step.
+            if given_up and not any(not 0 < other.closed < order.sent for other in here):
                 what = f"{step} of attempt {by}, and was to go back to {order.request.from_step}"
                 self._world.invariants.breaks("I7", f"{job} begins at {what}")
 

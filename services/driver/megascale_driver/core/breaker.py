@@ -5,7 +5,7 @@ apart. What the driver decides itself is counted over a window: evictions and de
 run a job. What an operator evicts is not. Two limits hold:
 
 - of the fleet: above max(share of the nodes, number of nodes), or with several switches silent at
-  once, inferred verdicts are only observed until the window has passed;
+  once, inferred verdicts, on a node of any switch, are only observed until the window has passed;
 - of a switch: if half of its nodes are silent, it may be the switch's network that failed, and not
   the nodes. They are observed for longer. If they are still silent then, while the rest of the
   fleet beats, the switch is lost: its nodes are given up, and count as one.
@@ -51,6 +51,8 @@ def allows(draft: Draft, node: str, rule: str = "silence") -> bool:
     known = draft.nodes.get(node)
     if known is not None and known.liveness in _SILENT:
         silent = _silent_switches(draft)
+        if _too_many(draft, silent):
+            return False
         if _switch_of(known) in silent:
             return _allows_of_switch(draft, known, silent)
     if len(draft.breaker.evictions) < limit(draft):
@@ -103,21 +105,29 @@ def reset(
     )
 
 
+def _too_many(draft: Draft, silent: dict[str, list[str]]) -> bool:
+    """Whether so many switches are silent that no silence is evidence; trips the breaker."""
+    policy = draft.policy
+    if len(silent) < 2:
+        return False
+    switches = {_switch_of(other) for other in draft.nodes.values()}
+    if len(silent) <= int(policy.breaker_share * len(switches)):
+        return False
+    names = [name for members in silent.values() for name in members]
+    what = ", ".join(sorted(silent)[:MAX_NAMED])
+    _trip(
+        draft,
+        f"{len(names)} nodes of {len(silent)} switches ({what}) are silent at once: the "
+        "driver's own network may have failed; silent nodes are observed, not evicted, for "
+        f"{policy.breaker_window_s:g} s",
+        names,
+    )
+    return True
+
+
 def _allows_of_switch(draft: Draft, node: Node, silent: dict[str, list[str]]) -> bool:
     """Whether a node of a silent switch may be given up."""
     switch, policy = _switch_of(node), draft.policy
-    switches = {_switch_of(other) for other in draft.nodes.values()}
-    if len(silent) > max(1, int(policy.breaker_share * len(switches))):
-        names = [name for members in silent.values() for name in members]
-        what = ", ".join(sorted(silent)[:MAX_NAMED])
-        _trip(
-            draft,
-            f"{len(names)} nodes of {len(silent)} switches ({what}) are silent at once: the "
-            "driver's own network may have failed; they are observed, not evicted, for "
-            f"{policy.breaker_window_s:g} s",
-            names,
-        )
-        return False
     trip = next((item for item in draft.breaker.switches if item.switch == switch), None)
     if trip is None:
         trip = SwitchTrip(switch, draft.now_s)
