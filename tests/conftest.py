@@ -54,6 +54,7 @@ LANES = {
         "integration/test_first_hour.py",
         "integration/test_grpcurl.py",
         "integration/test_jobs_that_cannot_run.py",
+        "integration/test_mutual_tls.py",
         "integration/test_load_from_another_job.py",
     ),
     "agents": (

@@ -136,7 +136,7 @@ def test_two_torchruns_as_two_hosts_train_and_commit_together(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_hosts_that_share_no_loopback_commit_together_on_a_trusted_network(
+def test_hosts_that_share_no_loopback_commit_together_on_an_insecure_network(
     tmp_path: Path,
 ) -> None:
     if missing := why_not():
@@ -164,12 +164,12 @@ def test_hosts_that_share_no_loopback_commit_together_on_a_trusted_network(
             for run in refused:  # rank 0 as well: it does not wait for the other host
                 errors = run.errors.read_text()
                 assert "checkpoint.uri: rank 0's checkpoint daemon listens on loopback" in errors
-                assert "give --trusted-network" in errors
+                assert "give --insecure-network" in errors
         finally:
             for run in refused:
                 run.close()
 
-        trusting = runs("--trusted-network")
+        trusting = runs("--insecure-network")
         try:
             story = "\n".join(run.story() for run in trusting)
             assert [run.end() for run in trusting] == [0, 0], story

@@ -60,6 +60,7 @@ COMMANDS = [
     "demo",
     "version",
     "up",
+    "certs",
     "data",
     "generate",
     "pipeline",

@@ -25,7 +25,8 @@ from megascale_client import (
     ServiceFailure,
     Unavailable,
 )
-from megascale_common.service.server import RpcServer, Tls
+from megascale_common.service.identity.certificates import Certificates
+from megascale_common.service.server import RpcServer
 from megascale_common.service.status import of_code
 
 
@@ -122,7 +123,7 @@ async def test_no_driver_is_unavailable_after_the_time_allowed() -> None:
             await client.get("x")
 
 
-def self_signed(folder: Path) -> Tls:
+def self_signed(folder: Path) -> Certificates:
     """Key and certificate of a driver on 127.0.0.1."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = [
@@ -133,7 +134,7 @@ def self_signed(folder: Path) -> Tls:
     subprocess.run(
         [*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True
     )
-    return Tls(key, certificate)
+    return Certificates(key, certificate)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for its certificate")

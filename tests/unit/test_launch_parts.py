@@ -178,7 +178,7 @@ def test_hosts_without_a_common_loopback_are_refused_what_listens_there() -> Non
         _refuse_unreachable(opened)
     assert refused.value.final
     opened = {"store": ["10.0.0.1", 5], "committer_endpoint": "[::1]:7"}
-    with pytest.raises(ServiceFailed, match=r"checkpoint\.uri: .* --trusted-network"):
+    with pytest.raises(ServiceFailed, match=r"checkpoint\.uri: .* --insecure-network"):
         _refuse_unreachable(opened)
     for reached in ("", "10.0.0.1:7", "[fd00::1]:7"):
         _refuse_unreachable({**opened, "committer_endpoint": reached})

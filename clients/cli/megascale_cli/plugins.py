@@ -47,6 +47,10 @@ KNOWN = {
         "Start a node of a running cluster again, or one more; stop it.",
         "megascale_driver.commands.node:app",
     ),
+    "certs": Plugin(
+        "Make a private certificate authority, and certificates for drivers, nodes and people.",
+        "megascale_driver.commands.certs:app",
+    ),
     "data": Plugin(
         "Tokenise your own text, and inspect tokenised data.",
         "megascale_trainer.commands.data:app",

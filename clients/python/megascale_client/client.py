@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
+from megascale_client import tls_files
 from megascale_client.connection import Connection, RetryTimer
 from megascale_client.errors import (
     ClusterNotFound,
@@ -68,7 +69,9 @@ class AsyncClient(OrderCalls):
     Args:
         address: host:port of any driver of the cluster, or a function that returns it.
         token: the cluster token.
-        root_certificate: PEM file; given, the connection uses TLS.
+        root_certificate: PEM file of the cluster's authority; given, the connection uses TLS.
+        certificate: PEM file that says who calls, and so what it may do, with its ``key``; where
+            the cluster has an authority.
         timeout_s: limit of one call.
         retry_for_s: how long a call is repeated while no driver answers.
     """
@@ -79,6 +82,8 @@ class AsyncClient(OrderCalls):
         token: str,
         *,
         root_certificate: Path | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry_for_s: float = DEFAULT_RETRY_FOR_S,
     ) -> None:
@@ -87,7 +92,7 @@ class AsyncClient(OrderCalls):
         self._connection = Connection(
             find,
             token,
-            root_certificate=root_certificate,
+            tls=tls_files.given(root_certificate, certificate, key),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
@@ -104,7 +109,15 @@ class AsyncClient(OrderCalls):
             NotAllowed: this user may not read the token.
         """
         found = find_run_folder(Path(folder) if folder is not None else None)
-        client = cls(address_reader(found), read_token(found), retry_for_s=retry_for_s)
+        files = tls_files.of_run_folder(found)
+        client = cls(
+            address_reader(found),
+            read_token(found),
+            root_certificate=files.root_certificate if files is not None else None,
+            certificate=files.certificate if files is not None else None,
+            key=files.key if files is not None else None,
+            retry_for_s=retry_for_s,
+        )
         client._connection.remedy = start_again(found)
         return client
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -26,6 +25,7 @@ from megascale_client.errors import (
     details_of,
     from_rpc,
 )
+from megascale_client.tls_files import TlsFiles
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 2.0
@@ -91,14 +91,14 @@ class Connection:
         address: Callable[[], str],
         token: str,
         *,
-        root_certificate: Path | None,
+        tls: TlsFiles | None,
         timeout_s: float,
         retry_for_s: float,
     ) -> None:
         self.remedy = "is a driver of the cluster running there?"  # when none answers
         self._address = address
         self._metadata = (("authorization", f"Bearer {token}"),)
-        self._root_certificate = root_certificate
+        self._tls = tls
         self._timeout_s = timeout_s
         self._retry_for_s = retry_for_s
         self._hint = ""
@@ -199,7 +199,6 @@ class Connection:
         return getattr(driver_pb2_grpc.DriverServiceStub(self._channels[address]), method)
 
     def _open(self, address: str) -> grpc.aio.Channel:
-        if self._root_certificate is None:
+        if self._tls is None:
             return grpc.aio.insecure_channel(address, options=_OPTIONS)
-        credentials = grpc.ssl_channel_credentials(self._root_certificate.read_bytes())
-        return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+        return grpc.aio.secure_channel(address, self._tls.credentials(), options=_OPTIONS)

@@ -68,6 +68,8 @@ class Client:
         token: str,
         *,
         root_certificate: Path | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry_for_s: float = DEFAULT_RETRY_FOR_S,
     ) -> None:
@@ -76,6 +78,8 @@ class Client:
                 address,
                 token,
                 root_certificate=root_certificate,
+                certificate=certificate,
+                key=key,
                 timeout_s=timeout_s,
                 retry_for_s=retry_for_s,
             )

@@ -75,6 +75,7 @@ class ExecutorLinkServiceServicer(object):
         common.
         - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
         - UNAVAILABLE (TOO_MANY_LINKS): 32,768 links are open or being opened.
+        - PERMISSION_DENIED (NOT_ITS_NODE): the certificate is that of another node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,6 +89,7 @@ class ExecutorLinkServiceServicer(object):
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
+        - PERMISSION_DENIED (NOT_ITS_JOB): the certificate's node runs no rank of the job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

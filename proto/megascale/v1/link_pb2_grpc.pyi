@@ -104,6 +104,7 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
       common.
     - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
     - UNAVAILABLE (TOO_MANY_LINKS): 32,768 links are open or being opened.
+    - PERMISSION_DENIED (NOT_ITS_NODE): the certificate is that of another node.
     """
 
     ReportSteps: _ExecutorLinkServiceReportStepsType
@@ -114,6 +115,7 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
     Errors:
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
     - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
+    - PERMISSION_DENIED (NOT_ITS_JOB): the certificate's node runs no rank of the job.
     """
 
 ExecutorLinkServiceAsyncStub: typing_extensions.TypeAlias = ExecutorLinkServiceStub[
@@ -155,6 +157,7 @@ class ExecutorLinkServiceServicer(metaclass=abc.ABCMeta):
           common.
         - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
         - UNAVAILABLE (TOO_MANY_LINKS): 32,768 links are open or being opened.
+        - PERMISSION_DENIED (NOT_ITS_NODE): the certificate is that of another node.
         """
 
     @abc.abstractmethod
@@ -170,6 +173,7 @@ class ExecutorLinkServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
+        - PERMISSION_DENIED (NOT_ITS_JOB): the certificate's node runs no rank of the job.
         """
 
 def add_ExecutorLinkServiceServicer_to_server(servicer: ExecutorLinkServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

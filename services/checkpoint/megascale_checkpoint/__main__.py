@@ -30,7 +30,10 @@ from megascale_checkpoint.staging import StagingFolder, default_base
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service import logs
+from megascale_common.service.channel import present
 from megascale_common.service.errors import OptionError
+from megascale_common.service.identity import certificates
+from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
@@ -46,7 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
     logs.configure("checkpoint")
     with ends_with_a_sentence("the checkpoint daemon cannot start"):
-        token = read_token(options.token_file)
+        token, tls = read_token(options.token_file), certificates.of_options(options)
+        present(tls)
         staging = StagingFolder(
             options.staging_folder,
             options.cluster,
@@ -56,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         stopped = True
         try:
-            stopped = uvloop.run(_serve(options, token, staging))
+            stopped = uvloop.run(_serve(options, token, tls, staging))
         finally:
             staging.remove()
     if not stopped:
@@ -65,7 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
         os._exit(1)
 
 
-async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder) -> bool:
+async def _serve(
+    options: argparse.Namespace, token: str, tls: Certificates | None, staging: StagingFolder
+) -> bool:
     """Serve until asked to stop; returns whether all threads have ended."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -75,7 +81,7 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
     jobs = Jobs(staging, pools, committers)
     replicas = jobs.replicas = NodeReplicas(jobs, staging, pools, token, options.replica_streams)
     replicas.start(REPLICA_HOST, options.address_file.with_suffix(".replicas"))
-    server = RpcServer(token, trusted_network=options.trusted_network)
+    server = RpcServer(token, tls=tls, insecure_network=options.insecure_network)
     committer = Committer(jobs.registration)
     service = CheckpointService(jobs, committer, replicas.endpoint)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
@@ -149,10 +155,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--host",
         default="127.0.0.1",
         help="address of this host to listen on; another than a loopback one has no TLS and needs "
-        "--trusted-network",
+        "--insecure-network",
     )
     parser.add_argument(
-        "--trusted-network",
+        "--insecure-network",
         action="store_true",
         help="nobody else reads or writes on the network of --host: calls carry the token and "
         "nothing is encrypted",
@@ -167,6 +173,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         default=STREAMS,
         help=f"TCP connections of each copy to a peer's memory and back, 1 to {MOST_STREAMS}",
     )
+    certificates.add_options(parser)
     parser.add_argument(
         "--metrics-bind",
         type=bind_option,

@@ -18,15 +18,18 @@ import uvloop
 
 from megascale.v1 import driver_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.keeper_process import KeeperProcess
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
+from megascale_common.service.channel import present
 from megascale_common.service.clock import SystemClock
-from megascale_common.service.errors import ServiceError
+from megascale_common.service.errors import OptionError, ServiceError
+from megascale_common.service.identity import certificates
 from megascale_common.service.metrics import MetricsServer, bind_option
-from megascale_common.service.server import RpcServer, Tls
+from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
@@ -59,34 +62,29 @@ def main() -> None:
         parser.error(
             f"--cluster: {options.cluster!r} is not a DNS-1123 label: use a-z, 0-9 and '-'"
         )
-    if bool(options.tls_key) != bool(options.tls_certificate) or (
-        options.tls_client_ca and not options.tls_key
-    ):
-        parser.error(
-            "--tls-key and --tls-certificate must be given together, --tls-client-ca only with them"
-        )
     if options.heartbeat_interval_s <= 0:
         parser.error("--heartbeat-interval-s: give a positive number of seconds")
     if not 0 < options.hang_floor_s < math.inf:
         parser.error("--hang-floor-s: give a positive number of seconds")
     logs.configure("driver")
     with ends_with_a_sentence("megascale driver"):
-        token = read_token(options.token_file)
-        uvloop.run(_serve(options, token))
+        token, tls = read_token(options.token_file), certificates.of_options(options)
+        present(tls)
+        uvloop.run(_serve(options, token, tls))
 
 
-async def _serve(options: argparse.Namespace, token: str) -> None:
+async def _serve(
+    options: argparse.Namespace, token: str, tls: certificates.Certificates | None
+) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     prefix = options.prefix or f"/megascale/{options.cluster}/v1"
-    tls = None
-    if options.tls_key and options.tls_certificate:
-        tls = Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
     endpoints = options.etcd.split(",")
     check_endpoints("--etcd", endpoints)
-    async with EtcdClient(endpoints, prefix=prefix.rstrip("/") + "/") as client:
-        with KeeperProcess(endpoints) as keeper:
+    etcd_tls = _etcd_tls(options)
+    async with EtcdClient(endpoints, prefix=prefix.rstrip("/") + "/", tls=etcd_tls) as client:
+        with KeeperProcess(endpoints, etcd_tls) as keeper:
             await _serve_until(stop, options, token, client, keeper, tls)
 
 
@@ -96,7 +94,7 @@ async def _serve_until(
     token: str,
     client: EtcdClient,
     keeper: KeeperProcess,
-    tls: Tls | None,
+    tls: certificates.Certificates | None,
 ) -> None:
     policy = Policy.for_interval(
         options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
@@ -171,6 +169,29 @@ async def _shut_down(server: RpcServer, engine: Engine, term: asyncio.Task[None]
         raise failed
 
 
+def _etcd_tls(options: argparse.Namespace) -> TlsConfig | None:
+    """How etcd is reached; raises OptionError for files that cannot be used together."""
+    if options.etcd_ca is None:
+        if options.etcd_certificate or options.etcd_key:
+            raise OptionError("--etcd-ca: give it with --etcd-certificate and --etcd-key")
+        return None
+    try:
+        found = TlsConfig(options.etcd_ca, options.etcd_certificate, options.etcd_key)
+        found.credentials()
+    except ValueError as error:
+        raise OptionError(f"--etcd-certificate, --etcd-key: {error}") from None
+    return found
+
+
+def _add_etcd_tls(parser: argparse.ArgumentParser) -> None:
+    for name, what in (
+        ("ca", "authority whose etcd is trusted; etcd is reached with TLS then"),
+        ("certificate", "certificate with which the driver shows etcd who it is"),
+        ("key", "key of --etcd-certificate"),
+    ):
+        parser.add_argument(f"--etcd-{name}", type=Path, metavar="PEM", help=what)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megascale_driver",
@@ -210,7 +231,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_metrics_and_limits(parser)
     add_queue_options(parser)
-    _add_tls(parser)
+    certificates.add_options(parser)
+    _add_etcd_tls(parser)
     _add_retention(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
@@ -287,18 +309,6 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= 10**9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1000000000")
     return int(text)
-
-
-def _add_tls(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tls-key", type=Path, metavar="PEM", help="needed to bind beyond loopback"
-    )
-    parser.add_argument(
-        "--tls-certificate", type=Path, metavar="PEM", help="certificate chain of --tls-key"
-    )
-    parser.add_argument(
-        "--tls-client-ca", type=Path, metavar="PEM", help="require client certificates of this CA"
-    )
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
 from megascale_common.service.errors import (
+    ForbiddenError,
     NotFoundError,
     RequestError,
     ServiceError,
     StateError,
     UnavailableError,
 )
+from megascale_common.service.identity.gate import caller
 from megascale_common.service.status import abort
 from megascale_driver import wire
 from megascale_driver.core import unreadable
@@ -133,6 +135,10 @@ class LinkService:
                     context,
                     NotFoundError(f"no job {request.job!r}", reason="JOB_NOT_FOUND"),
                 )
+            job = state.jobs[request.job]
+            if (peer := caller()) is not None and job.slot_of(peer.name) is None:
+                text = f"node {peer.name} runs no rank of job {request.job}"
+                await abort(context, ForbiddenError(text, reason="NOT_ITS_JOB"))
             for record in request.records:
                 self._engine.step_done(request.job, record)
                 accepted += 1
@@ -195,6 +201,7 @@ class LinkService:
         if problems:
             text = "; ".join(f"{field}: {problem}" for field, problem in problems)
             raise RequestError(text, reason="BAD_HELLO", fields=problems)
+        _require_node(hello.node)
         self._refuse_rival(hello)
         return hello
 
@@ -240,6 +247,17 @@ class LinkService:
             _log.warning("a message of a node cannot be read", node=link.node, error=str(error))
         finally:
             link.close()
+
+
+def _require_node(name: str) -> None:
+    """Refuse an agent whose certificate is another node's."""
+    peer = caller()
+    if peer is not None and peer.name != name:
+        raise ForbiddenError(
+            f"the certificate is that of node {peer.name}, and the hello that of node {name}: "
+            f"issue one with `megascale certs issue --role executor --name {name}`",
+            reason="NOT_ITS_NODE",
+        )
 
 
 def _ack(seq: int, received_s: float, sent_s: float) -> link_pb2.ConnectResponse:

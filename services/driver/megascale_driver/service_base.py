@@ -31,6 +31,7 @@ from megascale_common.service.errors import (
     UnavailableError,
     invalid,
 )
+from megascale_common.service.identity.gate import caller
 from megascale_driver import profile_request, wire
 from megascale_driver.core import machine, unreadable
 from megascale_driver.core.events import Mutation, Outcome, RequestKey
@@ -242,7 +243,12 @@ def required_reason(text: str) -> str:
 
 
 def actor_of(context: Context) -> str:
-    """Who calls, from the client's metadata ``megascale-actor``; ``user`` without it."""
+    """Who calls: the name of its certificate, else the client's metadata ``megascale-actor``.
+
+    ``user`` without both.
+    """
+    if (peer := caller()) is not None:
+        return peer.name
     metadata = dict(context.invocation_metadata() or ())
     value = metadata.get("megascale-actor", "user")
     return (value.decode(errors="replace") if isinstance(value, bytes) else value)[:64]

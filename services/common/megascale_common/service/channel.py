@@ -1,4 +1,7 @@
-"""Channels between the parts of a cluster: every call carries the cluster token."""
+"""Channels between the parts of a cluster: every call carries the cluster token.
+
+A process that has certificates (:func:`present`) opens all its channels with TLS and shows them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 
+from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.token import HEADER, bearer
 
 MAX_MESSAGE_BYTES = 4 << 20  # the same limit as on the server's side
@@ -24,15 +28,33 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+_presented: list[Certificates] = []  # of this process: none, or its one identity
+
+
+def present(certificates: Certificates | None) -> None:
+    """From now on the channels of this process show these certificates; None: they show none.
+
+    Those of an authority only: without one, servers are asked for no proof of who they are.
+    """
+    _presented[:] = [certificates] if certificates is not None and certificates.mutual else []
+
+
 def open_channel(address: str, token: str) -> grpc.aio.Channel:
-    """An asyncio channel whose calls carry ``token``; reconnects with a back-off of 0.2 to 2 s."""
+    """An asyncio channel whose calls carry ``token``; reconnects with a back-off of 0.2 to 2 s.
+
+    Raises:
+        OptionError: the certificates of this process can no longer be used.
+    """
     interceptors: list[grpc.aio.ClientInterceptor] = [
         _UnaryUnary(token),
         _UnaryStream(token),
         _StreamUnary(token),
         _StreamStream(token),
     ]
-    return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+    if not _presented:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+    credentials = _presented[0].channel_credentials()
+    return grpc.aio.secure_channel(address, credentials, _OPTIONS, None, interceptors)
 
 
 class _TokenSender:

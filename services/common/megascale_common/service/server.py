@@ -1,18 +1,17 @@
-"""The gRPC server of every service: options, TLS, token check, health and reflection.
+"""The gRPC server of every service: options, TLS, who may call, health and reflection.
 
 A server binds to loopback unless it is given TLS, and even there every call needs the cluster token
-(:mod:`megascale_common.service.token`). Health and reflection need it as well, so that a stranger
-on the host learns nothing.
+(:mod:`megascale_common.service.token`). With an authority of the cluster (``--tls-ca``) callers
+show a certificate of it instead, and its role says what they may call
+(:mod:`megascale_common.service.identity`). Health and reflection need one as well, so that a
+stranger on the host learns nothing.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +21,8 @@ from grpc_reflection.v1alpha import reflection
 
 from megascale_common.service.channel import MAX_MESSAGE_BYTES
 from megascale_common.service.errors import OptionError, UnauthenticatedError
+from megascale_common.service.identity.certificates import Certificates
+from megascale_common.service.identity.gate import Gate
 from megascale_common.service.start import require_bindable
 from megascale_common.service.status import abort
 from megascale_common.service.token import HEADER, bearer, check_token
@@ -35,15 +36,6 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """PEM files of a server; with ``client_ca`` each client must present a certificate of it."""
-
-    key: Path
-    certificate: Path
-    client_ca: Path | None = None
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -103,17 +95,19 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 class RpcServer:
-    """A gRPC server with health, reflection and the token check.
+    """A gRPC server with health, reflection, and the check of token or certificate.
 
-    Use: construct, register servicers on :attr:`server`, ``start``. ``trusted_network``: whoever
+    Use: construct, register servicers on :attr:`server`, ``start``. ``insecure_network``: whoever
     started the process has said that nobody else reads or writes on the network that it listens on.
     """
 
     def __init__(
-        self, token: str, *, tls: Tls | None = None, trusted_network: bool = False
+        self, token: str, *, tls: Certificates | None = None, insecure_network: bool = False
     ) -> None:
-        self.server = grpc.aio.server(interceptors=[TokenInterceptor(token)], options=_OPTIONS)
-        self._tls, self._trusted_network = tls, trusted_network
+        mutual = tls is not None and tls.mutual
+        gate = Gate() if mutual else TokenInterceptor(token)
+        self.server = grpc.aio.server(interceptors=[gate], options=_OPTIONS)
+        self._tls, self._insecure_network = tls, insecure_network
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 
@@ -127,14 +121,14 @@ class RpcServer:
                 of TLS that cannot be used, or an address that is taken or not of this host.
         """
         host, _, _ = bind.rpartition(":")
-        if self._tls is None and host and not self._trusted_network:
+        if self._tls is None and host and not self._insecure_network:
             _require_loopback(host)
         require_bindable("--bind", bind)
         try:
             if self._tls is None:
                 port = self.server.add_insecure_port(bind)
             else:
-                port = self.server.add_secure_port(bind, _credentials(self._tls))
+                port = self.server.add_secure_port(bind, self._tls.server_credentials())
         except RuntimeError:  # newer releases of gRPC raise it where older ones return 0
             port = 0
         if port == 0:
@@ -170,27 +164,3 @@ def _require_loopback(host: str) -> None:
             f"refusing to listen on {host} without TLS: bind to 127.0.0.1, or give --tls-key and "
             "--tls-certificate"
         )
-
-
-def _credentials(tls: Tls) -> grpc.ServerCredentials:
-    """The files as gRPC takes them; it would report files that do not fit as a port in use."""
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(tls.certificate, tls.key)
-        if tls.client_ca is not None:
-            context.load_verify_locations(tls.client_ca)
-    except ssl.SSLError as error:
-        raise OptionError(
-            f"--tls-key {tls.key}, --tls-certificate {tls.certificate}: "
-            f"{error.reason or 'not PEM'}: give a key and its certificate as PEM files"
-        ) from None
-    except OSError as error:
-        files = ", ".join(str(path) for path in (tls.key, tls.certificate, tls.client_ca) if path)
-        raise OptionError(
-            f"--tls-key, --tls-certificate: one of {files} cannot be read ({error.strerror}): "
-            "give PEM files that this user may read"
-        ) from None
-    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
-    if tls.client_ca is None:
-        return grpc.ssl_server_credentials([pair])
-    return grpc.ssl_server_credentials([pair], tls.client_ca.read_bytes(), require_client_auth=True)

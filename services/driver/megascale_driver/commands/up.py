@@ -67,6 +67,14 @@ HeartbeatInterval = Annotated[
 HangFloor = Annotated[
     float, typer.Option(min=1, help="A step counts as hung after this time at the earliest.")
 ]
+Tls = Annotated[
+    bool,
+    typer.Option(
+        "--tls",
+        help="Make a certificate authority in the run folder (tls/) and use mutual TLS between "
+        "all parts, as it is done without this in a folder that has one.",
+    ),
+]
 AddNode = Annotated[
     bool,
     typer.Option(
@@ -93,6 +101,7 @@ def up(
     etcd_endpoints: EtcdEndpoints = "",
     heartbeat_interval_s: HeartbeatInterval = 5.0,
     hang_floor_s: HangFloor = 60.0,
+    tls: Tls = False,
     add_node: AddNode = False,
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -133,6 +142,7 @@ def up(
         etcd_endpoints=tuple(part.strip() for part in etcd_endpoints.split(",") if part.strip()),
         heartbeat_interval_s=heartbeat_interval_s,
         hang_floor_s=hang_floor_s,
+        tls=tls,
     )
     if dry_run:
         _print_plan(options, as_json)

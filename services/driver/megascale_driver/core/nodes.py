@@ -148,6 +148,8 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     job = draft.jobs.get(progress.job)
     if job is None or not progress.committed_step:
         return
+    if job.slots and job.slot_of(node) is None:
+        return  # another job's node does not say what this one has saved
     if progress.committed_by_attempt > job.attempt:
         return  # no such attempt was ever issued: the daemon is faulty or of another cluster
     if job.abandoned(progress.committed_step, progress.committed_by_attempt):

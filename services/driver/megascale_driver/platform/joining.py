@@ -17,16 +17,19 @@ from typing import Any
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
 from megascale_common.node.process import start_ticks
-from megascale_common.service.channel import open_channel
+from megascale_common.service.channel import open_channel, present
 from megascale_common.service.errors import (
     ClusterError,
     NotFoundError,
     StateError,
     UnavailableError,
 )
+from megascale_common.service.identity import certificates
+from megascale_common.service.identity.peers import Role
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind, count_gpus
 from megascale_driver.platform.local_node import (
+    OPERATOR_NAME,
     START_TIMEOUT_S,
     STOP_NODE_TIMEOUT_S,
     LocalNode,
@@ -156,6 +159,7 @@ class JoiningNode:
             UnavailableError: the cluster ended meanwhile.
         """
         cluster, name = self._cluster, self._node.name
+        present(certificates.of_cluster(cluster.folder, Role.OPERATOR, OPERATOR_NAME))
         token = (cluster.folder / "token").read_text().strip()
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         while not (address := _read(cluster.folder / "driver.address")):  # the driver restarts

@@ -23,8 +23,10 @@ from megascale.v1 import driver_pb2_grpc
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.process import start_ticks
-from megascale_common.service.channel import open_channel
+from megascale_common.service.channel import open_channel, present
 from megascale_common.service.errors import ClusterError, ServiceError
+from megascale_common.service.identity import authority, certificates
+from megascale_common.service.identity.peers import Role
 from megascale_common.service.start import UNAVAILABLE
 from megascale_common.service.token import read_or_create_token
 from megascale_driver.platform import metrics_targets
@@ -32,6 +34,8 @@ from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind
 from megascale_driver.platform.etcd_check import require_etcd
 from megascale_driver.platform.local_node import (
+    DRIVER_NAME,
+    OPERATOR_NAME,
     START_TIMEOUT_S,
     STOP_NODE_TIMEOUT_S,
     LocalNode,
@@ -56,7 +60,10 @@ Report = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalOptions:
-    """What to start. ``etcd_endpoints`` empty: an etcd in the run folder is started too."""
+    """What to start. ``etcd_endpoints`` empty: an etcd in the run folder is started too.
+
+    ``tls``: make an authority in the run folder, unless it has one, which is used in any case.
+    """
 
     run_folder: Path
     cluster: str = "local"
@@ -67,6 +74,7 @@ class LocalOptions:
     etcd_endpoints: tuple[str, ...] = ()
     heartbeat_interval_s: float = 5.0
     hang_floor_s: float = 60.0
+    tls: bool = False
 
     @property
     def node_names(self) -> list[str]:
@@ -101,6 +109,7 @@ class LocalCluster:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
             self._token = read_or_create_token(self.folder / "token")
+            self._prepare_tls()
             await self._start_etcd()
             await self._start_driver()
             for index, name in enumerate(self.options.node_names):
@@ -212,6 +221,17 @@ class LocalCluster:
             ) from None
         self._lock = descriptor
 
+    def _prepare_tls(self) -> None:
+        """Make the authority that was asked for, and the certificates of driver and operator."""
+        folder, cluster = self.folder / certificates.FOLDER, self.options.cluster
+        if self.options.tls and not (folder / certificates.CA_FILE).exists():
+            authority.create(folder, cluster)
+        for role, name in ((Role.DRIVER, DRIVER_NAME), (Role.OPERATOR, OPERATOR_NAME)):
+            files = certificates.of_cluster(self.folder, role, name)
+            if files is not None and not files.certificate.exists():
+                authority.issue(folder, cluster, role, name)
+        present(certificates.of_cluster(self.folder, Role.OPERATOR, OPERATOR_NAME))
+
     async def _start_etcd(self) -> None:
         if self.options.etcd_endpoints:
             await require_etcd("--etcd-endpoints", self.options.etcd_endpoints)
@@ -246,6 +266,8 @@ class LocalCluster:
         command += ["--audit-export", str(self.folder / "audit")]
         command += ["--metrics-bind", "127.0.0.1:0"]
         command += ["--metrics-address-file", str(self.folder / metrics_targets.DRIVER_FILE)]
+        if (files := certificates.of_cluster(self.folder, Role.DRIVER, DRIVER_NAME)) is not None:
+            command += files.options()
         self._driver = Child("driver", command, self.folder / "driver.log")
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         while not self._address():

@@ -18,12 +18,17 @@ import grpc.aio
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.node.files import replace_file
 from megascale_common.service.errors import ClusterError
+from megascale_common.service.identity import authority, certificates
+from megascale_common.service.identity.certificates import Certificates
+from megascale_common.service.identity.peers import Role
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind
 
 START_TIMEOUT_S = 90.0
 STOP_NODE_TIMEOUT_S = 10.0
 MAX_PAGE = 1000
+# Whose certificates a cluster of one machine has, beside those of its nodes.
+DRIVER_NAME, OPERATOR_NAME = "driver", "operator"
 _AGENT = "megascale_executor.agent"
 
 
@@ -87,7 +92,23 @@ def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
         *("--run-folder", str(run_folder), "--topology", f"switch={node.switch}"),
         *("--address-file", str(folder / "executor.address"), "--metrics-bind", "127.0.0.1:0"),
     ]
+    agent = certificates.of_cluster(run_folder, Role.EXECUTOR, node.name)
+    daemon = certificates.of_cluster(run_folder, Role.CHECKPOINT, node.name)
+    if agent is not None and daemon is not None:
+        _issue_if_absent(run_folder, cluster, agent, daemon, node.name)
+        command += [*agent.options(), "--daemon-tls-key", str(daemon.key)]
+        command += ["--daemon-tls-certificate", str(daemon.certificate)]
     return Child(node.name, command, folder / "agent.log")
+
+
+def _issue_if_absent(
+    run_folder: Path, cluster: str, agent: Certificates, daemon: Certificates, name: str
+) -> None:
+    """Give a node of this machine its certificates, if its cluster's authority is here."""
+    folder = run_folder / certificates.FOLDER
+    for role, found in ((Role.EXECUTOR, agent), (Role.CHECKPOINT, daemon)):
+        if not found.certificate.exists():
+            authority.issue(folder, cluster, role, name)
 
 
 async def nodes_of(stub: Any) -> list[driver_pb2.Node]:

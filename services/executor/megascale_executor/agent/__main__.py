@@ -12,6 +12,9 @@ import uvloop
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
+from megascale_common.service.errors import OptionError
+from megascale_common.service.identity import certificates
+from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.metrics import bind_option
 from megascale_common.service.start import ends_with_a_sentence
 from megascale_executor.agent.config import AgentConfig, parse_devices, parse_topology
@@ -86,8 +89,29 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--template-command", default="", help="program that replaces the training side (for tests)"
     )
+    certificates.add_options(made)
+    add("--daemon-tls-key", type=Path, metavar="PEM", help="key of the checkpoint daemon")
+    add(
+        "--daemon-tls-certificate",
+        type=Path,
+        metavar="PEM",
+        help="certificate of the checkpoint daemon, with the role checkpoint; default: the agent's",
+    )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
+
+
+def _daemon_tls(options: argparse.Namespace, agent: Certificates | None) -> Certificates | None:
+    key, certificate = options.daemon_tls_key, options.daemon_tls_certificate
+    if bool(key) != bool(certificate) or (key and agent is None):
+        raise OptionError(
+            "--daemon-tls-key and --daemon-tls-certificate are given together, and with --tls-key"
+        )
+    if not key or agent is None:
+        return agent
+    found = Certificates(key, certificate, agent.ca)
+    found.check()
+    return found
 
 
 def config_from(options: argparse.Namespace) -> AgentConfig:
@@ -96,6 +120,7 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
     Raises:
         OptionError: a value that cannot work.
     """
+    tls = certificates.of_options(options)
     return AgentConfig(
         cluster=options.cluster,
         node=options.node,
@@ -110,6 +135,8 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
         host=options.host,
         template_command=tuple(shlex.split(options.template_command)),
         metrics_bind=options.metrics_bind,
+        tls=tls,
+        daemon_tls=_daemon_tls(options, tls),
     )
 
 

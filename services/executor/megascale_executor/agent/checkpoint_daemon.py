@@ -129,6 +129,7 @@ class CheckpointDaemon:
             "--run-folder": str(config.run_folder),
             "--socket": str(self.socket_path),
             "--token-file": str(config.token_file),
+            "--host": config.host,
             "--address-file": str(self._address_file),
         }
         if config.metrics_bind:
@@ -141,6 +142,7 @@ class CheckpointDaemon:
             "-m",
             "megascale_checkpoint",
             *(word for pair in options.items() for word in pair),
+            *(config.daemon_tls.options() if config.daemon_tls is not None else ()),
         ]
         return await child_processes.spawn(command, config.node_folder / "checkpoint.log")
 

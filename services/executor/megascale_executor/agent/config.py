@@ -9,6 +9,7 @@ from typing import Literal
 
 from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import OptionError
+from megascale_common.service.identity.certificates import Certificates
 
 DeviceKindName = Literal["cpu", "cuda"]
 MAX_DEVICES = 64
@@ -26,6 +27,7 @@ class AgentConfig:
         template_command: replaces the training side.
         metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
             metrics.
+        tls: the certificates of the agent, ``daemon_tls`` those of the node's checkpoint daemon.
     """
 
     cluster: str
@@ -41,6 +43,8 @@ class AgentConfig:
     host: str = "127.0.0.1"
     template_command: tuple[str, ...] = ()
     metrics_bind: str = ""
+    tls: Certificates | None = None
+    daemon_tls: Certificates | None = None
 
     def __post_init__(self) -> None:
         for option, name in (("--cluster", self.cluster), ("--node", self.node)):

@@ -14,6 +14,7 @@ from megascale_common.node.files import replace_file
 from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.node.socket_folder import create_socket_folder
 from megascale_common.service import logs
+from megascale_common.service.channel import present
 from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
@@ -51,6 +52,7 @@ async def run_agent(config: AgentConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    present(config.tls)
     node = NodeAgent(config, read_token(config.token_file), await find_devices(config))
     try:
         await node.start()
@@ -101,7 +103,7 @@ class NodeAgent:
             desired=self.runner.set_desired,
         )
         self._link = DriverLink(config.cluster, token, self._driver_addresses, side, self._reports)
-        self._server = RpcServer(token)
+        self._server = RpcServer(token, tls=config.tls)
         figures = AgentMetrics(self._heartbeat, self._link, self._reports)
         self._metrics = MetricsServer(registry_of("executor", figures))
         self._metrics_file = config.node_folder / "metrics.address"

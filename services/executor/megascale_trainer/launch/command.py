@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             stack.callback(services.stop)
             services.start_loader()
             if config.checkpoint.uri and place.rank == 0:
-                host = own_address(place) if options.trusted_network else LOOPBACK
+                host = own_address(place) if options.insecure_network else LOOPBACK
                 services.start_daemon(token := new_token(), host)
             else:
                 token = ""
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         help="save and end after this time, such as 90m or 23.5h, counted from the start",
     )
     made.add_argument(
-        "--trusted-network",
+        "--insecure-network",
         action="store_true",
         help="several hosts: nobody else reads or writes on the network between them; rank 0's "
         "checkpoint daemon then listens on the address of MASTER_ADDR, without TLS",

@@ -124,7 +124,7 @@ class HostServices:
         }
         words = [word for pair in options.items() for word in pair]
         if not is_loopback(self._listens_on):
-            words.append("--trusted-network")
+            words.append("--insecure-network")
         self._spawn("checkpoint daemon", ["megascale_checkpoint", *words], "checkpoint")
 
     def open_attempt(self, *, read_only: bool = False) -> AttemptOpened:

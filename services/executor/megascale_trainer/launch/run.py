@@ -315,7 +315,7 @@ def _refuse_unreachable(opened: dict[str, Any]) -> None:
         raise ServiceFailed(
             "checkpoint.uri: rank 0's checkpoint daemon listens on loopback, so several hosts "
             "cannot commit together. It has no TLS yet: where nobody else reads or writes on the "
-            "network between the hosts, give --trusted-network; else leave checkpoint.uri empty",
+            "network between the hosts, give --insecure-network; else leave checkpoint.uri empty",
             final=True,
         )
 

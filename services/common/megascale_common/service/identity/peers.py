@@ -1,0 +1,73 @@
+"""Identities: the role and name that a certificate's SPIFFE ID gives its holder.
+
+The ID is a URI in the certificate's subject alternative names whose last two segments are the role
+and the name: ``spiffe://example.org/megascale/prod/executor/n7`` is node n7. What is before them is
+the site's; only the authority that signed the certificate decides whether it is believed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megascale_common.job.names import is_dns_label
+from megascale_common.service.errors import ForbiddenError
+
+SCHEME = "spiffe://"
+MAX_URI = 2048  # of a SPIFFE ID, by its specification
+
+
+class Role(enum.StrEnum):
+    """What the holder of a certificate is."""
+
+    VIEWER = "viewer"  # a person or program that looks
+    OPERATOR = "operator"  # one that also orders
+    DRIVER = "driver"
+    EXECUTOR = "executor"  # a node's agent; the name is the node's
+    CHECKPOINT = "checkpoint"  # a node's checkpoint daemon; the name is the node's
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who calls."""
+
+    role: Role
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.name}"
+
+
+def spiffe_id(trust_domain: str, cluster: str, role: Role, name: str) -> str:
+    """The ID that ``megascale certs`` writes."""
+    return f"{SCHEME}{trust_domain}/megascale/{cluster}/{role}/{name}"
+
+
+def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> Peer:
+    """The caller, from the authentication context of its call.
+
+    Raises:
+        ForbiddenError: the certificate has no such ID, more than one, or one of no known role.
+    """
+    names = auth_context.get("x509_subject_alternative_name", ())
+    found = [text for name in names if (text := _text(name)).startswith(SCHEME)]
+    if len(found) != 1:
+        raise ForbiddenError(
+            f"the certificate has {len(found)} SPIFFE IDs, and one is needed: "
+            f"{SCHEME}DOMAIN/.../ROLE/NAME, with the role {', '.join(Role)}",
+            reason="NO_IDENTITY",
+        )
+    path = found[0].removeprefix(SCHEME).partition("/")[2]
+    role, _, name = "/".join(path.split("/")[-2:]).partition("/")
+    if role not in tuple(Role) or not is_dns_label(name):
+        raise ForbiddenError(
+            f"the SPIFFE ID {found[0][:200]!r} does not end in ROLE/NAME, with a role of "
+            f"{', '.join(Role)} and a DNS-1123 label as the name",
+            reason="NO_IDENTITY",
+        )
+    return Peer(Role(role), name)
+
+
+def _text(name: bytes) -> str:
+    return name[:MAX_URI].decode("ascii", errors="replace")

@@ -1,0 +1,59 @@
+"""Which role may call which RPC: one table of all services, used where connections are mutual TLS.
+
+What is not in the table nobody may call. A role beside what it may call here is also bound to its
+own name: a node's agent speaks for its node alone (:mod:`megascale_driver.link_service`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megascale_common.service.identity.peers import Role
+
+_V, _O, _D, _E, _C = Role.VIEWER, Role.OPERATOR, Role.DRIVER, Role.EXECUTOR, Role.CHECKPOINT
+_LOOK = frozenset({_V, _O, _D})
+_ORDER = frozenset({_O, _D})
+_NODES = frozenset({_E})
+_DRIVERS = frozenset({_D})
+_ALL = frozenset(Role)
+
+_DRIVER = "/megascale.v1.DriverService/"
+_LINK = "/megascale.v1.ExecutorLinkService/"
+_EXECUTOR = "/megascale.v1.ExecutorService/"
+_CHECKPOINT = "/megascale.v1.CheckpointService/"
+
+_LOOKING = (
+    "GetJob", "ListJobs", "WatchJob", "ExplainJob", "ListNodes", "ListEvents", "WatchEvents",
+    "TailLogs", "ListCheckpoints", "GetClusterInfo",
+)  # fmt: skip
+_ORDERING = (
+    "SubmitJob", "CancelJob", "SuspendJob", "ResumeJob", "DeleteJob", "RestartJob", "UpdateJob",
+    "ProfileJob", "CancelProfile", "EvictNode", "DrainNode", "CordonNode", "UncordonNode",
+    "RunDiagnostics", "SetPolicy", "SetQuota", "ResetBreaker",
+)  # fmt: skip
+
+ALLOWED: Mapping[str, frozenset[Role]] = {
+    **{_DRIVER + name: _LOOK for name in _LOOKING},
+    **{_DRIVER + name: _ORDER for name in _ORDERING},
+    _LINK + "Connect": _NODES,
+    _LINK + "ReportSteps": _NODES,
+    # Operators reach a node without a driver, too: when there is none, they need it most.
+    _EXECUTOR + "GetNodeStatus": _LOOK,
+    _EXECUTOR + "RunNodeDiagnostics": _ORDER,
+    _EXECUTOR + "CheckGroup": _DRIVERS,
+    _EXECUTOR + "TailWorkerLogs": _LOOK,
+    _CHECKPOINT + "OpenAttempt": _DRIVERS,
+    _CHECKPOINT + "ReportPrepared": frozenset({_C}),
+    _CHECKPOINT + "WatchProgress": frozenset({_D, _E, _O}),
+    _CHECKPOINT + "ListCommits": _LOOK,
+    _CHECKPOINT + "CheckStorage": frozenset({_D, _E, _O}),
+    # What every gRPC server has.
+    "/grpc.health.v1.Health/Check": _ALL,
+    "/grpc.health.v1.Health/Watch": _ALL,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
+}
+
+
+def allows(method: str, role: Role) -> bool:
+    """Whether the role may call the RPC, by its full name: ``/package.Service/Method``."""
+    return role in ALLOWED.get(method, frozenset())

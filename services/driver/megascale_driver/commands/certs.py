@@ -1,0 +1,76 @@
+"""The command `megascale certs`: a private authority and certificates for a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megascale_common.job.names import is_dns_label
+from megascale_common.service.identity import authority
+from megascale_common.service.identity.peers import Role
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Make a private certificate authority, and certificates for drivers, nodes and people.\n\n"
+    "Example: [bold]megascale certs init --folder tls --cluster prod[/bold]",
+)
+_console = Console(stderr=True, highlight=False)
+
+Folder = Annotated[
+    Path, typer.Option(help="Folder of the authority; with ca.key in it, keep it to yourself.")
+]
+Cluster = Annotated[str, typer.Option(help="Name of the cluster.")]
+
+
+@app.command("init")
+def make_authority(
+    folder: Folder = Path("tls"),
+    cluster: Cluster = "local",
+    days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = authority.CA_DAYS,
+) -> None:
+    """Make the authority of a cluster.
+
+    Example: [bold]megascale certs init --folder tls --cluster prod[/bold]
+    """
+    _check(cluster)
+    authority.create(folder, cluster, days)
+    _console.print(
+        f"authority in {folder}: give every host {folder}/ca.pem, and nobody {folder}/ca.key"
+    )
+
+
+@app.command("issue")
+def issue_certificate(
+    role: Annotated[Role, typer.Option(help="What its holder is, and so what it may do.")],
+    name: Annotated[str, typer.Option(help="Of a node: its --node; else of driver or person.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address at which it serves; repeat it.")
+    ] = None,
+    folder: Folder = Path("tls"),
+    cluster: Cluster = "local",
+    days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = authority.DAYS,
+    trust_domain: Annotated[
+        str, typer.Option(help="Trust domain of its SPIFFE ID.")
+    ] = "megascale.internal",
+) -> None:
+    """Issue a certificate, or renew one: processes read their files again when these change.
+
+    Example: [bold]megascale certs issue --role executor --name n7 --host 10.0.0.7[/bold]
+    """
+    _check(cluster)
+    found = authority.issue(
+        folder, cluster, role, name, host or (), days=days, trust_domain=trust_domain
+    )
+    _console.print(f"{found.certificate} and {found.key}, valid for {days} days")
+
+
+def _check(cluster: str) -> None:
+    if not is_dns_label(cluster):
+        raise typer.BadParameter(
+            f"{cluster!r} is not a valid name: use 1 to 63 of a-z, 0-9 and '-'",
+            param_hint="--cluster",
+        )

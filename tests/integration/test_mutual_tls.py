@@ -1,0 +1,185 @@
+"""A whole cluster on mutual TLS: a job trains, and every RPC is called by every role."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor
+from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster
+
+from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2, types_pb2
+from megascale_client import AsyncClient, JobPhase, NotAllowed
+from megascale_common.service import status
+from megascale_common.service.identity import authority, roles
+from megascale_common.service.identity.certificates import FOLDER, Certificates, in_folder
+from megascale_common.service.identity.peers import Role
+
+UNREACHED = ("UNAVAILABLE", "UNKNOWN")  # no service has answered
+STREAM_S = 1.0  # a stream that nobody refused has opened by then
+OTHER_NODE = "n2"
+SERVED_BY = {
+    driver_pb2.DESCRIPTOR: "driver",
+    link_pb2.DESCRIPTOR: "driver",
+    executor_pb2.DESCRIPTOR: "agent",
+    checkpoint_pb2.DESCRIPTOR: "daemon",
+}
+METHODS = {
+    method: place
+    for file, place in SERVED_BY.items()
+    for service in file.services_by_name.values()
+    for method in service.methods
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
+    with chaos_cluster(tmp_path_factory.mktemp("identity"), "--nodes", "2", "--tls") as running:
+        yield running
+
+
+@pytest.fixture
+def folder(cluster: ChaosCluster) -> Path:
+    """The certificates of the cluster."""
+    return cluster.up.folder / FOLDER
+
+
+@pytest.fixture
+async def addresses(cluster: ChaosCluster) -> dict[str, str]:
+    """Where driver, agent and daemon of node n1 serve."""
+    async with cluster.client() as client:
+        (node,) = [node async for node in client.nodes() if node.name == "n1"]
+    return {
+        "driver": cluster.up.state["driver"]["address"],
+        "agent": node.executor_endpoint,
+        "daemon": node.checkpoint_endpoint,
+    }
+
+
+async def outcome(channel: grpc.aio.Channel, method: MethodDescriptor) -> tuple[str, str]:
+    """Call an RPC with an empty request; the code and the reason of its answer."""
+    shape = f"{_side(method.client_streaming)}_{_side(method.server_streaming)}"
+    answer = message_factory.GetMessageClass(method.output_type)
+    call = getattr(channel, shape)(
+        f"/{method.containing_service.full_name}/{method.name}",
+        request_serializer=lambda request: request.SerializeToString(),
+        response_deserializer=answer.FromString,
+    )
+    request = message_factory.GetMessageClass(method.input_type)()
+    sent: Any = _one(request) if method.client_streaming else request
+    try:
+        if method.server_streaming:
+            async for _ in call(sent, timeout=STREAM_S):
+                break
+        else:
+            await call(sent, timeout=20.0)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, status.read(error).reason
+    return "OK", ""
+
+
+def _side(streams: bool) -> str:
+    return "stream" if streams else "unary"
+
+
+async def _one(request: Any) -> AsyncIterator[Any]:
+    yield request
+
+
+@pytest.mark.parametrize("role", [*Role])
+async def test_every_rpc_asks_for_the_role(
+    role: Role, addresses: dict[str, str], folder: Path, cluster: ChaosCluster
+) -> None:
+    files = authority.issue(folder, cluster.name, role, "somebody")
+    wrong = []
+    for place, address in addresses.items():
+        async with grpc.aio.secure_channel(address, files.channel_credentials()) as channel:
+            for method in [each for each, at in METHODS.items() if at == place]:
+                name = f"/{method.containing_service.full_name}/{method.name}"
+                code, reason = await outcome(channel, method)
+                refused = (code, reason) == ("PERMISSION_DENIED", "ROLE_NOT_ALLOWED")
+                if refused == roles.allows(name, role) or (code, reason) == UNREACHED:
+                    wrong.append((name, code, reason))
+    assert not wrong
+
+
+@pytest.mark.parametrize("place", ["driver", "agent", "daemon"])
+async def test_a_stranger_gets_no_connection(
+    place: str, addresses: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    authority.create(tmp_path, "another")
+    foreign = authority.issue(tmp_path, "another", Role.OPERATOR, "ada")
+    ours = in_folder(folder, Role.OPERATOR, "operator")
+    wrong = Certificates(foreign.key, foreign.certificate, ours.ca)
+    assert ours.ca is not None
+    for credentials in (
+        grpc.ssl_channel_credentials(ours.ca.read_bytes()),
+        wrong.channel_credentials(),
+    ):
+        async with grpc.aio.secure_channel(addresses[place], credentials) as channel:
+            method = next(each for each, at in METHODS.items() if at == place)
+            assert (await outcome(channel, method))[0] in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+    async with grpc.aio.insecure_channel(addresses[place]) as channel:
+        assert (await outcome(channel, method))[0] in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+
+
+async def test_a_node_speaks_for_itself_alone(addresses: dict[str, str], folder: Path) -> None:
+    files = in_folder(folder, Role.EXECUTOR, OTHER_NODE)
+    hello = link_pb2.ExecutorHello(
+        protocol=link_pb2.ProtocolRange(lowest=1, highest=2), node="n1", incarnation="mine",
+        devices=[types_pb2.Device(index=0, kind=types_pb2.DEVICE_KIND_CPU)],
+    )  # fmt: skip
+    async with grpc.aio.secure_channel(addresses["driver"], files.channel_credentials()) as channel:
+        connect = channel.stream_stream(
+            "/megascale.v1.ExecutorLinkService/Connect",
+            request_serializer=link_pb2.ConnectRequest.SerializeToString,
+            response_deserializer=link_pb2.ConnectResponse.FromString,
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="certificate is that of node n2") as found:
+            async for _ in connect(_one(link_pb2.ConnectRequest(hello=hello)), timeout=20.0):
+                break
+    assert status.read(found.value).reason == "NOT_ITS_NODE"
+
+
+async def test_a_job_trains_and_only_its_nodes_report_its_steps(
+    cluster: ChaosCluster, addresses: dict[str, str], folder: Path
+) -> None:
+    stranger = authority.issue(folder, cluster.name, Role.EXECUTOR, "n9")
+    async with cluster.client() as client:
+        spec = cluster.job("private", steps=20, interval_steps=10)
+        async with cluster.follow(client, spec) as run:
+            await run.until(lambda: run.job.phase == JobPhase.SUCCEEDED, "the end of the job")
+            assert run.job.committed_step == 20
+        events = [event async for event in client.events("jobs/private")]
+        submitted = [event.actor for event in events if event.reason == "SUBMITTED"]
+        assert submitted == ["operator"], "the audit log has the name of the certificate"
+    async with grpc.aio.secure_channel(
+        addresses["driver"], stranger.channel_credentials()
+    ) as channel:
+        report = channel.stream_unary(
+            "/megascale.v1.ExecutorLinkService/ReportSteps",
+            request_serializer=link_pb2.ReportStepsRequest.SerializeToString,
+            response_deserializer=link_pb2.ReportStepsResponse.FromString,
+        )
+        record = types_pb2.StepRecord(attempt=1, step=19)
+        request = link_pb2.ReportStepsRequest(job="private", records=[record])
+        with pytest.raises(grpc.aio.AioRpcError) as found:
+            await report(_one(request), timeout=20.0)
+    assert status.read(found.value).reason == "NOT_ITS_JOB"
+
+
+async def test_a_viewer_sees_and_orders_nothing(
+    cluster: ChaosCluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    viewer = authority.issue(folder, cluster.name, Role.VIEWER, "grace")
+    monkeypatch.setenv("MEGASCALE_TLS_CERTIFICATE", str(viewer.certificate))
+    monkeypatch.setenv("MEGASCALE_TLS_KEY", str(viewer.key))
+    async with AsyncClient.from_run_folder(cluster.up.folder) as client:
+        assert {node.name async for node in client.nodes()} == {"n1", "n2"}
+        with pytest.raises(NotAllowed, match="viewer/grace may not call CordonNode"):
+            await client.cordon("n1", reason="to see whether I may")

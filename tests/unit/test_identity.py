@@ -1,0 +1,204 @@
+"""Identities in certificates, the table of roles, and files that are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
+
+from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2
+from megascale_common.service.channel import open_channel, present
+from megascale_common.service.errors import (
+    ExistsError,
+    ForbiddenError,
+    NotFoundError,
+    OptionError,
+)
+from megascale_common.service.identity import authority, roles
+from megascale_common.service.identity.certificates import Certificates, in_folder
+from megascale_common.service.identity.peers import Peer, Role, peer_of, spiffe_id
+from megascale_common.service.server import RpcServer
+
+TOKEN = "a-token-of-enough-characters"
+SAN = "x509_subject_alternative_name"
+FILES: tuple[FileDescriptor, ...] = (
+    driver_pb2.DESCRIPTOR, link_pb2.DESCRIPTOR, executor_pb2.DESCRIPTOR, checkpoint_pb2.DESCRIPTOR
+)  # fmt: skip
+
+
+def methods() -> set[str]:
+    """The full names of all RPCs of the protos."""
+    return {
+        f"/{service.full_name}/{method.name}"
+        for file in FILES
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+
+
+def test_every_rpc_has_its_roles() -> None:
+    ours = {name for name in roles.ALLOWED if name.startswith("/megascale.v1.")}
+    assert ours == methods(), "megascale_common.service.identity.roles has the table"
+    assert all(roles.ALLOWED.values()), "an RPC that nobody may call"
+
+
+def test_nobody_who_looks_may_order() -> None:
+    viewer = {name for name in methods() if roles.allows(name, Role.VIEWER)}
+    operator = {name for name in methods() if roles.allows(name, Role.OPERATOR)}
+    assert viewer < operator
+    assert not roles.allows("/megascale.v1.DriverService/SubmitJob", Role.VIEWER)
+    assert not roles.allows("/megascale.v1.CheckpointService/OpenAttempt", Role.EXECUTOR)
+    assert not roles.allows("/megascale.v1.DriverService/NoSuchRpc", Role.OPERATOR)
+
+
+def test_the_last_two_segments_of_a_spiffe_id_are_role_and_name() -> None:
+    found = peer_of({SAN: [b"n7.example.org", b"spiffe://example.org/ns/a/executor/n7"]})
+    assert found == Peer(Role.EXECUTOR, "n7")
+    own = spiffe_id("example.org", "prod", Role.OPERATOR, "ada").encode()
+    assert peer_of({SAN: [own]}) == Peer(Role.OPERATOR, "ada")
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ([], "0 SPIFFE IDs"),
+        ([b"n7.example.org"], "0 SPIFFE IDs"),
+        ([b"spiffe://a/executor/n1", b"spiffe://a/executor/n2"], "2 SPIFFE IDs"),
+        ([b"spiffe://a/root/n1"], "ROLE/NAME"),
+        ([b"spiffe://executor"], "ROLE/NAME"),
+        ([b"spiffe://a/executor/"], "ROLE/NAME"),
+        ([b"spiffe://a/executor/N 1"], "ROLE/NAME"),
+    ],
+)
+def test_a_certificate_without_a_usable_id_is_nobody(names: list[bytes], why: str) -> None:
+    with pytest.raises(ForbiddenError, match=why) as found:
+        peer_of({SAN: names})
+    assert found.value.reason == "NO_IDENTITY"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority with a driver, an operator and a viewer."""
+    found = tmp_path_factory.mktemp("tls")
+    authority.create(found, "test")
+    for role in (Role.DRIVER, Role.OPERATOR, Role.VIEWER):
+        authority.issue(found, "test", role, "one")
+    return found
+
+
+def test_keys_are_for_their_owner_alone(folder: Path) -> None:
+    keys = [*folder.glob("*.key")]
+    assert len(keys) == 4 and {key.stat().st_mode & 0o777 for key in keys} == {0o600}
+
+
+def test_an_authority_is_made_once(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExistsError, match="has an authority already"):
+        authority.create(folder, "test")
+    with pytest.raises(NotFoundError, match="megascale certs init"):
+        authority.issue(tmp_path, "test", Role.VIEWER, "ada")
+    with pytest.raises(OptionError, match="--name"):
+        authority.issue(folder, "test", Role.VIEWER, "Ada Lovelace")
+
+
+def test_files_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
+    ours = in_folder(folder, Role.DRIVER, "one")
+    ours.check()
+    other = in_folder(folder, Role.VIEWER, "one")
+    with pytest.raises(OptionError, match="--tls-key"):
+        Certificates(other.key, ours.certificate, ours.ca).check()
+    with pytest.raises(OptionError, match="cannot be read"):
+        Certificates(tmp_path / "absent", ours.certificate).check()
+
+
+@pytest.fixture
+async def server(folder: Path, tmp_path: Path) -> AsyncIterator[tuple[str, Certificates]]:
+    """A server with certificates of its own, whose folder may be changed."""
+    here = tmp_path / "server"
+    shutil.copytree(folder, here)
+    files = in_folder(here, Role.DRIVER, "one")
+    running = RpcServer(TOKEN, tls=files)
+    address = await running.start("127.0.0.1:0", [])
+    yield address, files
+    present(None)
+    await running.stop(0)
+
+
+def serial_at(address: str, shown: Certificates) -> str:
+    """The number of the certificate that a server shows now."""
+    context = ssl.create_default_context(cafile=str(shown.ca))
+    context.load_cert_chain(shown.certificate, shown.key)
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=10.0) as plain,
+        context.wrap_socket(plain, server_hostname=host) as encrypted,
+    ):
+        return str((encrypted.getpeercert() or {})["serialNumber"])
+
+
+async def check_health(channel: grpc.aio.Channel) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=5.0)).status)
+
+
+async def test_new_files_count_and_open_connections_go_on(
+    server: tuple[str, Certificates], folder: Path
+) -> None:
+    address, files = server
+    viewer = in_folder(folder, Role.VIEWER, "one")
+    present(viewer)
+    async with open_channel(address, TOKEN) as before:
+        serving = await check_health(before)
+        old = await asyncio.to_thread(serial_at, address, viewer)
+        authority.issue(files.key.parent, "test", Role.DRIVER, "one")
+        assert await asyncio.to_thread(serial_at, address, viewer) != old
+        async with open_channel(address, TOKEN) as after:
+            assert await check_health(after) == serving
+        assert await check_health(before) == serving
+
+
+async def test_half_replaced_files_do_not_stop_a_server(
+    server: tuple[str, Certificates], folder: Path
+) -> None:
+    address, files = server
+    present(in_folder(folder, Role.VIEWER, "one"))
+    files.key.write_text("half of a")
+    with capture_logs() as lines:
+        async with open_channel(address, TOKEN) as channel:
+            assert await check_health(channel)
+    assert "the old ones stay" in lines[0]["event"]
+
+
+async def test_who_shows_no_certificate_gets_no_connection(
+    server: tuple[str, Certificates], folder: Path, tmp_path: Path
+) -> None:
+    address, files = server
+    assert files.ca is not None
+    trusting = grpc.ssl_channel_credentials(files.ca.read_bytes())
+    authority.create(tmp_path / "other", "test")
+    other = authority.issue(tmp_path / "other", "test", Role.OPERATOR, "one")
+    expired = authority.issue(
+        shutil.copytree(folder, tmp_path / "late"), "test", Role.OPERATOR, "one", days=-1
+    )
+    strangers = {
+        "no certificate": trusting,
+        "of another authority": grpc.ssl_channel_credentials(
+            files.ca.read_bytes(), other.key.read_bytes(), other.certificate.read_bytes()
+        ),
+        "expired": expired.channel_credentials(),
+    }
+    for credentials in strangers.values():
+        async with grpc.aio.secure_channel(address, credentials) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await check_health(channel)
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
