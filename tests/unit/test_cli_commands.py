@@ -109,6 +109,7 @@ PARTS = {
         "import",
     ],
     "config": ["show", "diff"],
+    "certs": ["init", "issue"],
 }
 WHOLE = [
     name if not part else f"{name} {part}" for name in COMMANDS for part in PARTS.get(name, [""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +11,13 @@ from rich.console import Console
 
 from megascale_common.job.names import is_dns_label
 from megascale_common.service.identity import authority
+from megascale_common.service.identity.certificates import CA_FILE
 from megascale_common.service.identity.peers import Role
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Make a private certificate authority, and certificates for drivers, nodes and people.\n\n"
-    "Example: [bold]megascale certs init --folder tls --cluster prod[/bold]",
+    help="Make a private certificate authority, and certificates for drivers, nodes and people.",
 )
 _console = Console(stderr=True, highlight=False)
 
@@ -24,6 +25,7 @@ Folder = Annotated[
     Path, typer.Option(help="Folder of the authority; with ca.key in it, keep it to yourself.")
 ]
 Cluster = Annotated[str, typer.Option(help="Name of the cluster.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with the files.")]
 
 
 @app.command("init")
@@ -31,6 +33,7 @@ def make_authority(
     folder: Folder = Path("tls"),
     cluster: Cluster = "local",
     days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = authority.CA_DAYS,
+    as_json: Json = False,
 ) -> None:
     """Make the authority of a cluster.
 
@@ -38,6 +41,9 @@ def make_authority(
     """
     _check(cluster)
     authority.create(folder, cluster, days)
+    if as_json:
+        print(json.dumps({"ca": str(folder / CA_FILE), "ca_key": str(folder / authority.CA_KEY)}))
+        return
     _console.print(
         f"authority in {folder}: give every host {folder}/ca.pem, and nobody {folder}/ca.key"
     )
@@ -56,6 +62,7 @@ def issue_certificate(
     trust_domain: Annotated[
         str, typer.Option(help="Trust domain of its SPIFFE ID.")
     ] = "megascale.internal",
+    as_json: Json = False,
 ) -> None:
     """Issue a certificate, or renew one: processes read their files again when these change.
 
@@ -65,6 +72,10 @@ def issue_certificate(
     found = authority.issue(
         folder, cluster, role, name, host or (), days=days, trust_domain=trust_domain
     )
+    if as_json:
+        files = {"certificate": found.certificate, "key": found.key, "ca": found.ca}
+        print(json.dumps({name: str(path) for name, path in files.items()} | {"days": days}))
+        return
     _console.print(f"{found.certificate} and {found.key}, valid for {days} days")
 
 
