@@ -75,7 +75,7 @@ _BY_CALLBACKS = ("driver_crash", "crash_on_commit")
     ("seeds", "rest"),
     [
         ([3], SHORT.rest),
-        ([5], 1),
+        ([15], 1),
         pytest.param(range(20), SHORT.rest, marks=pytest.mark.slow),
         # The log of seed 6 still differs when its nodes rest.
         pytest.param([*range(6), *range(7, 20)], 1, marks=pytest.mark.slow),
