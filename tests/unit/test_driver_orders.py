@@ -9,6 +9,7 @@ from tests.harness.simulated_cluster import demo_job
 from megascale.v1 import types_pb2
 from megascale_common.job import config as job_config
 from megascale_common.service.errors import AssignmentError
+from megascale_driver import orders
 from megascale_driver.core.attempt import Attempt, NodeSlot
 from megascale_driver.core.state import (
     Cluster,
@@ -93,6 +94,24 @@ def test_an_agent_accepts_the_slice_and_the_whole_table(protocol: int) -> None:
     message.ranks[0] = 4 * RANKS
     with pytest.raises(AssignmentError, match="do not exist in a world of 32"):
         check_assignment(message, state.jobs["a"].config, name, range(RANKS))
+
+
+def test_the_whole_table_is_built_once_for_all_agents_of_the_last_protocol(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[str] = []
+    ordinary = orders._rank_nodes
+
+    def counted(job: Job) -> list[str]:
+        built.append(job.name)
+        return ordinary(job)
+
+    monkeypatch.setattr(orders, "_rank_nodes", counted)
+    state = fleet(16)
+    found = Orders(state, EPOCH)
+    tables = [tuple(found.of(name, 1).assignment.rank_nodes) for name in state.nodes]
+    assert len(tables[0]) == 16 * RANKS and set(tables) == {tables[0]}
+    assert built == ["a"]
 
 
 def test_an_assignment_with_neither_table_nor_digest_is_refused() -> None:

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.job.wire import restore
@@ -27,6 +28,15 @@ SLICES = 2  # from this version of the link protocol on
 DIGEST_DIGITS = 32  # of the SHA-256 over the nodes in the order of their ranks
 
 
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What all nodes of an attempt get alike; ``table``: the node of each global rank."""
+
+    job: Job
+    assignment: link_pb2.AttemptAssignment
+    table: list[str]
+
+
 class Orders:
     """The desired states of nodes, in a state that was committed.
 
@@ -36,14 +46,14 @@ class Orders:
 
     def __init__(self, state: Cluster, epoch: types_pb2.Epoch) -> None:
         self._state, self._epoch = state, epoch
-        self._common: dict[str, tuple[Job, link_pb2.AttemptAssignment]] = {}
+        self._common: dict[str, _Common] = {}
 
     def follow(self, state: Cluster) -> None:
         """Go on with a newer state."""
         self._state = state
-        for name, (before, _) in list(self._common.items()):
+        for name, common in list(self._common.items()):
             job = state.jobs.get(name)
-            if job is None or _attempt(job) != _attempt(before):
+            if job is None or _attempt(job) != _attempt(common.job):
                 del self._common[name]
 
     def of(self, name: str, protocol: int = PROTOCOL.highest) -> link_pb2.DesiredState:
@@ -54,11 +64,12 @@ class Orders:
         slot = job.slot_of(name) if job is not None else None
         if job is not None and slot is not None:
             if job.name not in self._common:
-                self._common[job.name] = job, _common(job)
-            message.assignment.CopyFrom(self._common[job.name][1])
+                self._common[job.name] = _common(job)
+            common = self._common[job.name]
+            message.assignment.CopyFrom(common.assignment)
             _fill(message.assignment, node.desired, slot)
             if protocol < SLICES:
-                message.assignment.rank_nodes.extend(_rank_nodes(job))
+                message.assignment.rank_nodes.extend(common.table)
         return message
 
 
@@ -123,15 +134,15 @@ def _rank_nodes(job: Job) -> list[str]:
     return nodes
 
 
-def _common(job: Job) -> link_pb2.AttemptAssignment:
-    """What all nodes of the job's attempt get alike."""
-    table = "\n".join(_rank_nodes(job))
-    return link_pb2.AttemptAssignment(
+def _common(job: Job) -> _Common:
+    table = _rank_nodes(job)
+    assignment = link_pb2.AttemptAssignment(
         job=job.name,
         spec_revision=job.spec_revision,
         spec=job_spec.to_proto(job.config),
-        rank_table_digest=hashlib.sha256(table.encode()).hexdigest()[:DIGEST_DIGITS],
+        rank_table_digest=hashlib.sha256("\n".join(table).encode()).hexdigest()[:DIGEST_DIGITS],
     )
+    return _Common(job, assignment, table)
 
 
 def _fill(message: link_pb2.AttemptAssignment, wanted: Desired, slot: NodeSlot) -> None:

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from megascale.v1 import link_pb2
 from megascale_driver.core.events import Audit
-from megascale_driver.core.state import AttemptPhase, Cluster, Disposition, JobPhase, Liveness
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Cluster,
+    Disposition,
+    JobPhase,
+    Liveness,
+    Node,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.shell.drivers import SimDriver
@@ -66,6 +73,9 @@ class Bounds:
         self._boots: dict[str, int] = {}
         self._started_s: dict[str, float] = {}
         self._since_s: dict[tuple[str, str], float] = {}  # (what, node): wrong since
+        # What was right of a node at the newest look, and need not be looked at again: what the
+        # core had of it, and what it did.
+        self._right: dict[str, tuple[Node | None, tuple[str, int, int]]] = {}
 
     # --- what happens
 
@@ -239,17 +249,21 @@ class Bounds:
             return
         if len(leaders := [driver.name for driver in world.drivers if driver.leads]) > 1:
             world.invariants.breaks("bound", f"{leaders} lead at once")
-        for node in world.nodes.values():
-            self._note(node, leader)
+        self._note_all(leader)
         state = leader.engine.state
         offset_s = leader.clock_offset_s
         held = now_s < state.silence_hold_until_s - offset_s + LATE_S
         holders = {s.node: job for job in state.jobs.values() if job.active for s in job.slots}
-        for node in world.nodes.values():
+        right, known_of, well = self._right, state.nodes.get, self._well_since_s
+        for name, node in world.nodes.items():
             if not (held or node.rest):
-                self._must_be_silent(leader, state, node, holders.get(node.name))
-            if node.name in self._well_since_s:
-                self._must_be_linked(state, node)
+                self._must_be_silent(leader, state, node, holders.get(name))
+            if name in well:
+                known, doing = known_of(name), (node.job, node.attempt, node.phase)
+                if (was := right.get(name)) is None or was[0] is not known or was[1] != doing:
+                    right.pop(name, None)
+                    if self._must_be_linked(state, node):
+                        right[name] = known, doing
         for gang in world.gangs.values():
             self._must_be_over(state, gang)
         for job in state.jobs.values():
@@ -272,6 +286,15 @@ class Bounds:
             self._since_s.clear()
             return None
         return leader if key is not None else None
+
+    def _note_all(self, leader: SimDriver) -> None:
+        """Note every node of which anything may have changed since the newest look."""
+        world, well, boots = self._world, self._well_since_s, self._boots
+        whole = not world.network.cuts
+        for name, node in world.nodes.items():
+            as_before = name in well and boots[name] == node.boots
+            if not (whole and as_before and node.up and not node.paused):
+                self._note(node, leader)
 
     def _note(self, node: SimNode, leader: SimDriver) -> None:
         """Since when the node has been well, and when it was started."""
@@ -311,8 +334,11 @@ class Bounds:
         if since_s and world.now_s - since_s > LATE_S:
             self._late(node, f"is silent for {silent_s:.1f} s and not DEAD")
 
-    def _must_be_linked(self, state: Cluster, node: SimNode) -> None:
-        """A node that is well is linked and ALIVE, and the core has its newest phase."""
+    def _must_be_linked(self, state: Cluster, node: SimNode) -> bool:
+        """A node that is well is linked and ALIVE, and the core has its newest phase.
+
+        False: something of that is not so yet.
+        """
         now_s, name, known = self._world.now_s, node.name, state.nodes.get(node.name)
         well_s = self._well_since_s[name]
         linked = known is not None and known.connected and known.liveness is Liveness.ALIVE
@@ -328,6 +354,7 @@ class Bounds:
         if since_s and now_s - max(since_s, well_s) > REPORTED_S:
             what = f"{report.job} {report.attempt} {report.phase}" if report else "nothing"
             self._late(node, f"is in phase {mine}, and the core has {what}")
+        return linked and same
 
     def _must_be_over(self, state: Cluster, gang: Gang) -> None:
         """A hang is decided on within its limit, if all nodes are there to show it."""

@@ -7,18 +7,29 @@ tasks, and another seed tries another one. There are no threads and no sockets.
 A task belongs to a :class:`Process`. A process can be killed between any two of its callbacks, that
 is between any two awaits of its tasks: from then on none of its code runs, not even a ``finally``.
 It can also be paused, as by SIGSTOP, and go on later.
+
+Note [Order]
+~~~~~~~~~~~~
+By default the callbacks that are ready together are shuffled, so one more of them changes the order
+of all. In an ordered loop each has a key: a hash of the key of the callback that brought it about,
+and of how many that one had brought about before. The first keys follow from the seed and the event
+of the world, and :meth:`VirtualLoop.call_in_place` gives the key itself. So the order of callbacks
+is total, still another one with each seed, and does not depend on callbacks that have nothing to do
+with them, such as heartbeats that a resting node does not send.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import heapq
 import itertools
+import operator
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -72,6 +83,20 @@ class Process:
             self.held = []
 
 
+class _Handle(asyncio.Handle):
+    """A callback with its place among those that are ready together."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class _Timer(asyncio.TimerHandle):
+    """The same of a timer."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class DeadlockError(Exception):
     """No callback is ready and no timer is set: the simulation would stand still for ever."""
 
@@ -81,6 +106,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        self._seed = seed
         self.random = random.Random(f"loop-{seed}")
         self.steps = 0
         self.most_steps = 100_000_000
@@ -88,6 +114,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         # (when, number, handle): heaps of TimerHandles compare them in Python, at 5 % of a run.
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
+        # See Note [Order]; the key of the callback that runs, and how many it has brought about.
+        self.ordered = False
+        self._event = -1  # of the world, the newest
+        self._key, self._children = hash((seed, -1)), 0
         self.set_task_factory(_make_task)
 
     def time(self) -> float:
@@ -98,15 +128,23 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """Run a callback with the next ones that are ready."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
+        handle.key = self._next_key() if self.ordered else 0
         self._ready.append(handle)
         return handle
+
+    def call_soon_threadsafe(
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """The same: there are no threads."""
+        return self.call_soon(callback, *args, context=context)
 
     def call_at(
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback at a virtual time."""
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when, callback, args, self, context)
+        timer.key = self._next_key() if self.ordered else 0
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
@@ -115,6 +153,38 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         """Run a callback after a virtual time."""
         return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def call_in_place(
+        self, delay_s: float, place: int, work: Any, *args: Any, context: contextvars.Context
+    ) -> None:
+        """Call ``work`` later at this place of the order, whoever brings it about."""
+        if not self.ordered:
+            self.call_later(delay_s, work, *args, context=context)
+            return
+        when = self._now_s + delay_s
+        timer = _Timer(when, work, args, self, context)
+        timer.key = hash((self._seed, self._event, place))
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+
+    def begin(self, event: int) -> None:
+        """What follows from now on has its places by this event, whatever was before."""
+        self.random.seed(f"loop-{self._seed}-{event}")
+        self._event = event
+        self._key, self._children = hash((self._seed, event)), 0
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is brought about in here changes no place of what the callback brings about."""
+        key, children = self._key, self._children
+        self._key, self._children = hash((key, -1)), 0
+        try:
+            yield
+        finally:
+            self._key, self._children = key, children
+
+    def _next_key(self) -> int:
+        self._children += 1
+        return hash((self._key, self._children))
 
     def ready_again(self, handles: list[asyncio.Handle]) -> None:
         """Callbacks of a process that goes on."""
@@ -163,7 +233,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         batch = list(self._ready)
         self._ready.clear()
         if len(batch) > 1:
-            self.random.shuffle(batch)
+            if self.ordered:
+                batch.sort(key=_key_of)
+            else:
+                self.random.shuffle(batch)
         for handle in batch:
             if not handle.cancelled():
                 self._run(handle)
@@ -186,6 +259,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.steps += 1
         if self.steps > self.most_steps:
             raise DeadlockError(f"{self.steps} callbacks: something goes round in circles")
+        if self.ordered:
+            self._key, self._children = _key_of(handle), 0
         handle._run()  # type: ignore[attr-defined]
 
     # What BaseEventLoop asks of its subclasses.
@@ -196,6 +271,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         """There are no other threads to wake this one."""
+
+
+_key_of: Callable[[Any], int] = operator.attrgetter("key")
 
 
 def current_process() -> Process | None:

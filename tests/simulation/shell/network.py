@@ -182,7 +182,7 @@ class Link:
         self._cut_since_s = 0.0
         # Constant: how many heartbeats a skipped stretch had must not change who is heard first.
         self.delay_s = node.draw(0.0005, 0.004)
-        if network.world.rests:
+        if network.world.large:
             self.delay_s = max(DELAY_GRID_S, self.delay_s // DELAY_GRID_S * DELAY_GRID_S)
         network.links[self] = None
         self._task = driver.process.spawn(self._serve())
@@ -273,7 +273,10 @@ class Link:
         now_s = self.network.world.loop.time()
         delay_s = self.delay_s + self.network.slowdown_s(self.node)
         self._free_at_s[way] = max(self._free_at_s[way] + 1e-6, now_s + delay_s)
-        self.network.world.later(self._free_at_s[way] - now_s, work)
+        # In the link's own place: what a driver sends at one time does not arrive in an order that
+        # depends on how many ticks it had.
+        place = 3 * self.node.place + 1 + way
+        self.network.world.later_in_place(self._free_at_s[way] - now_s, place, work)
 
     async def _serve(self) -> None:
         """The driver's side, in the driver's process."""

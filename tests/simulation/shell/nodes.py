@@ -41,6 +41,7 @@ class SimNode:
         # Of its heartbeats, apart: how many there are must not change anything else.
         self.traffic = Chances(world, f"{name}-traffic")
         self.rest = Rest(self)
+        self.place = len(world.nodes)  # in the order of the world
         self.clock_offset_s = self.draw(-3.0, 3.0)
         self.memory = Memory()
         self.trouble_until_s = 0.0  # until then something is, or was lately, wrong with it
@@ -220,6 +221,11 @@ class SimNode:
 
     def later(self, delay_s: float, work: Callable[..., None], *arguments: Any) -> None:
         """Do something of this incarnation later; while the node is paused, it waits."""
+        self.world.later(delay_s, self._unless_gone(work, arguments))
+
+    def _unless_gone(
+        self, work: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> Callable[[], None]:
         boots = self.boots
 
         def run() -> None:
@@ -230,7 +236,7 @@ class SimNode:
             else:
                 work(*arguments)
 
-        self.world.later(delay_s, run)
+        return run
 
     def _dial(self) -> None:
         """Dial the drivers in turn until one answers as leader."""
@@ -379,7 +385,7 @@ class SimNode:
         if link is not None and link.greeted and not link.beat_waits:
             link.beat_waits = True
             gap_s = GAP_S
-            if self.world.rests:  # all that change within one gap send at its end
+            if self.world.large:  # all that change within one gap send at its end
                 gap_s -= self.world.loop.time() % GAP_S
             self.later(gap_s, self._beat_of_change, link)
 
@@ -401,7 +407,12 @@ class SimNode:
             if self.world.network.duplicates(self):
                 link.send(message)
         if not self.rest.begin(link):
-            self.later(BEAT_S, self._next_beat, link, self._beat_number)
+            self._beat_later(BEAT_S, link)
+
+    def _beat_later(self, delay_s: float, link: Link) -> None:
+        # In the node's own place: who ends a rest must not change the order of what follows.
+        work = self._unless_gone(self._next_beat, (link, self._beat_number))
+        self.world.later_in_place(delay_s, 3 * self.place, work)
 
     def _next_beat(self, link: Link, number: int) -> None:
         if self._beat_number == number:
@@ -416,7 +427,7 @@ class SimNode:
     def goes_on(self, link: Link, next_s: float, heard_s: float) -> None:
         """Send heartbeats again after a rest, the first in ``next_s``; all before were heard."""
         self._heard_s = heard_s
-        self.later(next_s, self._next_beat, link, self._beat_number)
+        self._beat_later(next_s, link)
 
     def hello(self) -> link_pb2.ExecutorHello:
         """Who the node is."""

@@ -34,6 +34,7 @@ class Order:
     sent: int = 0  # its place among all orders and answers
     closed: int = 0  # that of its answer
     attempt: int = 0
+    stored: int = 0  # commits of its job when it was given
     answered: bool = False
     refused: bool = False
     ended_by: int = 0  # the newest open attempt when it was answered
@@ -67,7 +68,8 @@ class Ordered:
         elif isinstance(request, driver_pb2.UpdateJobRequest) and not request.validate_only:
             self._of(request.spec.name).updates.append(order)
         elif isinstance(request, driver_pb2.RestartJobRequest) and request.HasField("from_step"):
-            order.attempt = self._world.storage_of(request.name).opened
+            storage = self._world.storage_of(request.name)
+            order.attempt, order.stored = storage.opened, len(storage.commits)
             self._of(request.name).back.append(order)
         elif isinstance(request, driver_pb2.SetQuotaRequest):
             self._quotas.setdefault(request.tenant, []).append(order)
@@ -90,12 +92,23 @@ class Ordered:
     # --- what follows
 
     def restored(self, job: str, step: int, by: int) -> None:
-        """I7: a restore goes behind a commit only by order."""
+        """I7: a restore goes behind a commit only by order, and not to what that has given up.
+
+        What was committed before the order was given is refused from its answer on, so no attempt
+        is lost on it.
+        """
         storage, back = self._world.storage_of(job), self._of(job).back
         for newer, writer in storage.commits:
             if newer > step and not any(_gives_up(each, newer, writer) for each in back):
                 what = f"step {newer} of attempt {writer} is committed, and nobody gave it up"
                 self._world.invariants.breaks("I7", f"{job} restores {step}: {what}")
+        for order in reversed(back[-MOST_BACK:]):
+            if not order.refused and order.request.from_step == step:
+                break  # which may have been given up before
+            known = (step, by) in storage.commits[: order.stored]
+            if order.answered and known and step > order.request.from_step:
+                what = f"{step} of attempt {by}, and was to go back to {order.request.from_step}"
+                self._world.invariants.breaks("I7", f"{job} is offered {what}")
 
     def started(self, wanted: link_pb2.AttemptAssignment) -> None:
         """What an attempt does whose first node starts.

@@ -50,5 +50,6 @@ class Rest:
         loop_s = node.world.loop.time()
         newest_s = self._beat_s + (loop_s - self._beat_s) // BEAT_S * BEAT_S
         heard_s = min(loop_s, newest_s + link.delay_s)
-        node.goes_on(link, newest_s + BEAT_S - loop_s, heard_s)
-        link.believe(heard_s + node.world.skipped_s)
+        with node.world.loop.aside():
+            node.goes_on(link, newest_s + BEAT_S - loop_s, heard_s)
+            link.believe(heard_s + node.world.skipped_s)

@@ -221,7 +221,7 @@ class Scenarios(Drills):
         self._when(committed(30), begin)
 
     def _team(self, fault: Fault) -> None:
-        """A tenant with a quota: jobs that come at once, a new leader, and a quota lifted."""
+        """A tenant with a quota that is raised for jobs that wait, a new leader, a quota lifted."""
         world, tenant = self._world, {"tenant": "team"}
         submit = world.operators.submit
 
@@ -229,7 +229,9 @@ class Scenarios(Drills):
             for number, nodes in enumerate((1, 1, 2, 1)):
                 submit(f"team-{number}", nodes, steps=30, step_s=2.0, more=tenant)
 
-        self._order("SetQuota", jobs, tenant="team", devices=4)
+        # All wait for the quota, and are decided on at once when it is raised.
+        self._order("SetQuota", jobs, tenant="team", devices=1)
+        world.later(20.0, lambda: self._order("SetQuota", tenant="team", devices=4))
         world.later(fault.for_s / 4, self._driver_crash, fault)
 
         def late() -> None:

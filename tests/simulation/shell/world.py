@@ -52,8 +52,12 @@ class World:
     def __init__(
         self, seed: int, nodes: int, *, skip: bool = True, rest: int = FLEET, devices: int = 2
     ) -> None:
-        self.seed, self.skips, self.rests = seed, skip, skip and nodes >= rest
+        self.seed, self.skips = seed, skip
+        # A large fleet: its nodes rest, and whether they do changes no order and no delay.
+        self.large = nodes >= rest
+        self.rests = skip and self.large
         self.loop = VirtualLoop(seed)
+        self.loop.ordered = self.large
         self.random = random.Random(f"world-{seed}")
         self.skipped_s = 0.0
         self.started_s = self.now_s
@@ -98,6 +102,10 @@ class World:
         """Do something soon, whoever dies; skips wait for it."""
         self.loop.call_later(max(0.0, delay_s), work, *arguments, context=self._outside)
 
+    def later_in_place(self, delay_s: float, place: int, work: Callable[..., Any]) -> None:
+        """Do something soon, in this place among all that is due at that time."""
+        self.loop.call_in_place(max(0.0, delay_s), place, work, context=self._outside)
+
     def at(self, at_s: float, work: Callable[..., Any], *arguments: Any) -> None:
         """Do something at a time of the world, which may be far away."""
         heapq.heappush(self._agenda, (at_s, next(self._numbers), work, arguments))
@@ -141,9 +149,8 @@ class World:
     def _chances_of(self, number: int) -> None:
         """Begin the chances anew: what follows an event depends on nothing before it."""
         self.event = number
-        for name, source in (
-            ("world", self.random), ("loop", self.loop.random), ("network", self.network.random)
-        ):  # fmt: skip
+        self.loop.begin(number)
+        for name, source in (("world", self.random), ("network", self.network.random)):
             source.seed(f"{name}-{self.seed}-{number}")
         random.seed(f"jitter-{self.seed}-{number}")
 
