@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
+from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.attempt import Attempt, FailureCount, NodeSlot
 from megascale_driver.core.checkpoint_progress import Progress
@@ -176,6 +177,9 @@ class Report:
     replica_endpoint: str = ""
     # With phase IDLE.
     stopped: StoppedReport | None = None
+    # What the logs report of the attempt (job, number), whose node and host are the report's.
+    logs_of: tuple[str, int] = ("", 0)
+    logs: tuple[Observation, ...] = ()
     # The newest order to save and leave that failed, by its id, and why.
     leave_failed: tuple[str, str] = ("", "")
 

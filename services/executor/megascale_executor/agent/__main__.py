@@ -15,6 +15,7 @@ from megascale_common.service.build import build_version
 from megascale_common.service.metrics import bind_option
 from megascale_common.service.start import ends_with_a_sentence
 from megascale_executor.agent.config import AgentConfig, parse_devices, parse_topology
+from megascale_executor.agent.kernel_log import KERNEL_LOG, KERNEL_LOG_VARIABLE
 
 _EPILOG = """\
 example: one node with four CPU slots, whose driver writes its address to a file
@@ -86,6 +87,13 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--template-command", default="", help="program that replaces the training side (for tests)"
     )
+    add(
+        "--kernel-log",
+        type=Path,
+        default=Path(os.environ.get(KERNEL_LOG_VARIABLE) or KERNEL_LOG),
+        help="where faults of the hardware are read: the kernel's log, or a recorded file "
+        "(default %(default)s)",
+    )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
 
@@ -110,6 +118,7 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
         host=options.host,
         template_command=tuple(shlex.split(options.template_command)),
         metrics_bind=options.metrics_bind,
+        kernel_log=options.kernel_log,
     )
 
 
