@@ -65,7 +65,7 @@ _GPU = (
     _text("gpu-pmu-halt", "gpu_pmu_halt", "root", "evict_restart", "PmuHalted", "PMU has halted",
           kernel=True),
     _text("gpu-gsp-timeout", "gsp_rpc_timeout", "root", "evict_restart", "RPC from GSP",
-          "RPC response from GPU", kernel=True),
+          "RPC response from GPU", "GSP Timeout", "kgspIsHeartbeatTimedOut", kernel=True),
     _text("gpu-adapter", "gpu_init_failed", "root", "evict_restart", "NVRM",
           pattern=r"NVRM:.*(RmInitAdapter|rm_init_adapter|Cannot attach gpu|probe routine failed"
                   r"|nvidia_frontend_open.*failed)", kernel=True),
@@ -259,8 +259,9 @@ _ENDS = (
     _text("slurm-ended", "scheduler_ended", "root", "none", "CANCELLED AT"),
     _text("sigkill", "sigkill_unknown", "secondary", "restart", "xitcode", "SIGKILL",
           "signal: Killed", "Killed", "exit code 137", "ignal 9",
+          "return code = -9",
           pattern=r"exitcode\s*: -9\b|[Ss]ignal 9\b|Signals\.SIGKILL|signal: Killed|^\s*Killed\s*$"
-                  r"|line \d+:\s+\d+ Killed|exit code 137"),
+                  r"|line \d+:\s+\d+ Killed|exit code 137|return code = -9\b"),
     _text("peer-closed", "peer_closed_secondary", "secondary", "none", "Connection closed by",
           "onnection reset by peer", "Broken pipe", "Socket recv failed", "ncclRemoteError",
           "remote process exited", "sendBytes failed", "recvValue failed", "[Proxy Service",
@@ -270,13 +271,13 @@ _ENDS = (
                   r"|ncclRemoteError|remote process exited|sendBytes|recvValue"
                   r"|WARN \[(Proxy Service|Service thread)|NCCL WARN.*Connection refused"
                   r"|Proxy Call to rank \d+ failed|reached monitoredBarrier, but received errors"
-                  r"|failed to recv, got 0 bytes"),
+                  r"|[Ff]ailed to recv, got 0 bytes"),
     _text("teardown", "teardown_secondary", "teardown", "none", "death signal", "closing signal",
           "via signal SIG", "nable to shutdown processes", "Sending processes ",
           "[Service thread] Connection closed", "Abort COMPLETE", "entire process down",
           "NCCL operations have failed", "SignalException", "KeyboardInterrupt",
           "Worker group FAILED", "Waiting up to", "leaked semaphore", "Force Terminated",
-          "Terminating job step"),
+          "Terminating job step", "] Killing subprocess"),
 )  # fmt: skip
 
 SIGNATURES: tuple[Signature, ...] = (
