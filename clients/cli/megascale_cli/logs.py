@@ -22,6 +22,10 @@ DEFAULT_LINES = 100
 # Lines of all ranks that are read and not yet printed; a full queue holds back the nodes.
 QUEUED_LINES = 1000
 
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the attempt ends.")]
+Root = Annotated[
+    bool, typer.Option("--root", help="Only the line from which the newest failure followed.")
+]
 _Line = tuple[int, str | MegascaleError | None]
 
 
@@ -50,13 +54,8 @@ def logs(
             f"{MAX_LINES} with --grep.",
         ),
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Continue until the attempt ends.")
-    ] = False,
-    root: Annotated[
-        bool,
-        typer.Option("--root", help="Only the line from which the newest failure followed."),
-    ] = False,
+    follow: Follow = False,
+    root: Root = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:

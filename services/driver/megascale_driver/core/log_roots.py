@@ -10,6 +10,7 @@ also in earlier attempts since the last progress, is software: then nobody is ev
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from megascale_driver.analysis.logs.correlation import Verdict, verdict
 from megascale_driver.core import blame, breaker, job_faults, nodes
@@ -18,7 +19,7 @@ from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Audit, Evidence
 from megascale_driver.core.state import Job
 
-REASON = "LOG_ROOT_FOUND"
+REASON: Final = "LOG_ROOT_FOUND"
 KERNEL_LOG = "kernel-log"  # the policy of a quarantine after a fault in the kernel's log
 LOG_ROOT = "log-root"
 MAX_NAMED = 8

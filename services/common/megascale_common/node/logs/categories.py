@@ -121,10 +121,10 @@ class Kind:
     ) -> Kind:
         """The kind that another build reports: what it does not know here evicts no node."""
         known = category if category in DOMAINS else "unknown"
-        what = next((one for one in _SEVERITIES if one == action), "alert")
+        what: Action = next((one for one in _SEVERITIES if one == action), "alert")
         if what == "evict_restart" and known in NEVER_EVICT:
             what = "restart"
-        part = next((one for one in _ROLES if one == role), "secondary")
+        part: Role = next((one for one in _ROLES if one == role), "secondary")
         return cls(name, known, part, what, kernel=kernel, weak=weak)
 
     @property
