@@ -52,10 +52,11 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
     assert result.recall >= 0.9, "" if held_out else result.wrong
 
 
-def test_excerpts_gathered_after_the_rules_are_classified() -> None:
-    lines = (CORPUS.parent / "later.jsonl").read_text().split("\n")
+@pytest.mark.parametrize(("name", "count"), [("later", 25), ("newer", 65), ("newest", 20)])
+def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:
+    lines = (CORPUS.parent / f"{name}.jsonl").read_text().split("\n")
     result = score(read(line) for line in lines if line)
-    assert result.excerpts == 25 and result.wrong_evictions == 0
+    assert result.excerpts == count and result.wrong_evictions == 0
     assert result.precision >= 0.95 and result.recall >= 0.9, result.wrong
 
 

@@ -30,6 +30,7 @@ def working(ranks: int = 8) -> link_pb2.Heartbeat:
         epoch_seen=EPOCH, desired_version=2, job="a", attempt=1,
         phase=link_pb2.ATTEMPT_PHASE_RUNNING,
     )  # fmt: skip
+    beat.logs.add(signature="x", role="root", count=1)
     item = beat.checkpoints.add(job="a")
     for rank in range(ranks):
         beat.workers.add(rank=rank, state=link_pb2.WORKER_STATE_RUNNING, pid=9, phase="STEP")
@@ -42,7 +43,7 @@ def test_counters_times_steps_and_status_pages_are_no_evidence() -> None:
     before = evidence.of(beat)
     beat.seq, beat.sent_at.seconds, beat.host.network_sent_bytes = 7, 5, 10**9
     beat.ack_received_at.seconds = 5
-    beat.logs.add(signature="x", count=1)
+    beat.logs[0].count, beat.logs[0].last_at.seconds = 9, 7
     for worker in beat.workers:
         worker.step, worker.phase, worker.status_age.seconds = 99, "EVAL", 3
         worker.operations.add(group="dp", entered=4, completed=3)
@@ -59,6 +60,10 @@ def changed(path: str) -> link_pb2.Heartbeat:
         beat.workers[3].error_kind = "BAD_JOB"
     elif path == "check":
         beat.checks.add(name="compute", verdict=types_pb2.CHECK_VERDICT_FAIL)
+    elif path == "log":
+        beat.logs.add(signature="y", role="secondary", count=1)
+    elif path == "log of another rank":
+        beat.logs[0].first_rank = 3
     elif path == "trace":
         beat.traces.add(profile="p", rank=1)
     elif path == "daemon":
@@ -79,7 +84,7 @@ def changed(path: str) -> link_pb2.Heartbeat:
     [
         *("phase", "exit", "error", "check", "trace", "daemon", "failure of a checkpoint"),
         *("failure of a replica", "damage", "failure", "store_endpoint", "job", "attempt"),
-        "desired_version",
+        *("desired_version", "log", "log of another rank"),
     ],
 )
 def test_whatever_decides_is_evidence(path: str) -> None:

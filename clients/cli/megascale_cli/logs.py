@@ -22,6 +22,10 @@ DEFAULT_LINES = 100
 # Lines of all ranks that are read and not yet printed; a full queue holds back the nodes.
 QUEUED_LINES = 1000
 
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the attempt ends.")]
+Root = Annotated[
+    bool, typer.Option("--root", help="Only the line from which the newest failure followed.")
+]
 _Line = tuple[int, str | MegascaleError | None]
 
 
@@ -50,9 +54,8 @@ def logs(
             f"{MAX_LINES} with --grep.",
         ),
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Continue until the attempt ends.")
-    ] = False,
+    follow: Follow = False,
+    root: Root = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -60,10 +63,13 @@ def logs(
 
     With --all the ranks come one after the other, with --follow as their lines arrive. A rank whose
     node does not answer is reported on stderr and makes the exit status non-zero; the others are
-    printed.
+    printed. --root prints where the failure began, by the logs of all ranks and nodes.
 
     Example: [bold]megascale logs demo --all --grep "loss|error"[/bold]
     """
+    if root:
+        with_client(lambda client: _root(client, name, as_json), cluster, as_json)
+        return
     pattern = _pattern(grep)
     count = lines or (MAX_LINES if grep else DEFAULT_LINES)
 
@@ -93,6 +99,27 @@ def logs(
         return status
 
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if follow else RETRY_FOR_S)
+
+
+async def _root(client: AsyncClient, name: str, as_json: bool) -> None:
+    """Print what the logs name as the root of the newest failure."""
+    answer = await client.explain(name)
+    if not answer.HasField("log_root"):
+        if as_json:
+            print_json({})
+        else:
+            print(f"the logs of job {name} name no root", file=sys.stderr)
+        return
+    found = answer.log_root
+    if as_json:
+        print_json(found)
+        return
+    where = f"rank {found.rank}" if found.rank >= 0 else "kernel log"
+    print(f"attempt {found.attempt}, node {found.node}, {where}: {found.category}")
+    print(f"  {found.line}")
+    print(f"asks for: {found.action}; set aside: {found.set_aside} lines that follow from it")
+    if len(found.nodes) > 1:
+        print(f"the same on nodes {', '.join(found.nodes)}")
 
 
 def _pattern(text: str) -> re.Pattern[str]:

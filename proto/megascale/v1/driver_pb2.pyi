@@ -1143,10 +1143,13 @@ class ExplainJobResponse(google.protobuf.message.Message):
     ACTIONS_FIELD_NUMBER: builtins.int
     SUGGESTIONS_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    LOG_ROOT_FIELD_NUMBER: builtins.int
     explanation: builtins.str
     """One sentence."""
     text: builtins.str
-    """All of it as text: the sentence, what happened, what the system did, what the caller may do."""
+    """All of it as text: the sentence, what happened, what the logs say, what the system did, what the
+    caller may do.
+    """
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.types_pb2.Event]:
         """The newest events behind it: faults and decisions first, then routine ones; newest first within
@@ -1167,6 +1170,10 @@ class ExplainJobResponse(google.protobuf.message.Message):
     def suggestions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Suggestion]:
         """What the caller may do, the most useful first; empty where nothing needs to be done."""
 
+    @property
+    def log_root(self) -> Global___LogRoot:
+        """What the logs of the attempt name as the root, if they name one."""
+
     def __init__(
         self,
         *,
@@ -1176,11 +1183,60 @@ class ExplainJobResponse(google.protobuf.message.Message):
         actions: collections.abc.Iterable[megascale.v1.types_pb2.Event] | None = ...,
         suggestions: collections.abc.Iterable[Global___Suggestion] | None = ...,
         text: builtins.str = ...,
+        log_root: Global___LogRoot | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cause", b"cause"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["actions", b"actions", "cause", b"cause", "events", b"events", "explanation", b"explanation", "suggestions", b"suggestions", "text", b"text"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["cause", b"cause", "log_root", b"log_root"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["actions", b"actions", "cause", b"cause", "events", b"events", "explanation", b"explanation", "log_root", b"log_root", "suggestions", b"suggestions", "text", b"text"]) -> None: ...
 
 Global___ExplainJobResponse: typing_extensions.TypeAlias = ExplainJobResponse
+
+@typing.final
+class LogRoot(google.protobuf.message.Message):
+    """The line from which the failure of an attempt followed, by the logs of its ranks and nodes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    CATEGORY_FIELD_NUMBER: builtins.int
+    ACTION_FIELD_NUMBER: builtins.int
+    LINE_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    SET_ASIDE_FIELD_NUMBER: builtins.int
+    attempt: builtins.int
+    """Number of the attempt."""
+    node: builtins.str
+    """Name of the node whose log has it."""
+    rank: builtins.int
+    """Global rank; -1: the kernel's log."""
+    category: builtins.str
+    """A word of the vocabulary of docs/logs.md."""
+    action: builtins.str
+    """none, alert, restart, evict_restart or stop."""
+    line: builtins.str
+    """The line."""
+    set_aside: builtins.int
+    """How many lines of other kinds only followed from it."""
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes whose logs have the same root; several: it is not about a node."""
+
+    def __init__(
+        self,
+        *,
+        attempt: builtins.int = ...,
+        node: builtins.str = ...,
+        rank: builtins.int = ...,
+        category: builtins.str = ...,
+        action: builtins.str = ...,
+        line: builtins.str = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        set_aside: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "attempt", b"attempt", "category", b"category", "line", b"line", "node", b"node", "nodes", b"nodes", "rank", b"rank", "set_aside", b"set_aside"]) -> None: ...
+
+Global___LogRoot: typing_extensions.TypeAlias = LogRoot
 
 @typing.final
 class Suggestion(google.protobuf.message.Message):

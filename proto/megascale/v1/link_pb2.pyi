@@ -915,6 +915,9 @@ class Heartbeat(google.protobuf.message.Message):
     FINISHED_STEP_FIELD_NUMBER: builtins.int
     LEAVE_FAILURE_FIELD_NUMBER: builtins.int
     STOPPED_FIELD_NUMBER: builtins.int
+    LOGS_JOB_FIELD_NUMBER: builtins.int
+    LOGS_ATTEMPT_FIELD_NUMBER: builtins.int
+    LOGS_SKIPPED_BYTES_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """Number of this heartbeat; counts from 1 for every start of the agent."""
     desired_version: builtins.int
@@ -935,6 +938,12 @@ class Heartbeat(google.protobuf.message.Message):
     """With FINISHED: the step after which the workers ended; below the last step of the job by an
     order to leave, and then its checkpoint is complete. 0: not known.
     """
+    logs_job: builtins.str
+    """Job of the attempt that the logs are of; still there with phase IDLE, after it was stopped."""
+    logs_attempt: builtins.int
+    """Number of that attempt."""
+    logs_skipped_bytes: builtins.int
+    """Bytes of the ranks' logs that were written faster than they could be read, and were not."""
     @property
     def epoch_seen(self) -> megascale.v1.types_pb2.Epoch:
         """Highest epoch that the node has received."""
@@ -953,7 +962,9 @@ class Heartbeat(google.protobuf.message.Message):
 
     @property
     def logs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogFingerprint]:
-        """Classes of troubling log lines since the last heartbeat."""
+        """What the logs of the ranks and of the kernel have reported of trouble during the attempt that
+        logs_job and logs_attempt name; repeated until the next one begins.
+        """
 
     @property
     def host(self) -> Global___HostCounters:
@@ -1024,9 +1035,12 @@ class Heartbeat(google.protobuf.message.Message):
         finished_step: builtins.int = ...,
         leave_failure: Global___LeaveFailure | None = ...,
         stopped: Global___StoppedAttempt | None = ...,
+        logs_job: builtins.str = ...,
+        logs_attempt: builtins.int = ...,
+        logs_skipped_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "checkpoint_daemon", b"checkpoint_daemon", "epoch_seen", b"epoch_seen", "host", b"host", "leave_failure", b"leave_failure", "sent_at", b"sent_at", "stopped", b"stopped"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "finished_step", b"finished_step", "host", b"host", "job", b"job", "leave_failure", b"leave_failure", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "stopped", b"stopped", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "finished_step", b"finished_step", "host", b"host", "job", b"job", "leave_failure", b"leave_failure", "logs", b"logs", "logs_attempt", b"logs_attempt", "logs_job", b"logs_job", "logs_skipped_bytes", b"logs_skipped_bytes", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "stopped", b"stopped", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 
@@ -1120,7 +1134,7 @@ Global___TraceReport: typing_extensions.TypeAlias = TraceReport
 
 @typing.final
 class LogFingerprint(google.protobuf.message.Message):
-    """A class of log lines that report trouble, counted since the last heartbeat."""
+    """Log lines of one kind, on one node, that report trouble."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1128,14 +1142,43 @@ class LogFingerprint(google.protobuf.message.Message):
     COUNT_FIELD_NUMBER: builtins.int
     FIRST_RANK_FIELD_NUMBER: builtins.int
     SAMPLE_LINE_FIELD_NUMBER: builtins.int
+    CATEGORY_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    ACTION_FIELD_NUMBER: builtins.int
+    KERNEL_FIELD_NUMBER: builtins.int
+    WEAK_FIELD_NUMBER: builtins.int
+    FIRST_AT_FIELD_NUMBER: builtins.int
+    LAST_AT_FIELD_NUMBER: builtins.int
     signature: builtins.str
-    """The line with numbers, addresses, quoted names and paths replaced."""
+    """Equal for the same lines on all nodes: the name of the signature that they match; of lines that
+    none matches, their template, with numbers, addresses, quoted names and paths replaced.
+    """
     count: builtins.int
-    """Number of such lines."""
+    """Number of such lines so far."""
     first_rank: builtins.int
-    """Global rank whose log had the first of them."""
+    """Global rank whose log had the first of them; -1: the kernel's log."""
     sample_line: builtins.str
     """The first of them, cut to 512 bytes."""
+    category: builtins.str
+    """A word of the vocabulary of docs/logs.md, such as gpu_fallen_off_bus; unknown: a fatal line that
+    no signature matches.
+    """
+    role: builtins.str
+    """root, secondary or teardown."""
+    action: builtins.str
+    """What the line asks for: none, alert, restart, evict_restart or stop."""
+    kernel: builtins.bool
+    """Whether the kernel's own driver reports it, which outranks texts of workers."""
+    weak: builtins.bool
+    """Whether it only wraps or repeats a failure that another line reports."""
+    @property
+    def first_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the first of them was written, as closely as is known, on the node's clock."""
+
+    @property
+    def last_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the newest of them was written."""
+
     def __init__(
         self,
         *,
@@ -1143,8 +1186,16 @@ class LogFingerprint(google.protobuf.message.Message):
         count: builtins.int = ...,
         first_rank: builtins.int = ...,
         sample_line: builtins.str = ...,
+        category: builtins.str = ...,
+        role: builtins.str = ...,
+        action: builtins.str = ...,
+        kernel: builtins.bool = ...,
+        weak: builtins.bool = ...,
+        first_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        last_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "first_rank", b"first_rank", "sample_line", b"sample_line", "signature", b"signature"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["first_at", b"first_at", "last_at", b"last_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "category", b"category", "count", b"count", "first_at", b"first_at", "first_rank", b"first_rank", "kernel", b"kernel", "last_at", b"last_at", "role", b"role", "sample_line", b"sample_line", "signature", b"signature", "weak", b"weak"]) -> None: ...
 
 Global___LogFingerprint: typing_extensions.TypeAlias = LogFingerprint
 

@@ -14,7 +14,7 @@ from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.divergence import StepSample
-from megascale_driver.core import events, goodput, quotas, replicas, unreadable
+from megascale_driver.core import events, goodput, log_roots, quotas, replicas, unreadable
 from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
 from megascale_driver.core.policy import Policy
@@ -305,6 +305,19 @@ def explanation_message(
     )
     if found.cause is not None:
         message.cause.CopyFrom(event_message(found.cause, epoch))
+    if found.log_root is not None and (root := log_roots.shown(found.log_root)) is not None:
+        message.log_root.CopyFrom(
+            driver_pb2.LogRoot(
+                attempt=root.attempt,
+                node=root.node,
+                rank=root.rank,
+                category=root.category,
+                action=root.action,
+                line=root.line,
+                nodes=root.nodes,
+                set_aside=root.set_aside,
+            )
+        )
     return message
 
 

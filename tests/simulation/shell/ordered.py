@@ -102,11 +102,9 @@ class Ordered:
             if newer > step and not any(_gives_up(each, newer, writer) for each in back):
                 what = f"step {newer} of attempt {writer} is committed, and nobody gave it up"
                 self._world.invariants.breaks("I7", f"{job} restores {step}: {what}")
-        for order in reversed(back[-MOST_BACK:]):
-            if not order.refused and order.request.from_step == step:
-                break  # which may have been given up before
-            known = (step, by) in storage.commits[: order.stored]
-            if order.answered and known and step > order.request.from_step:
+        for order in back[-MOST_BACK:]:
+            known = order.answered and (step, by) in storage.commits[: order.stored]
+            if known and step > order.request.from_step and not self._later(job, step, order):
                 what = f"{step} of attempt {by}, and was to go back to {order.request.from_step}"
                 self._world.invariants.breaks("I7", f"{job} is offered {what}")
 
@@ -133,14 +131,20 @@ class Ordered:
             self._world.invariants.breaks("I11", f"{what}, and not the configuration that it must")
 
     def _begins(self, job: str, step: int, by: int) -> None:
-        back = self._of(job).back[-MOST_BACK:]
-        here = [order for order in back if not order.refused and order.request.from_step == step]
-        for order in back:
+        for order in self._of(job).back[-MOST_BACK:]:
             given_up = order.answered and by <= order.attempt and step > order.request.from_step
-            # Unless another order, which may have been the later one, was to go back to this step.
-            if given_up and not any(not 0 < other.closed < order.sent for other in here):
+            if given_up and not self._later(job, step, order):
                 what = f"{step} of attempt {by}, and was to go back to {order.request.from_step}"
                 self._world.invariants.breaks("I7", f"{job} begins at {what}")
+
+    def _later(self, job: str, step: int, order: Order) -> bool:
+        """Whether an order that may have been later than this one was to go back to the step."""
+        return any(
+            other.request.from_step == step
+            and not other.refused
+            and not 0 < other.closed < order.sent
+            for other in self._of(job).back[-MOST_BACK:]
+        )
 
     def placed(self, job: str, state: Cluster) -> None:
         """I11: the jobs of a tenant hold no more than its quota when one of them starts."""

@@ -7,12 +7,13 @@ log says so.
 
 from __future__ import annotations
 
+from megascale_common.node.logs.matcher import kind_of
+from megascale_common.node.logs.templates import fingerprint
 from megascale_driver.core import job_faults
 from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.candidates import usable
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
-from megascale_driver.core.fingerprint import fingerprint
 from megascale_driver.core.state import Job, Root
 
 MAX_ROOTS = 8  # of a job; the oldest are forgotten
@@ -28,6 +29,7 @@ _BLAMED = frozenset(
         FaultKind.OPEN_FAILED,
     }
 )
+_FOLLOWS = frozenset({"collective_timeout", "peer_closed_secondary"})
 _GONE = frozenset({FaultKind.NODE_DEAD, FaultKind.NODE_EVICTED})
 
 
@@ -44,7 +46,7 @@ def blame(draft: Draft, job: Job) -> None:
     code is at fault. The committer's node is left at its first failure, if another stands by.
     """
     guilty = _guilty(job)
-    if guilty is None or _is_software(draft, job, guilty):
+    if guilty is None or is_software(draft, job, guilty):
         return
     job = draft.jobs[job.name]
     count = job.node_failures.get(guilty.node, 0) + 1
@@ -131,12 +133,28 @@ def _guilty(job: Job) -> Fault | None:
     if any(f.kind in _GONE for f in faults):
         return None
     found = culprit(tuple(f for f in faults if f.kind in _BLAMED))
-    return found if found is not None and found.node else None
+    if found is None or not found.node or _only_follows(found):
+        return None
+    return found
 
 
-def _is_software(draft: Draft, job: Job, guilty: Fault) -> bool:
-    """Remember the root; whether it was seen on several nodes since the last progress."""
-    root = root_of(guilty)
+def _only_follows(fault: Fault) -> bool:
+    """Whether the error of a worker is one that follows from faults elsewhere.
+
+    A collective that timed out or a connection that a peer closed blames nobody.
+    """
+    if fault.kind is not FaultKind.WORKER_EXITED:
+        return False
+    kind = kind_of(fault.message)
+    return kind is not None and kind.category in _FOLLOWS
+
+
+def is_software(draft: Draft, job: Job, guilty: Fault, root: str = "") -> bool:
+    """Remember the root; whether it was seen on several nodes since the last progress.
+
+    ``root``: the fingerprint, if it is not that of the fault's message.
+    """
+    root = root or root_of(guilty)
     before = job.roots.get(root, ())
     nodes = before if guilty.node in before else (*before, guilty.node)[:MAX_NODES]
     _remember(draft, job, root, nodes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
-from megascale_driver.core import blame, failure_rate, hang, replicas
+from megascale_driver.core import blame, failure_rate, hang, log_roots, replicas
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
@@ -95,6 +95,8 @@ class Explanation:
     actions: tuple[Audit, ...]
     events: tuple[Audit, ...]
     suggestions: tuple[Suggestion, ...]
+    # Of the attempt that the cause is about.
+    log_root: Audit | None = None
 
     @property
     def text(self) -> str:
@@ -102,6 +104,9 @@ class Explanation:
         lines = [self.sentence]
         if self.cause is not None:
             lines += ["", "what happened", f"  {_line(self.cause)}"]
+        if self.log_root is not None:
+            lines += ["", "what the logs say", f"  {_line(self.log_root)}"]
+            lines += [f"    {self.log_root.outcome}"] if self.log_root.outcome else []
         if self.actions:
             lines += ["", "what the system did", *(f"  {_line(line)}" for line in self.actions)]
         if self.suggestions:
@@ -124,6 +129,7 @@ def explanation(
         and line.seq > cause.seq >= 1
         and line.reason not in _NO_ACTIONS
         and not _symptom(line)
+        and line.reason != log_roots.REASON
     ]
     newest_first = list(reversed(log))
     notable = [line for line in newest_first if line.reason not in ROUTINE]
@@ -134,7 +140,15 @@ def explanation(
         actions=tuple(actions[:MAX_ACTIONS]),
         events=(*notable[:MAX_EVENTS], *routine[:MAX_EVENTS]),
         suggestions=suggestions(state, job, cause, _held_up_by(state, job, now_s, policy)),
+        log_root=_log_root(cause, log),
     )
+
+
+def _log_root(cause: Audit | None, log: Sequence[Audit]) -> Audit | None:
+    """What the logs named as the root of the attempt that the cause is about."""
+    if cause is None:
+        return None
+    return _newest([line for line in log if line.attempt == cause.attempt], (log_roots.REASON,))
 
 
 def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:

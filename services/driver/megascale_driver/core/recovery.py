@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megascale_driver.core import blame, breaker, budgets, job_faults, nodes
+from megascale_driver.core import blame, breaker, budgets, job_faults, log_roots, nodes
 from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
@@ -78,6 +78,8 @@ def settle(draft: Draft, job: Job) -> Job:
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
     faults = job.current.faults
+    root = log_roots.write(draft, job)
+    job = draft.jobs[job.name]
     if (final := job_faults.never_runs(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)
     job = budgets.charge(draft, job)
@@ -87,7 +89,7 @@ def settle(draft: Draft, job: Job) -> Job:
         job = _refuse_checkpoint(draft, job)
     elif any(f.kind is FaultKind.JOB_TOO_BIG for f in faults):
         job_faults.decide_on_size(draft, job)
-    else:
+    elif not log_roots.decide(draft, job, root):
         blame.blame(draft, job)
     job_faults.decide_on_memory(draft, draft.jobs[job.name])
     return budgets.check(draft, draft.jobs[job.name])

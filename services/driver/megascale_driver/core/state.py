@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
+from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.attempt import Attempt, FailureCount, NodeSlot
 from megascale_driver.core.checkpoint_progress import Progress
@@ -176,6 +177,9 @@ class Report:
     replica_endpoint: str = ""
     # With phase IDLE.
     stopped: StoppedReport | None = None
+    # What the logs report of the attempt (job, number), whose node and host are the report's.
+    logs_of: tuple[str, int] = ("", 0)
+    logs: tuple[Observation, ...] = ()
     # The newest order to save and leave that failed, by its id, and why.
     leave_failed: tuple[str, str] = ("", "")
 
@@ -233,8 +237,7 @@ class Node:
     identity: Identity = field(default_factory=Identity)
     disposition: Disposition = Disposition.SCHEDULABLE
     disposition_reason: str = ""
-    # The rule that set the disposition: a quarantine by self-check ends with the incarnation that
-    # failed the check, one by an operator does not.
+    # The rule that set it: a quarantine by self-check ends with the incarnation that failed.
     disposition_policy: str = ""
     liveness: Liveness = field(default=Liveness.UNKNOWN, metadata=VOLATILE)
     connected: bool = field(default=False, metadata=VOLATILE)
@@ -245,7 +248,6 @@ class Node:
     # The newest failed probe since the node's last sign of life; 0 without one.
     probe_failed_at_s: float = field(default=0.0, metadata=VOLATILE)
     report: Report | None = field(default=None, metadata=VOLATILE)
-    # When that report arrived.
     beat_at_s: float = field(default=0.0, metadata=VOLATILE)
     # Self-checks of the newest PREPARE; later heartbeats need not repeat them.
     checks: tuple[Check, ...] = field(default=(), metadata=VOLATILE)
@@ -336,8 +338,7 @@ class Job:
     committed_at_s: float = 0.0
     manifest_uri: str = ""
     conditions: tuple[Condition, ...] = ()
-    # The newest (attempt, step) whose checkpoint failed, how many failed in a row up to it, and the
-    # committed step that they all follow.
+    # The newest (attempt, step) whose checkpoint failed, how many did in a row, after which step.
     failed_checkpoint: tuple[int, int] = (0, 0)
     failed_checkpoints: int = 0
     failed_since_step: int = 0
@@ -485,7 +486,6 @@ class Cluster:
     unreadable: Mapping[str, str] = field(default_factory=dict)
     # When the queue is decided again even if nothing changes.
     queue_due_s: float = 0.0
-    # When it was decided last.
     queue_decided_s: float = 0.0
     # When it is next looked for nodes that have left.
     forget_due_s: float = 0.0

@@ -43,7 +43,11 @@ _SIGNS: Final = {
         "finished_step",
         "leave_failure",
         "stopped",
+        "logs",
+        "logs_job",
+        "logs_attempt",
     ),
+    "LogFingerprint": ("signature", "category", "role", "action", "first_rank"),
     "WorkerStatus": ("rank", "state", "exit_status", "error", "error_kind"),
     "CheckpointProgress": (
         "job",

@@ -55,6 +55,10 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
         prompt.append(_bytes(beat.checks))
     if beat.traces:
         prompt.append(_bytes(beat.traces))
+    if beat.logs:
+        prompt += (beat.logs_job, beat.logs_attempt)
+        # Not the whole messages: counts and times grow while the lines are repeated.
+        prompt += [(i.signature, i.category, i.role, i.action, i.first_rank) for i in beat.logs]
     if beat.HasField("stopped"):
         prompt.append(beat.stopped.SerializeToString())
     if beat.HasField("leave_failure"):

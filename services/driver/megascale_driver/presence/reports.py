@@ -6,6 +6,9 @@ Everything that comes from a node is cut to a bound here, before it enters the s
 from __future__ import annotations
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_common.node.logs.categories import Kind
+from megascale_common.node.logs.matcher import Finding
+from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.conditions import CheckpointFailure
@@ -24,6 +27,8 @@ MAX_OPERATIONS = 64
 MAX_TEXT = 4096
 MAX_LABEL = 256  # characters of an address or an id
 MAX_TRACES = 64
+MAX_LOGS = 64
+MAX_SAMPLE = 512
 
 
 def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: float = 0.0) -> Report:
@@ -67,6 +72,10 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         daemon_exit_status=beat.checkpoint_daemon.exit_status,
         replica_endpoint=beat.checkpoint_daemon.replica_endpoint[:MAX_LABEL],
         stopped=_stopped(beat.stopped, clock_offset_s) if beat.HasField("stopped") else None,
+        logs_of=(beat.logs_job[:MAX_LABEL], beat.logs_attempt),
+        logs=tuple(
+            _log(item, at, clock_offset_s) for at, item in enumerate(beat.logs[:MAX_LOGS], start=1)
+        ),
         leave_failed=(beat.leave_failure.id[:MAX_LABEL], beat.leave_failure.error[:MAX_TEXT]),
     )  # fmt: skip
 
@@ -74,6 +83,17 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
 def pages(beat: link_pb2.Heartbeat) -> tuple[RankStatus, ...]:
     """The status pages of the ranks that have one."""
     return tuple(_status(item) for item in beat.workers if item.phase)
+
+
+def _log(item: link_pb2.LogFingerprint, ordinal: int, clock_offset_s: float) -> Observation:
+    name = item.signature[:MAX_LABEL]
+    kind = Kind.reported(
+        name, item.category, item.role, item.action, kernel=item.kernel, weak=item.weak
+    )
+    count = max(1, item.count)
+    finding = Finding(kind, name, item.sample_line[:MAX_SAMPLE], ordinal, count)
+    at_s = item.first_at.ToNanoseconds() / 1e9 + clock_offset_s
+    return Observation("", finding, at_s, item.first_rank)
 
 
 def _worker(status: link_pb2.WorkerStatus, clock_offset_s: float) -> WorkerReport:

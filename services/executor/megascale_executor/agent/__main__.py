@@ -18,6 +18,7 @@ from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.metrics import bind_option
 from megascale_common.service.start import ends_with_a_sentence
 from megascale_executor.agent.config import AgentConfig, parse_devices, parse_topology
+from megascale_executor.agent.kernel_log import KERNEL_LOG, KERNEL_LOG_VARIABLE
 
 _EPILOG = """\
 example: one node with four CPU slots, whose driver writes its address to a file
@@ -97,6 +98,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="PEM",
         help="certificate of the checkpoint daemon, with the role checkpoint; default: the agent's",
     )
+    add(
+        "--kernel-log",
+        type=Path,
+        default=Path(os.environ.get(KERNEL_LOG_VARIABLE) or KERNEL_LOG),
+        help="where faults of the hardware are read: the kernel's log, or a recorded file "
+        "(default %(default)s)",
+    )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
 
@@ -137,6 +145,7 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
         metrics_bind=options.metrics_bind,
         tls=tls,
         daemon_tls=_daemon_tls(options, tls),
+        kernel_log=options.kernel_log,
     )
 
 

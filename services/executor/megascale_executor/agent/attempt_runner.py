@@ -29,9 +29,10 @@ from megascale_executor.agent.attempt import AttemptAction, AttemptState
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.diagnosis import Diagnosis
+from megascale_executor.agent.kernel_log import KernelLog
 from megascale_executor.agent.leave_orders import LeaveOrders
+from megascale_executor.agent.log_scanner import LogScanner
 from megascale_executor.agent.profiles import Profiles, part_of
-from megascale_executor.agent.rank_logs import LogScanner
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
@@ -66,7 +67,7 @@ class AttemptRunner:
         changed: Callable[[], None],
     ) -> None:
         self.state = AttemptState()
-        self.scanner = LogScanner()
+        self.scanner = LogScanner(KernelLog(config.kernel_log), changed)
         self.profiles = Profiles(config.node_folder, changed)
         self.leave = LeaveOrders()
         self.stopped: link_pb2.StoppedAttempt | None = None  # what had failed when it was stopped
@@ -124,6 +125,7 @@ class AttemptRunner:
     async def shut_down(self) -> None:
         """Stop what runs, when the agent itself ends."""
         await self._stop()
+        self.scanner.kernel.close()
 
     def _wake_and_report(self) -> None:
         self._wake.set()
@@ -193,7 +195,8 @@ class AttemptRunner:
         # The workers of an earlier attempt have ended, so what is sealed does not change any more:
         # with PREPARED the driver gets the figures from which it plans the restore.
         await self._daemon.refresh()
-        checks = tuple(finding.to_proto() for finding in findings)
+        kernel_log = self.scanner.kernel.finding()
+        checks = tuple(finding.to_proto() for finding in (*findings, kernel_log))
         bad = failures(findings)
         if bad:
             self.state.fail(f"self-check {bad[0].name} of {bad[0].target}: {bad[0].detail}", checks)
@@ -228,7 +231,8 @@ class AttemptRunner:
             not_left=self._on_not_left,
         )
         self._workers = WorkerSet(template, events)
-        self.scanner.watch({message["rank"]: log for message, log in assignments})
+        logs = {message["rank"]: log for message, log in assignments}
+        self.scanner.watch(self.state.key, logs)
         await self._workers.start(
             assignments, self._store.fileno() if self._store is not None else None
         )
@@ -301,9 +305,9 @@ class AttemptRunner:
                 attempt=self.state.key.attempt,
             )
             await asyncio.sleep(_STOP_RETRY_S)
+        await self.scanner.scan(last=True)  # before the report that the node is idle
         self.stopped = stopped_attempt(self.state.key, self.state.failure, self.workers)
         self._workers, self._job = None, None
-        self.scanner.watch({})
         self.profiles.forget(self.folder.path)
         self.leave.forget()
         self._checks.attempt_ended(well=self.state.phase == attempt.FINISHED)

@@ -10,6 +10,7 @@ from typing import Literal
 from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity.certificates import Certificates
+from megascale_executor.agent.kernel_log import KERNEL_LOG
 
 DeviceKindName = Literal["cpu", "cuda"]
 MAX_DEVICES = 64
@@ -25,6 +26,7 @@ class AgentConfig:
         run_folder: the cluster's folder; the node writes under ``nodes/NAME`` in it.
         host: address at which peers reach this node: the rendezvous store, the agent's server.
         template_command: replaces the training side.
+        kernel_log: the kernel's log, or a recorded file of its lines.
         metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
             metrics.
         tls: the certificates of the agent, ``daemon_tls`` those of the node's checkpoint daemon.
@@ -45,6 +47,7 @@ class AgentConfig:
     metrics_bind: str = ""
     tls: Certificates | None = None
     daemon_tls: Certificates | None = None
+    kernel_log: Path = KERNEL_LOG
 
     def __post_init__(self) -> None:
         for option, name in (("--cluster", self.cluster), ("--node", self.node)):

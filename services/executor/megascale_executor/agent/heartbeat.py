@@ -56,13 +56,8 @@ def build_hello(
     )
 
 
-def build_heartbeat(
-    runner: AttemptRunner, daemon: CheckpointDaemon, *, take_logs: bool = True
-) -> link_pb2.Heartbeat:
-    """The present state of the node.
-
-    ``take_logs`` moves the log classes found so far into this heartbeat; no later one has them.
-    """
+def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon) -> link_pb2.Heartbeat:
+    """The present state of the node."""
     state = runner.state
     beat = link_pb2.Heartbeat(
         epoch_seen=state.epoch_seen.to_proto(),
@@ -77,7 +72,10 @@ def build_heartbeat(
         store_endpoint=state.store_endpoint,
         checkpoints=daemon.progress,
         checkpoint_daemon=daemon.state,
-        logs=runner.scanner.collect() if take_logs else [],
+        logs=runner.scanner.collect(),
+        logs_job=runner.scanner.key.job,
+        logs_attempt=runner.scanner.key.attempt,
+        logs_skipped_bytes=runner.scanner.skipped_bytes,
         host=host_counters(),
         traces=runner.profiles.reports,
     )

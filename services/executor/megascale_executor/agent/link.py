@@ -35,6 +35,8 @@ _BACKOFF_S = (0.2, 2.0)
 # dials again, perhaps another driver.
 _SILENT_INTERVALS = 6
 MAX_HEARTBEAT_BYTES = 64 * 1024
+_SHORT_SAMPLE_CHARS = 160
+_FEW_LOGS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +264,17 @@ class DriverLink:
 def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
     """Shorten a heartbeat that is over the limit, least important content first.
 
-    Log samples are dropped first, then error texts are cut (the logs have them in full), then
+    Log samples are cut first, then lines that only follow from others are dropped, then error texts
+    are cut (the logs have them in full), then
     checkpoints of jobs that hold nothing here are dropped.
     """
     if beat.ByteSize() > MAX_HEARTBEAT_BYTES:
+        for log in beat.logs:
+            log.sample_line = log.sample_line[:_SHORT_SAMPLE_CHARS]
+    if beat.ByteSize() > MAX_HEARTBEAT_BYTES:
+        roots = [log for log in beat.logs if log.role == "root"][:_FEW_LOGS]
         del beat.logs[:]
+        beat.logs.extend(roots)
     if beat.ByteSize() > MAX_HEARTBEAT_BYTES:
         for worker in beat.workers:
             worker.error = worker.error[-200:]

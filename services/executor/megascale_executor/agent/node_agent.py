@@ -98,7 +98,7 @@ class NodeAgent:
         )
         side = NodeSide(
             hello=self._hello,
-            heartbeat=lambda: build_heartbeat(self.runner, self._daemon),
+            heartbeat=self._heartbeat,
             see_epoch=self.runner.state.see_epoch,
             desired=self.runner.set_desired,
         )
@@ -142,6 +142,7 @@ class NodeAgent:
         self._tasks = [
             asyncio.create_task(asyncio_tasks.essential(self.runner.run()), name="runner"),
             asyncio.create_task(asyncio_tasks.essential(self._link.run()), name="link"),
+            asyncio.create_task(asyncio_tasks.essential(self.runner.scanner.run()), name="logs"),
         ]
         self._write_pids()
 
@@ -194,8 +195,7 @@ class NodeAgent:
         )
 
     def _heartbeat(self) -> link_pb2.Heartbeat:
-        """A heartbeat for others than the driver: it consumes nothing."""
-        return build_heartbeat(self.runner, self._daemon, take_logs=False)
+        return build_heartbeat(self.runner, self._daemon)
 
     def _holder(self) -> AttemptKey | None:
         state = self.runner.state

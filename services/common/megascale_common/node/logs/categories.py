@@ -83,6 +83,7 @@ NEVER_EVICT = frozenset(
     }
 )  # fmt: skip
 
+_ROLES: tuple[Role, ...] = ("root", "secondary", "teardown", "advice", "benign")
 _SEVERITIES: dict[Action, Severity] = {
     "none": "info",
     "alert": "warning",
@@ -113,6 +114,18 @@ class Kind:
             raise ValueError(f"category: {self.category!r} is not in the vocabulary; add it there")
         if self.action == "evict_restart" and self.category in NEVER_EVICT:
             raise ValueError(f"action: {self.category} never evicts; use restart or stop")
+
+    @classmethod
+    def reported(
+        cls, name: str, category: str, role: str, action: str, *, kernel: bool, weak: bool
+    ) -> Kind:
+        """The kind that another build reports: what it does not know here evicts no node."""
+        known = category if category in DOMAINS else "unknown"
+        what: Action = next((one for one in _SEVERITIES if one == action), "alert")
+        if what == "evict_restart" and known in NEVER_EVICT:
+            what = "restart"
+        part: Role = next((one for one in _ROLES if one == role), "secondary")
+        return cls(name, known, part, what, kernel=kernel, weak=weak)
 
     @property
     def severity(self) -> Severity:

@@ -51,6 +51,7 @@ def gate_word(literal: str) -> str:
     return max(words, key=lambda word: (word.lower() not in _COMMON, len(word)))
 
 
+_SOURCE = re.compile(r"\s+raise \w")
 _GATE = re.compile("|".join(sorted({gate_word(one) for one in LITERALS})).encode())
 
 
@@ -170,6 +171,8 @@ class Matcher:
 
 def kind_of(line: str) -> Kind | None:
     """The kind of one line; None for a line that reports no trouble."""
+    if _SOURCE.match(line):
+        return None  # the next line of the traceback has the message
     if "SXid" in line and (kind := catalogue.sxid(line)):
         return kind
     if "NVRM: Xid" in line and (kind := catalogue.xid(line)):

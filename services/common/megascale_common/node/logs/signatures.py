@@ -51,6 +51,8 @@ _HARMLESS = (
           pattern=r"\[W[^\]]*socket\.cpp:\d+\].*(cannot be initialized|has failed to connect"
                   r"|not yet listening)"),
     _text("gradient-overflow", "benign", "benign", "none", "Gradient overflow", "OVERFLOW! Rank"),
+    _text("peer-access-missing", "benign", "benign", "none", "Custom allreduce",
+          pattern=r"Setup Custom allreduce failed|Custom allreduce is disabled"),
     _text("nfs-recovered", "benign", "benign", "none", "nfs: server",
           pattern=r"nfs: server \S+ OK"),
 )  # fmt: skip
@@ -63,7 +65,7 @@ _GPU = (
     _text("gpu-pmu-halt", "gpu_pmu_halt", "root", "evict_restart", "PmuHalted", "PMU has halted",
           kernel=True),
     _text("gpu-gsp-timeout", "gsp_rpc_timeout", "root", "evict_restart", "RPC from GSP",
-          "RPC response from GPU", kernel=True),
+          "RPC response from GPU", "GSP Timeout", "kgspIsHeartbeatTimedOut", kernel=True),
     _text("gpu-adapter", "gpu_init_failed", "root", "evict_restart", "NVRM",
           pattern=r"NVRM:.*(RmInitAdapter|rm_init_adapter|Cannot attach gpu|probe routine failed"
                   r"|nvidia_frontend_open.*failed)", kernel=True),
@@ -97,12 +99,15 @@ _GPU = (
           "ErrorDevicesUnavailable"),
     _text("cuda-no-device", "gpu_init_failed", "root", "restart", "No CUDA GPUs are available",
           "no CUDA-capable device", "cudaErrorNoDevice", "cudaErrorInitializationError",
-          "CUDA error: initialization error", "No devices were found"),
+          "CUDA error: initialization error", "No devices were found", "CUDA_ERROR_NO_DEVICE",
+          "CUDA unknown error", "CUDA driver initialization failed",
+          "Failed to initialize NVML: Unknown"),
     _text("cuda-oom", "cuda_oom", "root", "stop", "CUDA out of memory", "ErrorMemoryAllocation",
           "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "Cuda failure", "Failed to CUDA",
-          "CUDA_ERROR_OUT_OF_MEMORY",
+          "CUDA_ERROR_OUT_OF_MEMORY", "HIP out of memory", "OutOfMemoryError",
+          "RESOURCE_EXHAUSTED", "cudaMalloc failed",
           pattern=r"out of memory|ErrorMemoryAllocation|STATUS_ALLOC_FAILED|OUT_OF_MEMORY"
-                  r"|Failed to CUDA (m|c)alloc"),
+                  r"|Failed to CUDA (m|c)alloc|OutOfMemoryError|RESOURCE_EXHAUSTED: Out of memory"),
     _text("cuda-assert", "cuda_device_assert", "root", "stop", "device-side assert",
           "cudaErrorAssert"),
     _text("cuda-illegal-access", "cuda_illegal_access", "root", "restart",
@@ -121,28 +126,35 @@ _HOST = (
           pattern=r"EDAC .*\b\d+ UE\b|Memory failure: 0x|Uncorrected error\s*$"
                   r"|[Uu]ncorrected hardware memory|[Uu]ncorrectable memory error", kernel=True),
     _text("dimm-ce", "host_dimm_ce", "root", "alert", "EDAC", "orrected memory error",
-          pattern=r"EDAC .*\b\d+ CE\b|EDAC .*HANDLING MCE MEMORY|Corrected memory error",
+          "orrected error, no action", "orrected read error", "MEMORY CONTROLLER",
+          pattern=r"EDAC .*\b\d+ CE\b|EDAC .*HANDLING MCE MEMORY|\bCorrected memory error"
+                  r"|\bCorrected error, no action.*\b(memory|Memory)|\bCorrected read error"
+                  r"|MEMORY CONTROLLER \w+_CHANNEL",
           kernel=True),
     _text("cper-fatal", "host_hardware_error", "root", "evict_restart", "Hardware Error",
           pattern=r"event severity: fatal", kernel=True),
     _text("cper", "host_hardware_error", "root", "alert", "Hardware Error",
-          pattern=r"event severity: recoverable|Machine check|error from APEI", kernel=True,
+          pattern=r"event severity: recoverable|Machine [Cc]heck|error from APEI"
+                  r"|MC\d+_STATUS\[", kernel=True,
           weak=True),
     _text("lockup", "host_lockup", "root", "evict_restart", "oft lockup", "hard LOCKUP",
           "ernel panic", "ernel Panic", "BUG: unable to handle", kernel=True),
     _text("hung-task", "host_hung_task", "root", "alert", "blocked for more than", kernel=True),
     _text("host-oom", "host_oom", "root", "restart", "ut of memory: Kill", "oom-kill",
-          "out-of-memory handler", kernel=True),
+          "out-of-memory handler", "oom_kill event", "OOM Killed", "OOMKilled", ": Out Of Memory",
+          kernel=True),
     _text("pcie-fatal", "pcie_error", "root", "evict_restart", "AER:", "PCIe Bus Error",
           pattern=r"AER: .*\((Fatal|fatal)\)|Uncorrected \(Fatal\)|Uncorrectable \(Fatal\)",
           kernel=True),
     _text("pcie", "pcie_error", "root", "alert", "AER:", "PCIe Bus Error", kernel=True),
     _text("disk-failed", "host_disk_failed", "root", "evict_restart", "ilesystem",
-          "Disk failure on", "after reset failure",
+          "Disk failure on", "after reset failure", "after probe failure",
           pattern=r"Remounting filesystem read-only|XFS .*Shutting down filesystem"
-                  r"|md/raid.*Disk failure on|Disabling device after reset failure", kernel=True),
+                  r"|md/raid.*Disk failure on|Disabling device after reset failure"
+                  r"|Removing after probe failure", kernel=True),
     _text("disk", "host_disk_failed", "root", "alert", "Buffer I/O error", "reset controller",
-          kernel=True),
+          "timeout, aborting", "timeout, disable controller", "I/O error, dev",
+          "Identify Controller failed", kernel=True),
     _text("nccl-segv", "unknown", "root", "alert", "in libnccl.so"),
 )  # fmt: skip
 
@@ -193,9 +205,11 @@ _COMMUNICATION = (
     _text("shm-attach", "shm_attach_failed", "root", "restart", "attaching to shared memory"),
     _text("timeout-collective", "collective_timeout", "secondary", "restart",
           "collective operation timeout", "checkTimeout", "raised from ncclCommWatchdog",
-          "either an error or timeout", "Timed out waiting", "imeout at NCCL work",
+          "either an error or timeout", "detected by watchdog", "Timed out waiting",
+          "imeout at NCCL work",
           "timeout caused pair closure",
           pattern=r"operation timeout|checkTimeout|ncclCommWatchdog|error or timeout"
+                  r"|failure detected by watchdog at work"
                   r"|imeout at NCCL work|timeout caused pair closure"
                   r"|Timed out waiting \d+ms for (recv|send)"),
     _text("watchdog-stuck", "watchdog_stuck", "secondary", "restart", "watchdog got stuck",
@@ -206,10 +220,11 @@ _COMMUNICATION = (
     _text("rendezvous-timeout", "rendezvous_timeout", "root", "restart", "RendezvousTimeoutError",
           "RendezvousConnectionError", "client socket has timed out", "wait timeout after",
           "DistStoreError", "failed to connect/validate", "store based barrier", "to any network",
-          "Socket Timeout",
+          "Socket Timeout", "connect() timed out", "connectFullMesh failed",
           pattern=r"Rendezvous\w+Error|socket has timed out|wait timeout after|Socket Timeout"
                   r"|waiting for (workers|clients)|connect/validate|Timed out initializing"
-                  r"|failed to connect to any network", weak=True),
+                  r"|failed to connect to any network|connect\(\) timed out|connectFullMesh failed",
+          weak=True),
     _text("port-in-use", "port_in_use", "root", "restart", "ddress already in use", "EADDRINUSE"),
 )  # fmt: skip
 
@@ -219,8 +234,9 @@ _FILES_AND_NUMBERS = (
     _text("storage-stale", "storage_stale_handle", "root", "restart", "tale file handle",
           "tale NFS file handle", "Errno 116"),
     _text("storage-gone", "storage_unreachable", "root", "alert", "nfs: server",
-          "endpoint is not connected", "LustreError", "Lustre:",
-          pattern=r"not responding|not connected|Lustre.*(was lost|timed out|operation .* failed)"),
+          "endpoint is not connected", "endpoint shutdown", "LustreError", "Lustre:",
+          pattern=r"not responding|not connected|endpoint shutdown"
+                  r"|Lustre.*(was lost|timed out|operation .* failed)"),
     _text("storage-full", "storage_write_failed", "root", "stop", "No space left on device",
           "ENOSPC", weak=True),
     _text("storage-write", "storage_write_failed", "root", "restart", "StreamWriter failed",
@@ -229,10 +245,12 @@ _FILES_AND_NUMBERS = (
           pattern=r"StreamWriter failed writing|unexpected pos \d+|\[Errno 5\]"
                   r"|write\(\).*Input/output error|^RuntimeError: File \S+ cannot be opened"
                   r"|\bOSError.*[Rr]ead-only file system|Remote I/O error"),
-    _text("nan", "numeric_nan", "root", "stop", "NaN", "nan", "NAN",
+    _text("nan", "numeric_nan", "root", "stop", "NaN", "nan", "NAN", "Invalid loss",
+          "not finite", "on-finite",
           pattern=r"found NaN|(became|is) (infinite or )?NaN|NaN or Inf (found )?in (loss|grad)"
                   r"|(?i:(grad[_ ]norm|\bloss)['\"]?[:=] ?nan\b)|Unexpected result nan"
-                  r"|(?i:loss is nan\b)"),
+                  r"|(?i:loss (is|=) ?(nan|inf)\b)|Invalid loss, terminating"
+                  r"|returned nan values in|(?i:loss is (not finite|non-finite))"),
 )  # fmt: skip
 
 _ENDS = (
@@ -241,21 +259,25 @@ _ENDS = (
     _text("slurm-ended", "scheduler_ended", "root", "none", "CANCELLED AT"),
     _text("sigkill", "sigkill_unknown", "secondary", "restart", "xitcode", "SIGKILL",
           "signal: Killed", "Killed", "exit code 137", "ignal 9",
+          "return code = -9",
           pattern=r"exitcode\s*: -9\b|[Ss]ignal 9\b|Signals\.SIGKILL|signal: Killed|^\s*Killed\s*$"
-                  r"|line \d+:\s+\d+ Killed|exit code 137"),
+                  r"|line \d+:\s+\d+ Killed|exit code 137|return code = -9\b"),
     _text("peer-closed", "peer_closed_secondary", "secondary", "none", "Connection closed by",
           "onnection reset by peer", "Broken pipe", "Socket recv failed", "ncclRemoteError",
           "remote process exited", "sendBytes failed", "recvValue failed", "[Proxy Service",
           "[Service thread] E", "[Service thread] C", "Connection refused",
+          "Proxy Call to rank", "monitoredBarrier", "got 0 bytes",
           pattern=r"Connection closed by (remote )?peer|reset by peer|Broken pipe|recv failed"
                   r"|ncclRemoteError|remote process exited|sendBytes|recvValue"
-                  r"|WARN \[(Proxy Service|Service thread)|NCCL WARN.*Connection refused"),
+                  r"|WARN \[(Proxy Service|Service thread)|NCCL WARN.*Connection refused"
+                  r"|Proxy Call to rank \d+ failed|reached monitoredBarrier, but received errors"
+                  r"|[Ff]ailed to recv, got 0 bytes"),
     _text("teardown", "teardown_secondary", "teardown", "none", "death signal", "closing signal",
           "via signal SIG", "nable to shutdown processes", "Sending processes ",
           "[Service thread] Connection closed", "Abort COMPLETE", "entire process down",
           "NCCL operations have failed", "SignalException", "KeyboardInterrupt",
           "Worker group FAILED", "Waiting up to", "leaked semaphore", "Force Terminated",
-          "Terminating job step"),
+          "Terminating job step", "] Killing subprocess"),
 )  # fmt: skip
 
 SIGNATURES: tuple[Signature, ...] = (
@@ -267,7 +289,7 @@ WRAPPER = Kind("unknown-wrapper", "unknown", "root", "alert", weak=True)
 FATAL = Kind("unknown-fatal", "unknown", "root", "alert")
 FATAL_LITERALS = ("rror", "ERROR", "xception", "atal", "FATAL", "NCCL WARN", "terminate called",
                   "egmentation fault", "core dumped", "corruption", "heck failed", "xitcode",
-                  "Root Cause")  # fmt: skip
+                  "Root Cause", "ASSERT FAILED")  # fmt: skip
 IGNORED = re.compile(
     r"NCCL INFO|^frame #\d|During handling of the above|another exception occurred"
     r"|\[Hardware Error\]|\b(?:0|no) errors?\b|stack trace: \*\*\*|^\s+File \""
@@ -276,9 +298,11 @@ IGNORED = re.compile(
 WRAPPERS = re.compile(
     r"terminate called|exitcode|ChildFailedError|DistBackendError|ncclInvalidUsage|Last error"
     r"|watchdog thread terminated|raised from|Root Cause|^Traceback|ncclSystemError"
-    r"|unhandled system error|ncclInternalError|tasks? .*[Ee]xited"
+    r"|unhandled system error|ncclInternalError|tasks? .*[Ee]xited|errors\.error_handler"
+    r"|error_handler: \{|Connect to \S+ failed"
 )
 FATAL_PATTERN = re.compile(
     r"\b\w*(?:Error|Exception)\b|\b(?:ERROR|FATAL|[Ff]atal|[Ee]rror:)|NCCL WARN|terminate called"
     r"|[Ss]egmentation fault|core dumped|corruption|[Cc]heck failed|exitcode|Root Cause"
+    r"|INTERNAL ASSERT FAILED"
 )

@@ -1,4 +1,4 @@
-"""Clusters of unknown fatal lines: lines of one template differ only in variable parts.
+"""What is equal in lines that differ only in variable parts: fingerprints, and their clusters.
 
 After Drain (He et al., ICWS 2017): lines of equal length in words and equal first word are
 compared word by word, and join the template that agrees in most words. Bounded: past the limit
@@ -11,6 +11,7 @@ import re
 
 MAX_TEMPLATES = 64
 MAX_WORDS = 24
+MAX_FINGERPRINT = 120  # characters
 _AGREEING = 0.6  # share of words
 _ANY = "<*>"
 _OTHER = "unknown: further templates"
@@ -20,32 +21,45 @@ _VARIABLE = re.compile(
 )
 
 
+def masked(text: str) -> str:
+    """The text with numbers, addresses, quoted names and paths replaced by ``<*>``."""
+    return _VARIABLE.sub(_ANY, text)
+
+
+def fingerprint(kind: str, message: str, node: str = "") -> str:
+    """Equal for failures that differ only in variable parts and in the node's own name."""
+    text = message.replace(node, "NODE") if node else message
+    return f"{kind}: {masked(text)}"[:MAX_FINGERPRINT]
+
+
 class Templates:
     """Templates seen so far; ``of`` returns the one that a line belongs to."""
 
     def __init__(self, limit: int = MAX_TEMPLATES) -> None:
         self._limit = limit
         self._count = 0
-        self._groups: dict[tuple[int, str], list[list[str]]] = {}
+        # The text that names a template, and its words, of which further ones may turn out to vary.
+        self._groups: dict[tuple[int, str], list[tuple[str, list[str]]]] = {}
 
     def of(self, line: str) -> str:
-        """The template of a line, with ``<*>`` for what varies."""
-        words = _VARIABLE.sub(_ANY, _PREFIX.sub("", line, count=1)).split()[:MAX_WORDS]
+        """The template of a line, with ``<*>`` for what varies; it keeps the name of its first."""
+        words = masked(_PREFIX.sub("", line, count=1)).split()[:MAX_WORDS]
         if not words:
             return _OTHER
         key = (len(words), words[0])
         group = self._groups.get(key)
-        best = max(group, key=lambda known: _agreement(known, words)) if group else None
-        if best is not None and _agreement(best, words) >= _AGREEING:
+        best = max(group, key=lambda known: _agreement(known[1], words)) if group else None
+        if best is not None and _agreement(best[1], words) >= _AGREEING:
             for index, word in enumerate(words):
-                if best[index] != word:
-                    best[index] = _ANY
-            return " ".join(best)
+                if best[1][index] != word:
+                    best[1][index] = _ANY
+            return best[0]
         if self._count >= self._limit:
             return _OTHER
         self._count += 1
-        self._groups.setdefault(key, []).append(words)
-        return " ".join(words)
+        name = " ".join(words)
+        self._groups.setdefault(key, []).append((name, words))
+        return name
 
 
 def _agreement(known: list[str], words: list[str]) -> float:

@@ -17,20 +17,32 @@ from megascale_common.node.logs.matcher import Finding, Matcher
 _STRENGTH: dict[Action, int] = {"none": 0, "alert": 1, "restart": 2, "evict_restart": 3, "stop": 4}
 # Kernel evidence within this time of the earliest root outranks that root.
 KERNEL_WINDOW_S = 60.0
+# Lines that explain the failures after them away: a host without NVSwitch needs no fabric manager.
+_FINAL = frozenset({"fabric-no-switch"})
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A finding of one node. ``at`` orders findings: seconds on one clock, or line numbers."""
+    """A finding of one node. ``at`` orders findings: seconds on one clock, or line numbers.
+
+    ``rank`` is the one whose log has it, -1 for the kernel's log. Nodes of one ``host`` share its
+    kernel log and its hardware; empty: the node is a host of its own.
+    """
 
     node: str
     finding: Finding
     at: float
+    rank: int = -1
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The one primary category, and what it asks for; ``nodes`` are those with the same root."""
+    """The one primary category, and what it asks for; ``nodes`` are those with the same root.
+
+    ``node`` and ``rank`` have the line; ``set_aside`` counts the lines of other kinds, which
+    followed from it or are weaker evidence. ``kernel``: the kernel's own driver reports it.
+    """
 
     category: str
     role: Role
@@ -39,6 +51,12 @@ class Verdict:
     evidence: str
     fingerprint: str
     nodes: tuple[str, ...]
+    node: str = ""
+    rank: int = -1
+    set_aside: int = 0
+    kernel: bool = False
+    weak: bool = False  # the line only wraps or repeats a failure
+    shared: bool = False  # by several hosts: software, configuration or the fabric
 
 
 BENIGN = Verdict("benign", "benign", "none", "unknown", "", "", ())
@@ -51,13 +69,21 @@ def verdict(observations: Iterable[Observation]) -> Verdict:
         return BENIGN
     primary = _primary(seen)
     kind, fingerprint = primary.finding.kind, primary.finding.fingerprint
-    nodes = tuple(sorted({one.node for one in seen if one.finding.fingerprint == fingerprint}))
+    same = [one for one in seen if one.finding.fingerprint == fingerprint]
+    shared = len({one.host or one.node for one in same}) > 1
     action = _action(primary, seen)
-    if action == "evict_restart" and len(nodes) > 1:
+    if action == "evict_restart" and shared:
         action = "restart"
     return Verdict(
-        kind.category, kind.role, action, kind.domain, primary.finding.sample, fingerprint, nodes
-    )
+        kind.category, kind.role, action, kind.domain, primary.finding.sample, fingerprint,
+        nodes=tuple(sorted({one.node for one in same})),
+        node=primary.node,
+        rank=primary.rank,
+        set_aside=sum(one.finding.count for one in seen if one.finding.fingerprint != fingerprint),
+        kernel=kind.kernel and primary.rank < 0,
+        weak=kind.weak,
+        shared=shared,
+    )  # fmt: skip
 
 
 def _primary(seen: Sequence[Observation]) -> Observation:
@@ -79,13 +105,16 @@ def _tier(kind: Kind) -> int:
         return 6
     if kind.role == "teardown":
         return 5
+    if kind.name in _FINAL:
+        return 1
     if kind.weak and kind.action == "alert":
         return 4
     if kind.role == "secondary":
         return 3
     if kind.action == "alert" or kind.weak:
         return 2
-    return 0 if kind.kernel else 1
+    # The memory of another container may be what the kernel reports: that explains no error text.
+    return 0 if kind.kernel and kind.category != "host_oom" else 1
 
 
 def _action(primary: Observation, seen: Sequence[Observation]) -> Action:
@@ -94,7 +123,8 @@ def _action(primary: Observation, seen: Sequence[Observation]) -> Action:
     Only the cause itself stops a job: a restart may cure what came with it.
     """
     action = primary.finding.kind.action
-    if primary.finding.kind.role != "root" or action in {"none", "stop"}:
+    kind = primary.finding.kind
+    if kind.role != "root" or action in {"none", "stop"} or kind.name in _FINAL:
         return action
     for one in seen:
         other = one.finding.kind

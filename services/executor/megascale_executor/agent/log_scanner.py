@@ -1,0 +1,176 @@
+"""What the logs of an attempt report of trouble: each rank's log and the kernel's, as they grow.
+
+The matcher of :mod:`megascale_common.node.logs` finds the lines; here they become one record per
+fingerprint, with count, times and one sample, until the next attempt begins. Reading is done in a
+thread, in blocks and within bounds, so that no rank's log delays a heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megascale.v1 import link_pb2
+from megascale_common.node.logs.matcher import Finding, Matcher
+from megascale_common.service.wire_text import encodable
+from megascale_executor.agent.attempt import NO_ATTEMPT, AttemptKey
+from megascale_executor.agent.kernel_log import KernelLog
+
+SCAN_S = 0.5
+KERNEL_RANK = -1
+MAX_SAMPLE_BYTES = 512
+MAX_FINGERPRINTS = 40
+MAX_UNKNOWN = 16  # of these, lines that no signature matches: they must not displace known ones
+_MAX_NAME_CHARS = 160
+_BLOCK_BYTES = 262_144
+MAX_BEHIND_BYTES = 64 << 20  # of one log; what is further behind the end is skipped and counted
+_REPORTED = frozenset({"root", "secondary", "teardown"})
+
+
+@dataclass(slots=True)
+class _Record:
+    finding: Finding
+    rank: int
+    first_at_s: float
+    last_at_s: float
+
+
+@dataclass(slots=True)
+class _Source:
+    """The log of one rank, and how far it was read."""
+
+    rank: int
+    path: Path
+    offset: int = 0
+    matcher: Matcher = field(default_factory=Matcher)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """An attempt: a scan that is still in progress for an earlier one changes only that."""
+
+    key: AttemptKey = NO_ATTEMPT
+    sources: tuple[_Source, ...] = ()
+    records: dict[str, _Record] = field(default_factory=dict)
+    skipped_bytes: int = 0
+
+
+class LogScanner:
+    """Finds trouble in the logs of the present attempt; ``news`` is called when some is new."""
+
+    def __init__(self, kernel: KernelLog, news: Callable[[], None]) -> None:
+        self.kernel = kernel
+        self._kernel_matcher = Matcher()
+        self._news = news
+        self._watched = _Watched()
+        self._lock = threading.Lock()  # of the records
+        self._scanning = threading.Lock()
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt whose logs are scanned, or were last."""
+        return self._watched.key
+
+    @property
+    def skipped_bytes(self) -> int:
+        """Bytes that were written faster than they could be read."""
+        return self._watched.skipped_bytes
+
+    def watch(self, key: AttemptKey, logs: Mapping[int, Path]) -> None:
+        """Scan the logs of this attempt, by rank, from now on, and forget what was found."""
+        sources = tuple(_Source(rank, path) for rank, path in logs.items())
+        self._watched = _Watched(key, sources)
+
+    async def run(self) -> None:
+        """Scan for ever."""
+        while True:
+            await asyncio.sleep(SCAN_S)
+            await self.scan()
+
+    async def scan(self, *, last: bool = False) -> None:
+        """Read what was added. ``last``: the processes have ended, so a last line has no end."""
+        if await asyncio.to_thread(self.scan_now, last=last):
+            self._news()
+
+    def scan_now(self, *, last: bool = False) -> bool:
+        """As :meth:`scan`, in this thread; whether a fingerprint is new."""
+        with self._scanning:
+            watched, before = self._watched, len(self._watched.records)
+            for source in watched.sources:
+                self._scan(watched, source, last)
+            for at_s, text in self.kernel.read():
+                self._kernel_matcher.feed(text)
+                self._take(watched, self._kernel_matcher, KERNEL_RANK, at_s)
+            return len(watched.records) > before
+
+    def collect(self) -> list[link_pb2.LogFingerprint]:
+        """All that was found in the present attempt, in the order in which it was found."""
+        with self._lock:
+            return [_message(record) for record in self._watched.records.values()]
+
+    def _scan(self, watched: _Watched, source: _Source, last: bool) -> None:
+        try:
+            with source.path.open("rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                behind = status.st_size - source.offset
+                if behind > MAX_BEHIND_BYTES:
+                    watched.skipped_bytes += behind - MAX_BEHIND_BYTES
+                    source.offset = status.st_size - MAX_BEHIND_BYTES
+                file.seek(source.offset)
+                at_s = min(status.st_mtime, time.time())
+                # Up to the size at the beginning: a rank that writes on must not hold the others.
+                while source.offset < status.st_size and (data := file.read(_BLOCK_BYTES)):
+                    source.offset += len(data)
+                    source.matcher.feed(data)
+                    self._take(watched, source.matcher, source.rank, at_s)
+                if last:
+                    source.matcher.close()
+                    self._take(watched, source.matcher, source.rank, at_s)
+        except OSError:
+            return
+
+    def _take(self, watched: _Watched, matcher: Matcher, rank: int, at_s: float) -> None:
+        with self._lock:
+            for finding in matcher.take():
+                if finding.kind.role in _REPORTED:
+                    _add(watched.records, finding, rank, at_s)
+
+
+def _add(records: dict[str, _Record], finding: Finding, rank: int, at_s: float) -> None:
+    known = records.get(finding.fingerprint)
+    if known is not None:
+        known.finding.count += finding.count
+        known.last_at_s = max(known.last_at_s, at_s)
+        return
+    if len(records) >= MAX_FINGERPRINTS:
+        return
+    if finding.kind.category == "unknown":
+        unknown = sum(one.finding.kind.category == "unknown" for one in records.values())
+        if unknown >= MAX_UNKNOWN:
+            return
+    records[finding.fingerprint] = _Record(finding, rank, at_s, at_s)
+
+
+def _message(record: _Record) -> link_pb2.LogFingerprint:
+    finding, kind = record.finding, record.finding.kind
+    message = link_pb2.LogFingerprint(
+        signature=encodable(finding.fingerprint[:_MAX_NAME_CHARS]),
+        count=finding.count,
+        first_rank=record.rank,
+        sample_line=encodable(
+            finding.sample.encode(errors="replace")[:MAX_SAMPLE_BYTES].decode(errors="ignore")
+        ),
+        category=kind.category,
+        role=kind.role,
+        action=kind.action,
+        kernel=kind.kernel,
+        weak=kind.weak,
+    )
+    message.first_at.FromNanoseconds(round(record.first_at_s * 1e9))
+    message.last_at.FromNanoseconds(round(record.last_at_s * 1e9))
+    return message

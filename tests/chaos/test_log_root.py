@@ -1,0 +1,69 @@
+"""A worker that prints why it fails, in a real cluster: its line is the verdict."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.harness.chaos_cluster import chaos_cluster
+from tests.harness.installed_package import install
+
+from megascale.v1 import types_pb2
+
+ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+CLOSED = "NCCL WARN socketProgress: Connection closed by remote peer node2<42830>"
+TIMEOUT = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9) ran for 9 ms"
+FAILS = f"""
+from pathlib import Path
+
+import torch.distributed as dist
+from megascale_trainer.optimizer.adamw import AdamW
+
+ONCE = Path(__file__).with_name("failed")
+
+class Failing(AdamW):
+    def update(self, gradients, parameters, control, learning_rate, number):
+        if number == 12 and dist.get_rank() == 0 and not ONCE.exists():
+            print({CLOSED!r}, flush=True)
+            print({TIMEOUT!r}, flush=True)
+        if number >= 13 and dist.get_rank() == 1 and not ONCE.exists():
+            ONCE.touch()
+            raise {ECC.partition(":")[0]}({ECC.partition(": ")[2]!r})
+        super().update(gradients, parameters, control, learning_rate, number)
+"""
+
+
+async def test_the_line_that_explains_a_failure_is_named_with_its_rank_and_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    factory = {"failing-adamw": "Failing"}
+    install(packages, "acme-failing", FAILS, factory, group="megascale.optimizers")
+    monkeypatch.setenv("PYTHONPATH", f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    kernel_log = tmp_path / "kmsg"
+    kernel_log.write_text("usb 1-1: new high-speed USB device\n")
+    monkeypatch.setenv("MEGASCALE_KERNEL_LOG", str(kernel_log))
+    with chaos_cluster(tmp_path, "--nodes", "3") as cluster:
+        async with cluster.client() as client:
+            spec = cluster.job("roots", steps=40, interval_steps=10, spares=1)
+            spec.trainer.optimizer.name = "failing-adamw"
+            spec.trainer.optimizer.options.clear()
+            async with cluster.follow(client, spec) as run:
+                found = await run.until_event("LOG_ROOT_FOUND")
+                node = found.subject.removeprefix("nodes/")
+                root = (await client.explain("roots")).log_root
+                job = await run.until_ended()
+                story = run.story()
+            nodes = {one.name: one async for one in client.nodes()}
+    assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, story
+    assert (root.rank, root.node, root.category) == (1, node, "gpu_ecc_uncorrectable"), story
+    assert root.line.endswith(ECC) and root.action == "evict_restart", story
+    assert root.set_aside >= 2 and list(root.nodes) == [node], story
+    assert (found.policy, found.mode, found.attempt) == ("log-root", "OBSERVE", 1), story
+    assert list(job.evicted_nodes) == [], story
+    schedulable = types_pb2.NODE_DISPOSITION_SCHEDULABLE
+    assert {int(one.disposition) for one in nodes.values()} == {int(schedulable)}, story
+    (check,) = [one for one in nodes[node].checks if one.name == "kernel_log"]
+    assert int(check.verdict) == int(types_pb2.CHECK_VERDICT_PASS)
