@@ -50,7 +50,9 @@ def test_a_ring_keeps_the_order_and_counts_what_found_no_room(
     path = tmp_path_factory.mktemp("ring") / "spans"
     writer = SpanRingWriter(path, rank=3, attempt=2, capacity=8)
     reader = SpanRingReader(path)
-    number, kept, taken, dropped = 0, [], [], 0
+    number, dropped = 0, 0
+    kept: list[int] = []
+    taken: list[int] = []
     for writes, reads in rounds:
         for _ in range(writes):
             fits = len(kept) - len(taken) < 8
