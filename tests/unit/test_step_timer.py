@@ -75,7 +75,7 @@ def test_phases_have_the_first_micro_batches_and_micro_batches_all() -> None:
 
 
 def test_garbage_collections_are_spans_until_the_timer_is_closed() -> None:
-    ring = Kept()
+    ring, before = Kept(), list(gc.callbacks)
     timer = step_timer(ring, "phases", CPU)
     timer.begin_step(1)
     gc.collect()
@@ -85,6 +85,7 @@ def test_garbage_collections_are_spans_until_the_timer_is_closed() -> None:
         with timer.span(FORWARD, 0):
             pass
     timer.close()
+    assert gc.callbacks == before
     gc.collect()
     assert len(ring.of(GARBAGE)) == 1 and ring.of(FORWARD) == []
 
