@@ -29,6 +29,8 @@ from megascale.v1 import (
     types_pb2,
 )
 from megascale_common.job import config as job_config
+from megascale_common.node.spans.record import SPAN, Span
+from megascale_common.node.spans.ring import SpanRingReader
 from megascale_common.service.channel import open_channel
 
 IDLE, PREPARE, START = (
@@ -496,8 +498,22 @@ async def test_real_training_resumes_from_the_memory_of_its_node(
             record for record in driver.steps if record.attempt == 2 and record.step in before
         ]
         assert all(record.loss == before[record.step] for record in repeated)
+        measured_spans(tmp_path, ranks=2)
     finally:
         agent.end()
+
+
+def measured_spans(folder: Path, ranks: int) -> None:
+    """Each rank of attempt 1 has measured its steps into a ring."""
+    paths = sorted(folder.rglob("attempt-000001/spans-*.ring"))
+    assert len(paths) == ranks
+    for rank, path in enumerate(paths):
+        reader = SpanRingReader(path)
+        spans = [Span(*fields) for fields in SPAN.iter_unpack(reader.take(1 << 16))]
+        names = {reader.ops()[span.op].name for span in spans if span.step == 2}
+        assert reader.rank == rank
+        assert {"step", "forward", "backward", "optimizer", "data_wait", "snapshot"} <= names
+        reader.close()
 
 
 async def open_and_start(

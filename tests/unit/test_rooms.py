@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("typer", "rich", "matplotlib"),
     ),
     "megascale_driver.analysis": ("megascale_driver.analysis", *PURE),
+    "megascale_driver.analysis.spans": ("megascale_driver.analysis.spans", "numpy", *PURE),
     "megascale_driver.placement": ("megascale_driver.placement", *PURE),
     "megascale_driver.core": (
         *("megascale_driver.core", "megascale_driver.analysis", "megascale_driver.placement"),

@@ -209,6 +209,32 @@ KERNELS_AUTO: Kernels.ValueType  # 3
 """Fused Triton kernels on CUDA devices, the operators of torch elsewhere."""
 Global___Kernels: typing_extensions.TypeAlias = Kernels
 
+class _Spans:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SpansEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Spans.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SPANS_UNSPECIFIED: _Spans.ValueType  # 0
+    SPANS_NONE: _Spans.ValueType  # 1
+    """Nothing."""
+    SPANS_PHASES: _Spans.ValueType  # 2
+    """The phases of a step, and its first two micro-batches."""
+    SPANS_MICRO_BATCHES: _Spans.ValueType  # 3
+    """The phases of a step, and all micro-batches."""
+
+class Spans(_Spans, metaclass=_SpansEnumTypeWrapper):
+    """What each rank measures of a step."""
+
+SPANS_UNSPECIFIED: Spans.ValueType  # 0
+SPANS_NONE: Spans.ValueType  # 1
+"""Nothing."""
+SPANS_PHASES: Spans.ValueType  # 2
+"""The phases of a step, and its first two micro-batches."""
+SPANS_MICRO_BATCHES: Spans.ValueType  # 3
+"""The phases of a step, and all micro-batches."""
+Global___Spans: typing_extensions.TypeAlias = Spans
+
 class _Recompute:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1183,6 +1209,7 @@ class TelemetrySpec(google.protobuf.message.Message):
     TENSORBOARD_FIELD_NUMBER: builtins.int
     WANDB_FIELD_NUMBER: builtins.int
     MLFLOW_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
     tensorboard: builtins.bool
     """Write the step records as TensorBoard event files into the job's folder on the node of rank 0,
     in one folder for all attempts. Needs the package tensorboard there (extra `trackers`); default
@@ -1196,15 +1223,18 @@ class TelemetrySpec(google.protobuf.message.Message):
     """Give the step records to MLflow: to MLFLOW_TRACKING_URI of the node of rank 0, else as files
     into the job's folder. Needs the extra `trackers`; default false.
     """
+    spans: Global___Spans.ValueType
+    """What each rank measures of every step; default phases."""
     def __init__(
         self,
         *,
         tensorboard: builtins.bool | None = ...,
         wandb: builtins.bool | None = ...,
         mlflow: builtins.bool | None = ...,
+        spans: Global___Spans.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "spans", b"spans", "tensorboard", b"tensorboard", "wandb", b"wandb"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_mlflow", b"_mlflow"]) -> typing.Literal["mlflow"] | None: ...
     @typing.overload

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale_common.job.config import JobConfig
+from megascale_common.node.spans.ops import OPTIMIZER
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_names, parameter_table, shard_layout
@@ -40,6 +41,7 @@ from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
 from megascale_trainer.telemetry.spans import span
+from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.weights import bind_weights
 
 # Of parameters and hidden states; in FP8 are the layers' GEMMs alone.
@@ -155,10 +157,13 @@ class Trainer:
         groups: Groups,
         device: torch.device,
         status: StatusPageWriter | None = None,
+        timer: StepTimer | None = None,
     ) -> None:
         set_determinism(config, device)
         self.config, self.step = config, 0
         self._groups, self._device, self._status = groups, device, status
+        self._timer = timer or StepTimer()
+        groups.time_with(self._timer)
         self._copied: CopyEnd | None = None
         self._table = parameter_table(config, rank)
         dtype = DTYPES[config.training.precision]
@@ -202,6 +207,7 @@ class Trainer:
             groups.edges,
             lambda: torch.empty(shape, dtype=dtype, device=device),
             self._note_micro_batch,
+            self._timer,
         )
         line = (
             self._table.at.pp,
@@ -244,7 +250,7 @@ class Trainer:
             self._groups.world.all_reduce(vector)
             totals, control = step_control(vector, self.config.optimizer.clip_norm)
             rate = learning_rate(self.config, self.step)
-            with span("optimizer"):
+            with span("optimizer"), self._timer.span(OPTIMIZER):
                 shards = [shard for _, shard in gradients]
                 self._optimizer.update(
                     shards, self._buffers.parameter_shards(), control, rate, self.step + 1
@@ -271,7 +277,7 @@ class Trainer:
             ValueError: the number or shape of the micro-batches is not the configured one.
         """
         sums = torch.zeros(3, dtype=torch.float64, device=self._device)
-        with torch.no_grad():
+        with torch.no_grad(), self._timer.paused():
             for micro_batches in batches:
                 self._check(micro_batches)
                 for found in self._pipeline.run(self._forwards, micro_batches):

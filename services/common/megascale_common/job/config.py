@@ -67,6 +67,7 @@ Precision = Literal["bf16", "fp32", "fp8"]
 Fp8Format = Literal["hybrid", "e4m3"]
 Recompute = Literal["none", "selective", "full"]
 Kernels = Literal["torch", "triton", "auto"]
+Spans = Literal["none", "phases", "micro_batches"]
 Decay = Literal["constant", "linear", "cosine"]
 DivergenceAction = Literal["stop", "continue", "roll_back"]
 CheckpointInterval = Literal["steps", "auto"]
@@ -226,11 +227,16 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelemetryConfig:
-    """Trackers that get the step records, in the job's folder where rank 0 runs."""
+    """Trackers that get the step records, in the job's folder where rank 0 runs, and timers.
+
+    ``spans`` is what each rank measures of a step: its phases with the first two micro-batches, or
+    all of them.
+    """
 
     tensorboard: bool = False
     wandb: bool = field(default=False, metadata=ADDED)
     mlflow: bool = field(default=False, metadata=ADDED)
+    spans: Spans = field(default="phases", metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,10 @@ class AttemptFolder:
         """Status page of a rank."""
         return self.path / f"status-{rank:05d}.page"
 
+    def spans(self, rank: int) -> Path:
+        """Ring of a rank's spans."""
+        return self.path / f"spans-{rank:05d}.ring"
+
     @property
     def config(self) -> Path:
         """The job as the loader reads it."""

@@ -103,6 +103,7 @@ def worker_assignments(
             "store_host": host,
             "store_port": int(port),
             "status_page": str(folder.status_page(rank)),
+            "spans": str(folder.spans(rank)),
             "loader_socket": str(sockets.loader),
             "readers": count,
             "reader": reader,

@@ -15,20 +15,23 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megascale_common.node.spans.ops import Op
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_trainer import compat
+from megascale_trainer.telemetry.timer import StepTimer
 
 
 class Pending:
     """A collective in progress: until :meth:`wait`, do not write its source or use its output."""
 
-    def __init__(self, work: dist.Work, group: Group, *, cuda: bool) -> None:
-        self._work, self._group, self._cuda = work, group, cuda
+    def __init__(self, work: dist.Work, group: Group, name: str, *, cuda: bool) -> None:
+        self._work, self._group, self._name, self._cuda = work, group, name, cuda
         self._ended = False
 
     def wait(self) -> None:
         """Have the current stream wait for the end, without the host (CPU: the caller waits)."""
-        self._work.wait()
+        with self._group.timed(self._name):
+            self._work.wait()
         # gloo's reduce-scatter never reports its end: it ends in this wait. On CUDA the device has
         # only been made to wait, and the work itself reports its end.
         self._ended = not self._cuda
@@ -73,6 +76,7 @@ class Group:
         self._status = status if handle is not None else None
         self._row = self._status.row(name) if self._status is not None else -1
         self._in_progress: deque[Pending | _Mark] = deque()
+        self.timer = StepTimer()
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -107,7 +111,8 @@ class Group:
                 output.copy_(source)
             return
         self._enter()
-        compat.all_gather(output, source, self._handle)
+        with self.timed("all_gather"):
+            compat.all_gather(output, source, self._handle)
         self._leave(source)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
@@ -120,7 +125,8 @@ class Group:
                 output.copy_(source)
             return
         self._enter()
-        compat.reduce_scatter(output, source, self._handle)
+        with self.timed("reduce_scatter"):
+            compat.reduce_scatter(output, source, self._handle)
         self._leave(source)
 
     def all_to_all(
@@ -151,14 +157,16 @@ class Group:
         if self._handle is None:
             return None
         self._enter()
-        return self._post(compat.start_all_gather(output, source, self._handle), source)
+        work = compat.start_all_gather(output, source, self._handle)
+        return self._post(work, source, "all_gather_wait")
 
     def start_reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
         """:meth:`reduce_scatter` in place that returns at once, like :meth:`start_all_gather`."""
         if self._handle is None:
             return None
         self._enter()
-        return self._post(compat.start_reduce_scatter(output, source, self._handle), source)
+        work = compat.start_reduce_scatter(output, source, self._handle)
+        return self._post(work, source, "reduce_scatter_wait")
 
     def send(self, tensor: torch.Tensor) -> dist.Work:
         """Post a send to the other rank of an edge; keep ``tensor`` until the returned work ended.
@@ -181,6 +189,10 @@ class Group:
         assert work is not None
         return Receive(self, work, tensor)
 
+    def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Measure the body as a span of this group, if its timer is on."""
+        return self.timer.span(Op(name, "collective", self.name))
+
     def poll(self) -> None:
         """Report on the status page which operations the device has ended; never waits."""
         if self._status is None:
@@ -200,7 +212,8 @@ class Group:
         if self._handle is None:
             return
         self._enter()
-        dist.all_reduce(tensor, operation, group=self._handle)
+        with self.timed("all_reduce"):
+            dist.all_reduce(tensor, operation, group=self._handle)
         self._leave(tensor)
 
     def _enter(self) -> None:
@@ -208,8 +221,8 @@ class Group:
             self.poll()  # ended ones leave the page before the next one is entered
             self._status.enter(self._row)
 
-    def _post(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
-        pending = Pending(work, self, cuda=tensor.is_cuda)
+    def _post(self, work: dist.Work, tensor: torch.Tensor, name: str) -> Pending:
+        pending = Pending(work, self, name, cuda=tensor.is_cuda)
         if self._status is not None:
             self._in_progress.append(pending)
         return pending
@@ -279,6 +292,16 @@ class Groups:
     dp: Group
     edges: Edges
     ends: Group | None = None
+
+    def time_with(self, timer: StepTimer) -> None:
+        """Have the collectives of world, dp and ends measured.
+
+        Those of tp run inside forward and backward, whose spans have them; the transfers of edges
+        are measured by the pipeline, which knows their micro-batches.
+        """
+        for group in (self.world, self.dp, self.ends):
+            if group is not None:
+                group.timer = timer
 
     def poll(self) -> None:
         """Bring the status page up to date with what has ended on the device; never waits."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from megascale_common.node.spans.ops import DATA_WAIT, SNAPSHOT
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_trainer.data.device_batches import StepBatches
 from megascale_trainer.parallel.groups import Groups
@@ -21,6 +22,7 @@ from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_records import StepRecords
 from megascale_trainer.snapshot_schedule import Votes
 from megascale_trainer.telemetry.profiling import StepProfiler
+from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.trainer import StepResult, Trainer
 
 # Collections at chosen steps, the same on all ranks: irregular ones spread ranks apart (MegaScale
@@ -53,6 +55,7 @@ class StepLoop:
     profiler: StepProfiler
     leave: LeaveOrder
     skipped: int
+    timer: StepTimer = field(default_factory=StepTimer)
 
     def run(self, done: int) -> int:
         """All steps from ``done`` + 1 on, until the last has ended on this rank; returns the last.
@@ -64,6 +67,7 @@ class StepLoop:
         step, steps = done, self.trainer.config.training.steps
         while step < self.snapshots.last:
             step += 1
+            self.timer.begin_step(step)
             self.profiler.before(step)
             # The snapshot of the step before must be sealed, or the last one finds no slot.
             if step == self.snapshots.last and previous is not None:
@@ -77,7 +81,8 @@ class StepLoop:
                 self._read(current)
                 previous = None
             begin_s = time.monotonic()
-            self.snapshots.after(step, self.skipped)
+            with self.timer.host_span(SNAPSHOT):
+                self.snapshots.after(step, self.skipped)
             if step == self.snapshots.last < steps:
                 self._save_early(step)
             self.records.held_up(time.monotonic() - begin_s)
@@ -85,6 +90,7 @@ class StepLoop:
                 gc.collect()
             self.profiler.after(step)
         self.trainer.settle()
+        self.timer.close()
         self.profiler.finish()
         return step
 
@@ -101,7 +107,8 @@ class StepLoop:
     def _launch(self, step: int) -> _InFlight:
         vote, wish = self.snapshots.vote(step) + self.leave.vote, self.snapshots.wish
         begin_s = time.monotonic()
-        batches = self.data.take()
+        with self.timer.host_span(DATA_WAIT):
+            batches = self.data.take()
         self.records.waited(time.monotonic() - begin_s)
         # A snapshot that is still being copied reads the states: the update must not write them.
         copied = self.snapshots.copied

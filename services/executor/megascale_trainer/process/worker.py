@@ -34,6 +34,7 @@ from megascale_common.node.messages import (
     Finished,
     Running,
 )
+from megascale_common.node.spans.ring import SpanRingWriter
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_common.sizes.checkpoint_interval import device_hours_per_failure
 from megascale_common.sizes.staging import snapshots_in_flight
@@ -54,6 +55,7 @@ from megascale_trainer.restore import MemoryLook, RestoreRefused, restore
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.telemetry.timer import StepTimer, step_timer
 from megascale_trainer.telemetry.trackers import problem_of
 from megascale_trainer.trainer import Trainer, layout_of_rank
 
@@ -116,6 +118,7 @@ class _Worker:
         self._status = StatusPageWriter(
             Path(assignment["status_page"]), rank=assignment["rank"], attempt=assignment["attempt"]
         )
+        self._timer = StepTimer()
         self._snapshots: Snapshotter | None = None
         self._link: DaemonLink | None = None
         self._look: MemoryLook | None = None
@@ -213,10 +216,20 @@ class _Worker:
         if self._assignment["reports"] and (problem := problem_of(self._config.telemetry)):
             raise JobRefused(problem)
         try:
-            return Trainer(self._config, rank, self._groups, self._device, self._status)
+            self._timer = self._make_timer()
+            return Trainer(
+                *(self._config, rank, self._groups, self._device, self._status, self._timer)
+            )
         except ValueError as error:
             # Sizes or names that this build or this node's packages refuse, such as an optimizer.
             raise JobRefused(str(error)) from error
+
+    def _make_timer(self) -> StepTimer:
+        who, level = self._assignment, self._config.telemetry.spans
+        if level == "none" or "spans" not in who:
+            return StepTimer()
+        ring = SpanRingWriter(Path(who["spans"]), rank=who["rank"], attempt=who["attempt"])
+        return step_timer(ring, level, self._device)
 
     def _register(self) -> None:
         """Register before anything else: the state to restore is verified and pinned meanwhile."""
@@ -366,6 +379,7 @@ class _Worker:
             profiler=StepProfiler(self._agent, device, leave.take),
             leave=leave,
             skipped=self._skipped,
+            timer=self._timer,
         )
 
     def _device_hours(self) -> float:

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 
+from megascale_common.node.spans.ops import BACKWARD, FORWARD, Op
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Edges, Group, Receive
 from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.telemetry.spans import span
+from megascale_trainer.telemetry.timer import StepTimer
 
 _Place = tuple[int, int]  # micro-batch and chunk
+# What is measured of each action; posts return at once.
+_OPS = {
+    Kind.WAIT_ACTIVATION: Op("receive_activation", "p2p", "activation_in"),
+    Kind.FORWARD: FORWARD,
+    Kind.SEND_ACTIVATION: Op("send_activation", "p2p", "activation_out"),
+    Kind.WAIT_GRADIENT: Op("receive_gradient", "p2p", "gradient_in"),
+    Kind.BACKWARD: BACKWARD,
+    Kind.SEND_GRADIENT: Op("send_gradient", "p2p", "gradient_out"),
+}
+_SENDS_END = Op("wait_for_sends", "p2p")
 
 
 class PipelineExecutor:
@@ -26,6 +39,7 @@ class PipelineExecutor:
         edges: the rank's communicators.
         empty_hidden: makes an uninitialised [S / tp, B, H], what passes between stages.
         on_forward: called with the number of each micro-batch as its forward begins (status page).
+        timer: measures the actions.
     """
 
     def __init__(
@@ -34,9 +48,10 @@ class PipelineExecutor:
         edges: Edges,
         empty_hidden: Callable[[], torch.Tensor],
         on_forward: Callable[[int], None],
+        timer: StepTimer,
     ) -> None:
         self.chunks = self._chunks = chunks
-        self._edges = edges
+        self._edges, self._timer = edges, timer
         self._empty_hidden, self._on_forward = empty_hidden, on_forward
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: dict[_Place, torch.Tensor] = {}
@@ -69,14 +84,21 @@ class PipelineExecutor:
         """
         self._batches, self._sums = batches, []
         for action in program:
-            with span(action.kind.value, action.micro_batch, action.chunk):
-                self._actions[action.kind]((action.micro_batch, action.chunk))
+            place = (action.micro_batch, action.chunk)
+            with span(action.kind.value, *place), self._timed(action.kind, place):
+                self._actions[action.kind](place)
         # Only here are sends waited for: a wait right behind a send could close a circle with the
         # partner's own send.
-        for work, _ in self._sends:
-            work.wait()
-        self._sends.clear()
+        if self._sends:
+            with self._timer.span(_SENDS_END):
+                for work, _ in self._sends:
+                    work.wait()
+            self._sends.clear()
         return self._sums
+
+    def _timed(self, kind: Kind, place: _Place) -> AbstractContextManager[None]:
+        op = _OPS.get(kind)
+        return nullcontext() if op is None else self._timer.span(op, *place)
 
     def _post_activation(self, place: _Place) -> None:
         self._posted_inputs[place] = self._post(self._edges.activation_in)

@@ -1,0 +1,91 @@
+"""The operations that spans are of: a number in each record, the name once for each rank.
+
+The numbers are a rank's own, in the order of registration; two ranks' operations are the same if
+name, kind and group are.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal, NamedTuple, get_args
+
+Kind = Literal["compute", "collective", "p2p", "host"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+MAX_OPS = 256
+MAX_NAME_CHARS = 48
+
+
+class Op(NamedTuple):
+    """What a span is of.
+
+    ``group`` names the communication group of a collective or transfer as the status page does
+    (world, tp, dp, ...), which together with the rank gives the members; otherwise it is empty.
+    """
+
+    name: str
+    kind: Kind
+    group: str = ""
+
+
+STEP = Op("step", "host")  # from one step's begin to the next's
+FORWARD = Op("forward", "compute")
+BACKWARD = Op("backward", "compute")
+OPTIMIZER = Op("optimizer", "compute")
+DATA_WAIT = Op("data_wait", "host")
+SNAPSHOT = Op("snapshot", "host")
+GARBAGE = Op("garbage_collection", "host")
+
+
+class OpRegistry:
+    """The operations of one rank; the number of each is its place."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Op, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(self, op: Op) -> int:
+        """Number of an operation, which is registered if it is new.
+
+        Raises:
+            ValueError: MAX_OPS are registered, or a name is too long.
+        """
+        known = self._numbers.get(op)
+        if known is not None:
+            return known
+        if len(self._numbers) == MAX_OPS:
+            raise ValueError(f"a rank has at most {MAX_OPS} kinds of spans; {op} is one too many")
+        if max(len(op.name), len(op.group)) > MAX_NAME_CHARS:
+            raise ValueError(f"{op}: a name has at most {MAX_NAME_CHARS} characters")
+        self._numbers[op] = len(self._numbers)
+        return self._numbers[op]
+
+    def ops(self) -> tuple[Op, ...]:
+        """All operations, in the order of their numbers."""
+        return tuple(self._numbers)
+
+
+def dump(ops: tuple[Op, ...]) -> bytes:
+    """Operations as JSON: a list of [name, kind, group]."""
+    return json.dumps(ops, separators=(",", ":")).encode()
+
+
+def load(data: bytes) -> tuple[Op, ...]:
+    """The inverse of :func:`dump`.
+
+    Raises:
+        ValueError: not such a list, or more than MAX_OPS.
+    """
+    found = json.loads(data)
+    if not isinstance(found, list) or len(found) > MAX_OPS:
+        raise ValueError(f"operations are a list of at most {MAX_OPS}")
+    return tuple(_op(entry) for entry in found)
+
+
+def _op(entry: object) -> Op:
+    match entry:
+        case [str(name), str(kind), str(group)] if kind in KINDS:
+            if max(len(name), len(group)) <= MAX_NAME_CHARS:
+                return Op(name, kind, group)
+    raise ValueError(f"an operation is [name, kind, group], got {str(entry)[:100]}")

@@ -1,0 +1,167 @@
+"""The ring in shared memory through which a rank passes its spans to the agent: Note [Span ring].
+
+Note [Span ring]. One process writes, one reads, neither waits. Each side has a counter of its own
+in the header: records written so far, records read so far. The writer fills a slot and then
+raises its counter, in one 8-byte store; it drops the record, and counts that, where the slot still
+holds an unread one. The reader copies and then raises its own. As with the status page, this relies
+on stores that become visible in program order, as on x86-64. The reader takes no number of the file
+on trust: a counter that cannot be right ends the reading of that ring.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+from megascale_common.node.spans import ops
+from megascale_common.node.spans.ops import Op, OpRegistry
+from megascale_common.node.spans.record import SPAN, Span
+
+CAPACITY = 8192  # records: 256 KiB
+_MAX_CAPACITY = 1 << 20
+_MAGIC, _VERSION = b"MSSR", 1
+# magic, version, capacity, rank, attempt, pid
+_HEADER = struct.Struct("<4sIIIQI")
+# Places of 8-byte counters, each on a cache line of its own.
+_WRITTEN, _DROPPED, _OPS_BYTES, _READ = 8, 16, 24, 32
+_COUNTERS_BYTES = 512
+_OPS_ROOM = 32 * 1024
+_RECORDS = _COUNTERS_BYTES + _OPS_ROOM
+
+
+class SpanRingWriter:
+    """The rank's side. Creates the file at ``path`` with mode 0600."""
+
+    def __init__(self, path: Path, *, rank: int, attempt: int, capacity: int = CAPACITY) -> None:
+        if not 0 < capacity <= _MAX_CAPACITY:
+            raise ValueError(f"a ring has 1 to {_MAX_CAPACITY} records, got {capacity}")
+        self._capacity = capacity
+        self._registry = OpRegistry()
+        size = _RECORDS + capacity * SPAN.size
+        # A name that a reader may have opened is never cut: the new ring is another file.
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            self._map = mmap.mmap(descriptor, size)
+            _HEADER.pack_into(self._map, 0, _MAGIC, _VERSION, capacity, rank, attempt, os.getpid())
+            fresh.replace(path)
+        finally:
+            os.close(descriptor)
+        # Items of 8 bytes are stored at once, which pack_into does not do.
+        self._counters = memoryview(self._map)[:_COUNTERS_BYTES].cast("Q")
+        self._written = 0
+
+    @property
+    def dropped(self) -> int:
+        """Records that found no room."""
+        return self._counters[_DROPPED]
+
+    def op(self, op: Op) -> int:
+        """Number of an operation for :meth:`add`.
+
+        Raises:
+            ValueError: too many operations, or too long a name.
+        """
+        before = len(self._registry)
+        number = self._registry.number(op)
+        if len(self._registry) > before:
+            data = ops.dump(self._registry.ops())
+            # Longer text first, then its length: the part that is already read stays as it was,
+            # except for the closing bracket, for which the reader tries again.
+            self._map[_COUNTERS_BYTES : _COUNTERS_BYTES + len(data)] = data
+            self._counters[_OPS_BYTES] = len(data)
+        return number
+
+    def add(self, span: Span) -> bool:
+        """Write a record; False if there is no room for it. Never waits."""
+        if self._written - self._counters[_READ] >= self._capacity:
+            self._counters[_DROPPED] += 1
+            return False
+        place = _RECORDS + self._written % self._capacity * SPAN.size
+        SPAN.pack_into(self._map, place, *span)
+        self._written += 1
+        self._counters[_WRITTEN] = self._written  # see Note [Span ring]
+        return True
+
+    def close(self) -> None:
+        """Unmap the ring; the file stays for the reader."""
+        self._counters.release()
+        self._map.close()
+
+
+class SpanRingReader:
+    """The agent's side of a ring that exists.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is no ring of this version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < _RECORDS + SPAN.size:
+                raise ValueError(f"{path} is no ring of spans: it has {size} bytes")
+            self._map = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        magic, version, capacity, self.rank, self.attempt, self.pid = _HEADER.unpack_from(self._map)
+        if magic != _MAGIC or version != _VERSION or size != _RECORDS + capacity * SPAN.size:
+            self._map.close()
+            raise ValueError(f"{path} is no ring of spans of version {_VERSION}")
+        self._capacity = capacity
+        self._counters = memoryview(self._map)[:_COUNTERS_BYTES].cast("Q")
+        self._ops: tuple[Op, ...] = ()
+        self._ops_bytes = 0
+
+    @property
+    def dropped(self) -> int:
+        """Records that the writer dropped."""
+        return self._counters[_DROPPED]
+
+    def __len__(self) -> int:
+        return self._counters[_WRITTEN] - self._counters[_READ]
+
+    def take(self, limit: int) -> bytes:
+        """Up to ``limit`` packed records, oldest first; they leave the ring.
+
+        Raises:
+            ValueError: the writer's counter is damaged.
+        """
+        done = self._counters[_READ]
+        waiting = self._counters[_WRITTEN] - done
+        if not 0 <= waiting <= self._capacity:
+            raise ValueError(f"a ring of {self._capacity} spans claims to hold {waiting}")
+        count = min(waiting, limit)
+        first = done % self._capacity
+        head = min(count, self._capacity - first)
+        data = self._slots(first, head) + self._slots(0, count - head)
+        self._counters[_READ] = done + count
+        return data
+
+    def ops(self) -> tuple[Op, ...]:
+        """The operations that are registered now; call it after :meth:`take`.
+
+        Raises:
+            ValueError: the table is damaged, or is being written: try again later.
+        """
+        size = self._counters[_OPS_BYTES]
+        if size != self._ops_bytes:
+            if size > _OPS_ROOM:
+                raise ValueError(f"a table of operations of {size} bytes has no room in a ring")
+            self._ops = ops.load(self._map[_COUNTERS_BYTES : _COUNTERS_BYTES + size])
+            self._ops_bytes = size
+        return self._ops
+
+    def close(self) -> None:
+        """Unmap the ring."""
+        self._counters.release()
+        self._map.close()
+
+    def _slots(self, first: int, count: int) -> bytes:
+        begin = _RECORDS + first * SPAN.size
+        return self._map[begin : begin + count * SPAN.size]

@@ -1,0 +1,1 @@
+"""Pure analysis of spans: the table that every analyser takes, ratios by rank, slow nodes."""

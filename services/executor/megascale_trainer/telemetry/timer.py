@@ -1,0 +1,255 @@
+"""Timers that are always on: spans of a rank's steps, into the ring that the agent reads.
+
+On a CPU a span is measured by the monotonic clock. On CUDA it is a pair of events on the stream on
+which its work was enqueued. The pairs of a step are read when the events behind the step after the
+next have been recorded and its own last one has passed: one query a step, and nothing ever waits.
+Their times count from an anchor event at the step's begin. Anchors are chained, each by its
+distance from the one before, from one whose time was read while the device was idle; an event
+that is seen to have passed before its estimated time pulls the chain back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from megascale_common.node.spans import ops
+from megascale_common.node.spans.ops import Op
+from megascale_common.node.spans.record import DEVICE_TIMED, NO_MICRO_BATCH, Span, pack_aux
+
+Level = Literal["none", "phases", "micro_batches"]
+# At level "phases" forward and backward are measured for the first micro-batches of a step only.
+PHASES_MICRO_BATCHES = 2
+# Steps whose events have not passed; the oldest is given up, and counted, when there are more.
+MAX_STEPS_PENDING = 8
+
+
+class Ring(Protocol):
+    """Where spans go: :class:`megascale_common.node.spans.ring.SpanRingWriter`."""
+
+    def op(self, op: Op) -> int:
+        """Number of an operation."""
+
+    def add(self, span: Span) -> bool:
+        """Take a span, or drop and count it."""
+
+
+class StepTimer:
+    """Measures nothing: level "none", and what the others have in common."""
+
+    on = False
+
+    def begin_step(self, step: int) -> None:
+        """``step`` begins; the one before has ended."""
+
+    def span(
+        self, op: Op, micro_batch: int = NO_MICRO_BATCH, chunk: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
+        """Measure the body, or on CUDA what it enqueues on the current stream."""
+        return _NOTHING
+
+    def host_span(self, op: Op) -> contextlib.AbstractContextManager[None]:
+        """Measure the body by the host's clock."""
+        return _NOTHING
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Measure nothing in the body, which is no part of a step (an evaluation)."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+    def close(self) -> None:
+        """The last step has ended."""
+
+
+class HostTimer(StepTimer):
+    """Spans by the monotonic clock; ``level`` "phases" or "micro_batches".
+
+    Garbage collections are spans while it is open. With ``on`` False nothing is measured.
+    """
+
+    def __init__(self, ring: Ring, level: Level) -> None:
+        self.on = True
+        self._ring = ring
+        self._micro_batches = PHASES_MICRO_BATCHES if level == "phases" else NO_MICRO_BATCH
+        self._step = 0
+        self._step_began_ns = 0
+        self._counts: dict[Op, int] = {}
+        self._garbage_began_ns = 0
+        gc.callbacks.append(self._on_garbage)
+
+    def begin_step(self, step: int) -> None:
+        now_ns = time.monotonic_ns()
+        if self._step_began_ns and self.on:
+            self._add(ops.STEP, self._step_began_ns, now_ns)
+        self._step, self._step_began_ns, self._counts = step, now_ns, {}
+
+    def span(
+        self, op: Op, micro_batch: int = NO_MICRO_BATCH, chunk: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
+        return self._measured(op, micro_batch, chunk) if self._wanted(micro_batch) else _NOTHING
+
+    def host_span(self, op: Op) -> contextlib.AbstractContextManager[None]:
+        return _HostSpan(self, op, NO_MICRO_BATCH, 0) if self.on else _NOTHING
+
+    def close(self) -> None:
+        self.begin_step(self._step + 1)
+        gc.callbacks.remove(self._on_garbage)
+        self.on = False
+
+    def _measured(
+        self, op: Op, micro_batch: int, chunk: int
+    ) -> contextlib.AbstractContextManager[None]:
+        return _HostSpan(self, op, micro_batch, chunk)
+
+    def _wanted(self, micro_batch: int) -> bool:
+        return self.on and (micro_batch == NO_MICRO_BATCH or micro_batch < self._micro_batches)
+
+    def _seq(self, op: Op) -> int:
+        number = self._counts.get(op, 0)
+        self._counts[op] = number + 1
+        return number
+
+    def _add(
+        self, op: Op, begin_ns: int, end_ns: int, micro_batch: int = NO_MICRO_BATCH, chunk: int = 0
+    ) -> None:
+        duration_ns, aux = max(end_ns - begin_ns, 0), pack_aux(chunk)
+        number = self._ring.op(op)
+        seq = self._seq(op)
+        self._ring.add(Span(begin_ns, duration_ns, self._step, number, micro_batch, seq, aux))
+
+    def _on_garbage(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._garbage_began_ns = time.monotonic_ns()
+        elif self.on and self._garbage_began_ns:
+            self._add(ops.GARBAGE, self._garbage_began_ns, time.monotonic_ns())
+
+
+class _HostSpan:
+    __slots__ = ("_began_ns", "_chunk", "_micro_batch", "_op", "_timer")
+
+    def __init__(self, timer: HostTimer, op: Op, micro_batch: int, chunk: int) -> None:
+        self._timer, self._op, self._micro_batch, self._chunk = timer, op, micro_batch, chunk
+        self._began_ns = 0
+
+    def __enter__(self) -> None:
+        self._began_ns = time.monotonic_ns()
+
+    def __exit__(self, *_: object) -> None:
+        end_ns = time.monotonic_ns()
+        self._timer._add(self._op, self._began_ns, end_ns, self._micro_batch, self._chunk)
+
+
+@dataclass(slots=True)
+class _Step:
+    """The events of one step: its anchor, pairs with what they are of, and the one behind them."""
+
+    step: int
+    anchor: Any
+    pairs: list[tuple[Op, int, int, int, Any, Any]] = field(default_factory=list)
+    end: Any = None
+
+
+class DeviceTimer(HostTimer):
+    """Spans of CUDA streams by pairs of events from a pool; built while the device is idle."""
+
+    def __init__(self, ring: Ring, level: Level, device: torch.device) -> None:
+        super().__init__(ring, level)
+        self._device = device
+        self._pool: list[Any] = []
+        self._steps: deque[_Step] = deque()
+        self.given_up = 0  # steps whose events had not passed in time
+        self._anchor = self._event()
+        self._anchor.record()
+        self._anchor.synchronize()  # once, before the first step
+        self._anchor_ns = time.monotonic_ns()
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        event = self._recorded()
+        if self._steps:
+            self._steps[-1].end = event
+        # Of the steps before the last two: whatever has passed is read now.
+        while len(self._steps) > 2 and self._steps[0].end.query():
+            self._read(self._steps.popleft())
+        if len(self._steps) > MAX_STEPS_PENDING:
+            self.given_up += 1
+            lost = self._steps.popleft()
+            self._free(lost)
+        self._steps.append(_Step(step, event))
+
+    def close(self) -> None:
+        super().close()
+        while self._steps and self._steps[0].end is not None and self._steps[0].end.query():
+            self._read(self._steps.popleft())
+
+    def _measured(
+        self, op: Op, micro_batch: int, chunk: int
+    ) -> contextlib.AbstractContextManager[None]:
+        if not self._steps or torch.cuda.is_current_stream_capturing():
+            return _NOTHING  # the caller measures the replay of a graph as one span
+        return _DeviceSpan(self, op, micro_batch, chunk)
+
+    def _read(self, passed: _Step) -> None:
+        seen_ns = time.monotonic_ns()
+        self._anchor_ns += round(self._anchor.elapsed_time(passed.anchor) * 1e6)
+        self._anchor = passed.anchor
+        end_ns = self._anchor_ns + round(passed.anchor.elapsed_time(passed.end) * 1e6)
+        self._anchor_ns -= max(end_ns - seen_ns, 0)
+        aux = pack_aux(flags=DEVICE_TIMED)
+        for op, micro_batch, chunk, seq, begin, end in passed.pairs:
+            begin_ns = self._anchor_ns + round(passed.anchor.elapsed_time(begin) * 1e6)
+            duration_ns = max(round(begin.elapsed_time(end) * 1e6), 0)
+            number = self._ring.op(op)
+            place = (passed.step, number, micro_batch, seq, aux | chunk)
+            self._ring.add(Span(begin_ns, duration_ns, *place))
+        self._free(passed)
+
+    def _free(self, step: _Step) -> None:
+        for *_, begin, end in step.pairs:
+            self._pool += (begin, end)
+
+    def _event(self) -> Any:
+        new = torch.cuda.Event
+        return self._pool.pop() if self._pool else new(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def _recorded(self) -> Any:
+        event = self._event()
+        event.record()
+        return event
+
+
+class _DeviceSpan:
+    __slots__ = ("_begin", "_chunk", "_micro_batch", "_op", "_timer")
+
+    def __init__(self, timer: DeviceTimer, op: Op, micro_batch: int, chunk: int) -> None:
+        self._timer, self._op, self._micro_batch, self._chunk = timer, op, micro_batch, chunk
+        self._begin: Any = None
+
+    def __enter__(self) -> None:
+        self._begin = self._timer._recorded()
+
+    def __exit__(self, *_: object) -> None:
+        timer, op = self._timer, self._op
+        pair = (op, self._micro_batch, self._chunk, timer._seq(op), self._begin, timer._recorded())
+        timer._steps[-1].pairs.append(pair)
+
+
+def step_timer(ring: Ring, level: Level, device: torch.device) -> StepTimer:
+    """The timer of a rank; on CUDA call it before the first step, it waits for the device once."""
+    if level == "none":
+        return StepTimer()
+    return DeviceTimer(ring, level, device) if device.type == "cuda" else HostTimer(ring, level)
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
