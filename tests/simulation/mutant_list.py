@@ -175,8 +175,8 @@ MUTANTS = (
     ),
     _driver(
         "several silent switches are believed", "core/breaker.py",
-        "    if len(silent) > max(1, int(policy.breaker_share * len(switches))):\n",
-        "    if len(silent) > len(switches):\n",
+        "    if len(silent) <= int(policy.breaker_share * len(switches)):\n",
+        "    if len(silent) <= len(switches):\n",
     ),
     _driver(
         "decide on no hang", "core/hang.py",

@@ -90,14 +90,6 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--template-command", default="", help="program that replaces the training side (for tests)"
     )
-    certificates.add_options(made)
-    add("--daemon-tls-key", type=Path, metavar="PEM", help="key of the checkpoint daemon")
-    add(
-        "--daemon-tls-certificate",
-        type=Path,
-        metavar="PEM",
-        help="certificate of the checkpoint daemon, with the role checkpoint; default: the agent's",
-    )
     add(
         "--kernel-log",
         type=Path,
@@ -105,8 +97,21 @@ def parser() -> argparse.ArgumentParser:
         help="where faults of the hardware are read: the kernel's log, or a recorded file "
         "(default %(default)s)",
     )
+    _add_certificates(made)
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
+
+
+def _add_certificates(parser: argparse.ArgumentParser) -> None:
+    certificates.add_options(parser)
+    add = parser.add_argument
+    add("--daemon-tls-key", type=Path, metavar="PEM", help="key of the checkpoint daemon")
+    add(
+        "--daemon-tls-certificate",
+        type=Path,
+        metavar="PEM",
+        help="certificate of the checkpoint daemon, with the role checkpoint; default: the agent's",
+    )
 
 
 def _daemon_tls(options: argparse.Namespace, agent: Certificates | None) -> Certificates | None:

@@ -1,13 +1,18 @@
 """Which role may call which RPC: one table of all services, used where connections are mutual TLS.
 
-What is not in the table nobody may call. A role beside what it may call here is also bound to its
-own name: a node's agent speaks for its node alone (:mod:`megascale_driver.link_service`).
+Of DriverService the protos say it: a call whose ``idempotency_level`` is NO_SIDE_EFFECTS is for
+everybody who looks, any other for operators. What is not in the table nobody may call. Beside that
+a role is bound to its own name: a node's agent speaks for its node alone
+(:mod:`megascale_driver.link_service`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from google.protobuf import descriptor_pb2
+
+from megascale.v1 import driver_pb2
 from megascale_common.service.identity.peers import Role
 
 _V, _O, _D, _E, _C = Role.VIEWER, Role.OPERATOR, Role.DRIVER, Role.EXECUTOR, Role.CHECKPOINT
@@ -22,19 +27,18 @@ _LINK = "/megascale.v1.ExecutorLinkService/"
 _EXECUTOR = "/megascale.v1.ExecutorService/"
 _CHECKPOINT = "/megascale.v1.CheckpointService/"
 
-_LOOKING = (
-    "GetJob", "ListJobs", "WatchJob", "ExplainJob", "ListNodes", "ListEvents", "WatchEvents",
-    "TailLogs", "ListCheckpoints", "GetClusterInfo",
-)  # fmt: skip
-_ORDERING = (
-    "SubmitJob", "CancelJob", "SuspendJob", "ResumeJob", "DeleteJob", "RestartJob", "UpdateJob",
-    "ProfileJob", "CancelProfile", "EvictNode", "DrainNode", "CordonNode", "UncordonNode",
-    "RunDiagnostics", "SetPolicy", "SetQuota", "ResetBreaker",
-)  # fmt: skip
+
+def _driver_methods() -> dict[str, frozenset[Role]]:
+    service = driver_pb2.DESCRIPTOR.services_by_name["DriverService"]
+    looks = descriptor_pb2.MethodOptions.NO_SIDE_EFFECTS
+    return {
+        _DRIVER + method.name: _LOOK if method.GetOptions().idempotency_level == looks else _ORDER
+        for method in service.methods
+    }
+
 
 ALLOWED: Mapping[str, frozenset[Role]] = {
-    **{_DRIVER + name: _LOOK for name in _LOOKING},
-    **{_DRIVER + name: _ORDER for name in _ORDERING},
+    **_driver_methods(),
     _LINK + "Connect": _NODES,
     _LINK + "ReportSteps": _NODES,
     # Operators reach a node without a driver, too: when there is none, they need it most.
