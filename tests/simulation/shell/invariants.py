@@ -151,7 +151,7 @@ class Invariants:
             for name, job in new.jobs.items():
                 before = old.jobs.get(name)
                 if before is not job:
-                    self._job(before, job, new)
+                    self._job(before, job, old, new)
 
     def _line(self, line: Audit, new: Cluster) -> None:
         world = self._world
@@ -229,7 +229,7 @@ class Invariants:
             elif not alive and not (node.liveness is Liveness.ALIVE and node.connected):
                 self.breaks("I4", f"spare {name} is {node.liveness}, linked: {node.connected}")
 
-    def _job(self, before: Any, job: Any, state: Cluster) -> None:
+    def _job(self, before: Any, job: Any, old: Cluster, state: Cluster) -> None:
         figures = self.figures
         was = before.phase if before is not None else None
         if job.attempt < self._attempts.get(job.name, 0):
@@ -241,18 +241,19 @@ class Invariants:
             if not job.reason:
                 self.breaks("I9", f"{job.name} is {job.phase} without a reason")
         if job.phase is JobPhase.PREPARING and was is not JobPhase.PREPARING:
-            self._placement(job)
+            self._placement(job, old, state)
             self._left_nodes(job, state)
 
-    def _placement(self, job: Any) -> None:
+    def _placement(self, job: Any, old: Cluster, state: Cluster) -> None:
         """A new attempt is on nodes that could start: schedulable, and idle in truth.
 
         It is on none that the job has left, as long as there are others for it.
         """
-        leader = self._world.leader()
         for slot in job.slots:
-            node = leader.engine.state.nodes.get(slot.node) if leader is not None else None
-            if node is not None and node.disposition is not Disposition.SCHEDULABLE:
+            node, before = state.nodes.get(slot.node), old.nodes.get(slot.node)
+            # One that is cordoned in the same commit may have been placed before that.
+            both = [each for each in (node, before) if each is not None]
+            if node and not any(each.disposition is Disposition.SCHEDULABLE for each in both):
                 self.breaks("I4", f"{job.name} is placed on {slot.node}: {node.disposition}")
             real = self._world.nodes[slot.node]
             if real.incarnation == slot.incarnation and real.job:

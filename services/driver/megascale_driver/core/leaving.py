@@ -78,7 +78,8 @@ def ended_early(draft: Draft, job: Job) -> str | None:
             conditions=without_failing(job),
         )
     if job.current.leaving is None:  # withdrawn, but the workers had stopped by then
-        draft.attempt(job.name, leaving=Leaving(LeaveKind.PREEMPT, "", DRIVER, draft.now_s))
+        why = "the order to leave was withdrawn after its workers had ended"
+        draft.attempt(job.name, leaving=Leaving(LeaveKind.RESTART, why, DRIVER, draft.now_s))
     return f"its state after step {step} is saved"
 
 
