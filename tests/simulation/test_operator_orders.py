@@ -251,6 +251,18 @@ def test_an_uncordon_withdraws_the_order_to_leave_a_draining_node() -> None:
     assert desk.reasons()[-2:] == ["NODE_UNCORDONED", "LEAVE_WITHDRAWN"]
 
 
+def test_an_order_that_is_withdrawn_after_the_workers_have_ended_displaces_nobody() -> None:
+    """Found by a seed: the log said that the job was displaced, and by nobody."""
+    desk = saving_desk()
+    desk.feed(DrainRequested(desk.now_s, "n2", "bad fan", "ada"))
+    desk.feed(UncordonRequested(desk.now_s, "n2", "the wrong node", "ada"))
+    saved(desk, 52)
+    desk.stop()
+    assert "JOB_PREEMPTED" not in desk.reasons()
+    job = desk.job()
+    assert job.attempt == 2 and {slot.node for slot in job.slots} == {"n1", "n2"}
+
+
 def test_an_order_to_leave_stands_while_another_node_is_emptied_or_it_was_given_before() -> None:
     desk = saving_desk("n1", "n2", "n3", "n4")
     for name in ("n1", "n2"):
