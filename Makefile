@@ -11,9 +11,9 @@ INSTALL ?= 1
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Many tests wait for a timeout of the services, so three processes keep two cores busy
-# (tests/conftest.py has the lanes of tests that start many processes).
-TEST_PROCESSES ?= 3
+# Many tests wait for a timeout of the services, so three processes keep two cores busy, and so on up
+# to eight (tests/conftest.py has the lanes of tests that start many processes).
+TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
 # Of `make crash`: how many cases, from which number they follow, and how many processes share them.
 CASES ?= 200
 SEED ?= 0
