@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
 from megascale_checkpoint.staging import StagingFolder
+from megascale_common.service.channel import present, presented
 from megascale_common.service.errors import (
     DamagedError,
     NotFoundError,
@@ -39,8 +41,27 @@ from megascale_common.service.errors import (
     ServiceError,
     SupersededError,
 )
+from megascale_common.service.identity import authority
+from megascale_common.service.identity.certificates import Certificates
+from megascale_common.service.identity.peers import Role
 
 TOKEN, SLOT_BYTES = "token-of-the-tests", 3 << 20
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Those of one daemon, which plays both parts."""
+    folder = tmp_path_factory.mktemp("tls")
+    authority.create(folder, "test")
+    return authority.issue(folder, "test", Role.CHECKPOINT, "n1")
+
+
+@pytest.fixture(autouse=True, params=["plain", "encrypted"])
+def transport(request: pytest.FixtureRequest, certificates: Certificates) -> Iterator[None]:
+    """Every test on plain and on encrypted connections."""
+    present(certificates if request.param == "encrypted" else None)
+    yield
+    present(None)
 
 
 @dataclass
@@ -172,7 +193,10 @@ async def test_a_flipped_bit_at_the_peer_is_found_once_and_not_offered_again(
             await asyncio.to_thread(fetch, *arguments)
 
 
-async def test_bytes_that_change_on_the_way_back_are_found_by_the_reader() -> None:
+async def test_bytes_that_change_on_the_way_back_are_found_by_the_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "SILENCE_S", 2.0)  # further streams are never taken
     state, image = state_of(10)
     image[5] ^= 4
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -308,7 +332,36 @@ async def test_a_stranger_is_refused_before_anything_is_read(tmp_path: Path) -> 
                 sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 return sock.recv(4096)
 
-        assert b"no frame of the replica protocol" in await asyncio.to_thread(shout)
+        if presented() is None:
+            assert b"no frame of the replica protocol" in await asyncio.to_thread(shout)
+        else:
+            with suppress(ConnectionResetError):
+                assert b"replica" not in await asyncio.to_thread(shout)
+
+
+@pytest.mark.parametrize("transport", ["encrypted"], indirect=True)
+async def test_a_certificate_that_is_no_nodes_gets_no_snapshot(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    person = authority.issue(certificates.key.parent, "test", Role.OPERATOR, "ada")
+    async with peer_at(tmp_path) as peer:
+        host, _, port = peer.endpoint.rpartition(":")
+
+        def ask() -> bytes:
+            context = person.context(ssl.PROTOCOL_TLS_CLIENT)
+            with (
+                socket.create_connection((host, int(port)), 10.0) as plain,
+                context.wrap_socket(plain, server_hostname=host) as encrypted,
+            ):
+                return encrypted.recv(4096)
+
+        with suppress(OSError):
+            assert await asyncio.to_thread(ask) == b""
+        # Nor does a daemon give its own to a server that is none.
+        present(person)
+        with pytest.raises(PeerError, match=r"cannot be trusted|broke|closed"):
+            await asyncio.to_thread(send, peer.endpoint, *state_of(1))
+        assert peer.store.sealed("job") == []
 
 
 async def test_a_peer_that_is_gone_is_an_error_at_once() -> None:
@@ -322,7 +375,7 @@ async def test_a_peer_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(connections, "SILENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(PeerError, match="sends nothing"):
+        with pytest.raises(PeerError, match="sends nothing|handshake operation timed out"):
             await asyncio.to_thread(send, endpoint, *state_of(1))
 
 
@@ -337,6 +390,7 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.parametrize("transport", ["plain"], indirect=True)  # nothing is sent
 @given(OPERATIONS)
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_newest_whole_replica_of_a_rank_always_stands(

@@ -30,7 +30,7 @@ from megascale_checkpoint.staging import StagingFolder, default_base
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service import logs
-from megascale_common.service.channel import present
+from megascale_common.service.channel import present, presented
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.certificates import Certificates
@@ -80,7 +80,9 @@ async def _serve(
     pools, committers = Pools(), CommitterClient(token)
     jobs = Jobs(staging, pools, committers)
     replicas = jobs.replicas = NodeReplicas(jobs, staging, pools, token, options.replica_streams)
-    replicas.start(REPLICA_HOST, options.address_file.with_suffix(".replicas"))
+    # Unencrypted they stay on this host, even where somebody has said to trust the network.
+    host = options.host if presented() is not None else REPLICA_HOST
+    replicas.start(host, options.address_file.with_suffix(".replicas"))
     server = RpcServer(token, tls=tls, insecure_network=options.insecure_network)
     committer = Committer(jobs.registration)
     service = CheckpointService(jobs, committer, replicas.endpoint)

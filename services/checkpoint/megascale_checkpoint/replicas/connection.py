@@ -19,15 +19,18 @@ from typing import Any, TypeVar
 import xxhash
 
 from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.replicas.encrypted import Encrypted, as_client, as_server
 from megascale_checkpoint.replicas.protocol import (
     VERSION,
     PieceBytes,
     SealedState,
     mapping_of,
 )
+from megascale_common.service.channel import presented
 from megascale_common.service.errors import (
     DamagedError,
     RequestError,
+    ServiceError,
     UnauthenticatedError,
 )
 
@@ -82,6 +85,8 @@ class Connection:
     ``activity`` is that of its transfer: while other streams of it move, this one may wait.
     """
 
+    _sock: socket.socket | Encrypted
+
     def __init__(self, sock: socket.socket, cancelled: Cancellation) -> None:
         limit = _TIMEVAL.pack(int(SILENCE_S), int(SILENCE_S % 1 * 1e6))
         sock.settimeout(None)
@@ -105,16 +110,29 @@ class Connection:
         except (OSError, ValueError) as error:
             raise PeerError(f"{endpoint} cannot be reached: {error}") from error
         connection = cls(sock, cancelled)
+        if (files := presented()) is not None:
+            try:
+                connection._sock = as_client(sock, host.strip("[]"), files, SILENCE_S)
+            except (OSError, ServiceError) as error:
+                sock.close()
+                raise PeerError(f"{endpoint} cannot be trusted: {error}") from error
         connection.send({"version": VERSION, "token": token})
         return connection
 
     def accept(self, token: str) -> None:
-        """Take the Hello of a caller.
+        """Take the Hello of a caller; where this process has certificates, the caller shows one.
 
         Raises:
+            PeerError: it shows none, or not that of a node.
             UnauthenticatedError: it does not have the cluster's token.
             RequestError: it is of another version.
         """
+        if (files := presented()) is not None:
+            assert isinstance(self._sock, socket.socket)
+            try:
+                self._sock = as_server(self._sock, files, SILENCE_S)
+            except (OSError, ServiceError) as error:
+                raise PeerError(f"a caller cannot be trusted: {error}") from error
         hello = self.receive(MAX_HELLO_BYTES)
         if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
             raise UnauthenticatedError("the caller does not have the token of this cluster")

@@ -39,6 +39,11 @@ def present(certificates: Certificates | None) -> None:
     _presented[:] = [certificates] if certificates is not None and certificates.mutual else []
 
 
+def presented() -> Certificates | None:
+    """The certificates of this process, for connections that are no channels."""
+    return _presented[0] if _presented else None
+
+
 def open_channel(address: str, token: str) -> grpc.aio.Channel:
     """An asyncio channel whose calls carry ``token``; reconnects with a back-off of 0.2 to 2 s.
 

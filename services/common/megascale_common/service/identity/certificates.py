@@ -44,9 +44,13 @@ class Certificates:
 
     def check(self) -> None:
         """Raise an OptionError if the files cannot be used together."""
+        self.context(ssl.PROTOCOL_TLS_SERVER)
+
+    def context(self, protocol: int) -> ssl.SSLContext:
+        """For a socket of Python, from the files as they are now; raises as :meth:`check`."""
         files = [path for path in (self.key, self.certificate, self.ca) if path is not None]
         try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context = ssl.SSLContext(protocol)
             context.load_cert_chain(self.certificate, self.key)
             if self.ca is not None:
                 context.load_verify_locations(self.ca)
@@ -61,6 +65,7 @@ class Certificates:
                 f"--tls-key, --tls-certificate: one of {names} cannot be read "
                 f"({error.strerror}): give PEM files that this user may read"
             ) from None
+        return context
 
     def options(self) -> list[str]:
         """The options with which another process of the node uses the same files."""
