@@ -151,10 +151,18 @@ async def test_a_job_trains_and_only_its_nodes_report_its_steps(
 ) -> None:
     stranger = authority.issue(folder, cluster.name, Role.EXECUTOR, "n9")
     async with cluster.client() as client:
-        spec = cluster.job("private", steps=20, interval_steps=10)
+        spec = cluster.job("private", steps=40, interval_steps=10)
+        spec.checkpoint.replicas = 1  # which the daemons send to each other
+        replicated = set()
         async with cluster.follow(client, spec) as run:
-            await run.until(lambda: run.job.phase == JobPhase.SUCCEEDED, "the end of the job")
-            assert run.job.committed_step == 20
+
+            def ended() -> bool:
+                replicated.add(run.job.replicated_step)
+                return run.job.phase == JobPhase.SUCCEEDED
+
+            await run.until(ended, "the end of the job")
+            assert run.job.committed_step == 40
+        assert max(replicated) >= 10
         events = [event async for event in client.events("jobs/private")]
         submitted = [event.actor for event in events if event.reason == "SUBMITTED"]
         assert submitted == ["operator"], "the audit log has the name of the certificate"
