@@ -61,7 +61,7 @@ def sc21() -> list[tuple[Row, float]]:
     for row in table("megatron_sc21_first_half.csv"):
         layers, hidden, batch = (int(row[name]) for name in ("layers", "hidden", "batch_size"))
         tp, pp, gpus = (int(row[name]) for name in ("tp", "pp", "gpus"))
-        counted = 96 * batch * 2048 * layers * hidden**2
+        counted = 96.0 * batch * 2048 * layers * hidden**2
         counted *= 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
         values: Row = {"system": "megatron-lm-2021", "gpu": "a100-80g", "layers": layers}
         values |= {"hidden": hidden, "heads": int(row["heads"]), "tp": tp, "pp": pp, "gpus": gpus}
@@ -71,7 +71,9 @@ def sc21() -> list[tuple[Row, float]]:
     return found
 
 
-def own(preset: str, layers: int, layout: tuple[int, int, int, int], batch: int, **more: Any) -> Row:
+def own(
+    preset: str, layers: int, layout: tuple[int, int, int, int], batch: int, **more: Any
+) -> Row:
     """A row of our trainer on H200s; ``layout`` is tp, pp, vpp, dp."""
     _, hidden, heads, sequence, micro_batch = PRESETS[preset]
     tp, pp, vpp, dp = layout

@@ -25,6 +25,21 @@ def test_rows_go_in_and_as_many_lines_come_out(
     assert ["refused" in item for item in found] == [False, True, True, True]
 
 
+def test_a_calibration_changes_what_is_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, measured = tmp_path / "rows.jsonl", tmp_path / "measured.json"
+    rows.write_text(json.dumps(ROW))
+    measured.write_text(json.dumps({"version": 1, "rates": {"gemm_flops": 1e14}}))
+    assert main(["predict", str(rows)]) == 0
+    assert main(["predict", str(rows), "--calibration", str(measured)]) == 0
+    plain, slow = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert slow["terms"]["gemm"] > 5 * plain["terms"]["gemm"]
+    measured.write_text("{}")
+    assert main(["predict", str(rows), "--calibration", str(measured)]) == 0
+    assert "version" in json.loads(capsys.readouterr().out)["refused"]
+
+
 def test_a_file_that_cannot_be_read_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

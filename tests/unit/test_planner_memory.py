@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness import planner_rows as rows
 
 from megascale_common.job.config import from_accepted
 from megascale_common.sizes.memory import largest_rank_memory
 from megascale_driver.planner.device_memory import device_memory
 from megascale_driver.planner.systems import SYSTEMS
 from megascale_driver.planner.workload import from_row, points_of
-from tests.harness import planner_rows as rows
 
 # Row of benchmarks/results (2026-11-21 peers on 2 H200s; 2026-11-22 FP8 on 4), and
 # torch.cuda.max_memory_allocated of its largest rank in GiB.
@@ -62,25 +62,24 @@ def test_figure_1_is_reproduced(row: dict[str, str]) -> None:
         activations = memory.activations[0] / 2**30
         assert activations - head == pytest.approx(float(row[name]), rel=0.002)
         total = memory.total[0] / 2**30
-        assert total == pytest.approx(float(row["params_and_optimizer_gib"]) + float(row[name]), rel=0.05)
+        assert total == pytest.approx(
+            float(row["params_and_optimizer_gib"]) + float(row[name]), rel=0.05
+        )
 
 
-@pytest.mark.parametrize("row", rows.table("seqpar_fig7_activation_pct.csv"), ids=lambda r: r["model"])
+@pytest.mark.parametrize(
+    "row", rows.table("seqpar_fig7_activation_pct.csv"), ids=lambda r: r["model"]
+)
 def test_figure_7_is_reproduced(row: dict[str, str]) -> None:
     """Shares of the plain activations; the logits and the layer being recomputed are left out."""
 
     def kept(recompute: str, *, split: bool) -> float:
-        layers, *_ = rows.SEQUENCE_PARALLEL_MODELS[row["model"]]
-        memory = published(
-            row["model"], sequence_parallel=split, recompute=recompute, logit_bytes=0.0
-        )
-        extra = 0.0
-        if recompute == "full":
-            alone = published(row["model"], sequence_parallel=split, logit_bytes=0.0)
-            stage = device_alive(row["model"])
-            extra = alone.activations[0] / stage
-        assert layers
-        return float(memory.activations[0] - extra)
+        changes = {"sequence_parallel": split, "logit_bytes": 0.0}
+        memory = published(row["model"], recompute=recompute, **changes)
+        if recompute == "full":  # the layer that is being recomputed
+            layer = published(row["model"], **changes).activations[0] / alive(row["model"])
+            return float(memory.activations[0] - layer)
+        return float(memory.activations[0])
 
     whole = kept("none", split=False)
     for name, part in (
@@ -92,7 +91,7 @@ def test_figure_7_is_reproduced(row: dict[str, str]) -> None:
         assert 100 * part / whole == pytest.approx(float(row[name]), abs=0.16), name
 
 
-def device_alive(model: str) -> float:
+def alive(model: str) -> float:
     """Layers times micro-batches that the first stage keeps."""
     layers, _, _, pp, _, vpp = rows.SEQUENCE_PARALLEL_MODELS[model]
     return layers * (1 + (pp - 1) / (pp * vpp)) if vpp > 1 else layers

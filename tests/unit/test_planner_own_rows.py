@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.harness import planner_rows as rows
 
 from megascale_driver.planner.systems import SYSTEMS
-from tests.harness import planner_rows as rows
 
 SERIAL: dict[str, Any] = {"block": "serial"}
 SWIGLU: dict[str, Any] = {"mlp": "swiglu", "ffn": 11008, "micro_batch": 8}

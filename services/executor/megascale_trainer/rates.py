@@ -112,9 +112,7 @@ def _values(width: int, device: torch.device, dtype: torch.dtype) -> torch.Tenso
     return torch.randn(width, width, device=device, dtype=dtype)
 
 
-def _attention(
-    shapes: Shapes, device: torch.device, dtype: torch.dtype, budget_s: float
-) -> float:
+def _attention(shapes: Shapes, device: torch.device, dtype: torch.dtype, budget_s: float) -> float:
     """Causal FLOP/s of forward and backward together: 4 and 10 per head size, query and key."""
     size = (1, shapes.heads, shapes.sequence, _HEAD_SIZE)
     query, key, value = (
@@ -132,9 +130,7 @@ def _attention(
     return flops / _seconds(both, device, budget_s)
 
 
-def _fp8(
-    left: torch.Tensor, right: torch.Tensor, device: torch.device, budget_s: float
-) -> float:
+def _fp8(left: torch.Tensor, right: torch.Tensor, device: torch.device, budget_s: float) -> float:
     one = torch.ones((), device=device)
     a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()
 

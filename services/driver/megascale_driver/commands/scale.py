@@ -52,9 +52,7 @@ DeviceHours = Annotated[
     float, typer.Option(min=1e-3, help="Hours of one device between two failures.")
 ]
 NodeDevices = Annotated[int, typer.Option(min=1, help="Devices of one node.")]
-SaveCost = Annotated[
-    float, typer.Option(min=0, help="Seconds that a snapshot stops training for.")
-]
+SaveCost = Annotated[float, typer.Option(min=0, help="Seconds that a snapshot stops training for.")]
 
 
 @app.command("search")
@@ -164,7 +162,7 @@ def _show(found: Found, rows: list[dict[str, Any]], constants: list[dict[str, An
             f"{100 * row['mfu_causal']:.1f} / {100 * row['mfu_full']:.1f} %",
             *(f"{row['memory_gib']:.1f}", shares),
         )
-    _console.print(table, width=_TABLE_WIDTH, crop=False, soft_wrap=True)
+    Console(highlight=False, width=_TABLE_WIDTH).print(table, crop=False)
     _console.print(f"{len(found.ranked)} layouts can run, {len(found.rejected)} cannot:")
     for reason, count in found.reasons()[:_SHOWN_REASONS]:
         example = next(item for item in found.rejected if item.reason.startswith(f"{reason}:"))

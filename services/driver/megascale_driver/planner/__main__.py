@@ -20,13 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     rows = commands.add_parser("predict", help="predict step time and memory of each row")
     rows.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="one JSON object a line")
+    rows.add_argument("--calibration", type=Path, help="a file of `megascale plan calibrate`")
     options = parser.parse_args(arguments)
+    calibration: Path | None = options.calibration
     try:
         text = options.rows.read_text(encoding="utf-8")
+        measured = None if calibration is None else calibration.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        print(f"{options.rows}: {error}; give a readable file of JSON lines", file=sys.stderr)
+        print(f"{error}; give a readable file", file=sys.stderr)
         return 2
-    for result in predict_lines(text.splitlines()):
+    for result in predict_lines(text.splitlines(), measured):
         print(json.dumps(result), flush=True)
     return 0
 

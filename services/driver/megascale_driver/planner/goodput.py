@@ -42,7 +42,9 @@ def goodput(
         )
     work_s = best_interval_s(save_cost_s, mtbf_s) if interval_s is None else interval_s
     if work_s <= 0:  # saving costs nothing: every instant is saved
-        return Goodput(0.0, 1 / (1 + restart_s / mtbf_s), 0.0, 0.0, restart_s / (mtbf_s + restart_s))
+        return Goodput(
+            0.0, 1 / (1 + restart_s / mtbf_s), 0.0, 0.0, restart_s / (mtbf_s + restart_s)
+        )
     exponent = (work_s + save_cost_s) / mtbf_s
     if exponent + restart_s / mtbf_s > _LARGEST_EXPONENT:
         return Goodput(work_s, 0.0, 0.0, 0.0, 1.0)

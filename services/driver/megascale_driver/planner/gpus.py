@@ -39,7 +39,10 @@ class Gpu:
 
 _A100_SOURCES = (
     ("peak_flops", "NVIDIA A100 80GB SXM data sheet, dense bf16"),
-    ("gemm_share", "assumed: 0.85 for large products; a system's kernel_share is fitted on top of it"),
+    (
+        "gemm_share",
+        "assumed: 0.85 for large products; a system's kernel_share is fitted on top of it",
+    ),
     ("attention_share", "FlashAttention-2 on A100 reaches 50 to 73 % (arXiv 2307.08691, abstract)"),
     ("hbm_bytes_s", "assumed: 0.85 of the data sheet's 2,039 GB/s"),
     ("node_bytes_s", "assumed: 77 % of NVLink 3's 300 GB/s a direction"),

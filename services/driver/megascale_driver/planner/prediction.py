@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megascale_driver.planner.calibration_file import calibrated
 from megascale_driver.planner.device_memory import device_memory
 from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.points import Array, Points
@@ -69,9 +70,15 @@ def _flops_per_token(points: Points) -> tuple[Array, Array]:
     return gemm + per_key * mean_keys(points), gemm + per_key * points.sequence
 
 
-def predict_one(workload: Workload) -> dict[str, Any]:
-    """The prediction of one configuration as plain values: the keys of a line of ``predict``."""
+def predict_one(workload: Workload, calibration: str | None = None) -> dict[str, Any]:
+    """The prediction of one configuration as plain values: the keys of a line of ``predict``.
+
+    Raises:
+        BadCalibration: ``calibration``, the text of a calibration file, cannot be used.
+    """
     gpu = GPUS[workload.gpu]
+    if calibration is not None:
+        gpu = calibrated(gpu, calibration)
     found = predict(points_of([workload]), gpu, SYSTEMS[workload.system])
     return plain(found, 0)
 

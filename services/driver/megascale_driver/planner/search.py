@@ -56,9 +56,7 @@ class Found:
         return Counter(item.reason.split(":", 1)[0] for item in self.rejected).most_common()
 
 
-def search(
-    model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = BLOCKS
-) -> Found:
+def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = BLOCKS) -> Found:
     """Rank the layouts of ``model`` (its ``gpus`` and ``global_batch``; its layout is ignored).
 
     Raises:
@@ -136,5 +134,3 @@ def sources(gpu: Gpu, system: System) -> list[dict[str, Any]]:
         for owner in (gpu, system)
         for name, source in owner.sources
     ]
-
-

@@ -76,7 +76,7 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
     busy = slots * (of_layers + head + between)
     bubble = empty * of_layers
     nodes = np.maximum(1.0, points.devices / gpu.devices_per_node)
-    slowest = system.straggler_sigma * np.sqrt(2 * np.log(nodes))
+    slowest = system.slowdown * (1 - (1 - system.slow_nodes) ** nodes)
     return StepTime(
         gemm=slots * (layers * 3 * gemm + head),
         attention=slots * layers * (attention + attention_back),
@@ -105,15 +105,10 @@ def _layer_gemm_s(points: Points, gpu: Gpu, system: System) -> Array:
     hidden, tp = points.hidden, points.tp
     heads_in = (hidden + 2 * points.kv_width) / tp
     ffn_in, ffn_out = points.ffn * (1 + points.swiglu) / tp, points.ffn / tp
-    apart = sum(
-        _gemm_s(points, gpu, system, columns, inner)
-        for columns, inner in (
-            (heads_in, hidden),
-            (hidden, hidden / tp),
-            (ffn_in, hidden),
-            (hidden, ffn_out),
-        )
-    )
+    apart = _gemm_s(points, gpu, system, heads_in, hidden)
+    apart = apart + _gemm_s(points, gpu, system, hidden, hidden / tp)
+    apart = apart + _gemm_s(points, gpu, system, ffn_in, hidden)
+    apart = apart + _gemm_s(points, gpu, system, hidden, ffn_out)
     merged = _gemm_s(points, gpu, system, heads_in + ffn_in, hidden)
     merged = merged + _gemm_s(points, gpu, system, hidden, hidden / tp + ffn_out)
     seconds = np.where((points.parallel_block > 0) & system.merged, merged, apart)
@@ -139,10 +134,10 @@ def _attention_s(points: Points, gpu: Gpu, system: System) -> tuple[Array, Array
         rate = gpu.peak_flops * gpu.attention_share * system.kernel_share * share
         return flops / rate, FLASH_BACKWARD * flops / rate
     flops = 4 * tokens * points.sequence * points.hidden / points.tp
-    rate = gpu.peak_flops * gpu.gemm_share * system.kernel_share
+    dense = gpu.peak_flops * gpu.gemm_share * system.kernel_share
     passes = 9.0 if system.dropout else 4.0  # bytes: softmax, then dropout
     scores = passes * points.heads * tokens * points.sequence / points.tp
-    forward = flops / rate + scores / (gpu.hbm_bytes_s * system.kernel_share)
+    forward = flops / dense + scores / (gpu.hbm_bytes_s * system.kernel_share)
     return forward, PLAIN_BACKWARD * forward
 
 
@@ -189,5 +184,3 @@ def _optimizer_s(points: Points, gpu: Gpu, system: System) -> Array:
     shard = points.dp if system.sharded_optimizer else 1.0
     seconds: Array = OPTIMIZER_BYTES * points.stage_parameters / shard / gpu.hbm_bytes_s
     return seconds
-
-

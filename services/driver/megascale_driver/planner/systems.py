@@ -28,7 +28,8 @@ class System:
         sharded_optimizer: states are split over the data-parallel group.
         lost_interleaving: share of what interleaving should spare of the bubble that is not spared.
         fixed_s: data, launches and host work of a step.
-        straggler_sigma: relative spread of nodes' step times.
+        slow_nodes, slowdown: share of nodes that are slow, and by how much of a step; a step waits
+            for the slowest node of the run.
         tied: embedding and head are one parameter.
         logit_bytes: kept of each logit.
         counted_kept: activations are this project's own count, peer memory included.
@@ -53,7 +54,8 @@ class System:
     sharded_optimizer: bool
     lost_interleaving: float
     fixed_s: float
-    straggler_sigma: float
+    slow_nodes: float
+    slowdown: float
     tied: bool = True
     logit_bytes: float = 4.0
     counted_kept: bool = False
@@ -63,6 +65,10 @@ class System:
 
 _FITTED = "kernel_share"
 _PASSES = "gradient_bytes"
+_STRAGGLERS = (
+    ("slow_nodes", "arXiv 2402.15627, section 5.1: about 0.5 % of machines are slow"),
+    ("slowdown", "assumed: 3 % once the machines that are 10 % slow (section 5.1) are removed"),
+)
 SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
@@ -85,7 +91,8 @@ SYSTEMS: dict[str, System] = {
             sharded_optimizer=False,
             lost_interleaving=1.0,
             fixed_s=0.02,
-            straggler_sigma=0.002,
+            slow_nodes=0.005,
+            slowdown=0.03,
             error=0.06,
             sources=(
                 (_FITTED, "one value for arXiv 2104.04473, Table 1, rows of 1.7B to 39.1B"),
@@ -93,7 +100,7 @@ SYSTEMS: dict[str, System] = {
                 (_PASSES, "all-reduce of fp16 gradients, two passes of 2 bytes"),
                 ("lost_interleaving", "as megatron-lm-2023"),
                 ("fixed_s", "assumed: 20 ms of data and launches"),
-                ("straggler_sigma", "assumed: 0.2 % spread of nodes"),
+                *_STRAGGLERS,
             ),
         ),
         System(
@@ -115,7 +122,8 @@ SYSTEMS: dict[str, System] = {
             sharded_optimizer=False,
             lost_interleaving=1.0,
             fixed_s=0.1,
-            straggler_sigma=0.002,
+            slow_nodes=0.005,
+            slowdown=0.03,
             error=0.06,
             sources=(
                 (_FITTED, "one value for arXiv 2402.15627, Table 2, Megatron-LM, 256 to 1,024"),
@@ -124,12 +132,12 @@ SYSTEMS: dict[str, System] = {
                 (_PASSES, "all-reduce of float32 gradients, two passes of 4 bytes"),
                 ("lost_interleaving", "same rows: m + p - 1 slots fit 256 to 1,024 devices"),
                 ("fixed_s", "assumed: 0.1 s of data, launches and host work"),
-                ("straggler_sigma", "assumed: 0.2 % spread of nodes"),
+                *_STRAGGLERS,
             ),
         ),
         System(
             name="megascale",
-            kernel_share=0.955,
+            kernel_share=0.96,
             block="parallel",
             window=1152,
             recompute="none",
@@ -146,8 +154,9 @@ SYSTEMS: dict[str, System] = {
             sharded_optimizer=True,
             lost_interleaving=1.0,
             fixed_s=0.1,
-            straggler_sigma=0.001,
-            error=0.06,
+            slow_nodes=0.005,
+            slowdown=0.03,
+            error=0.07,
             sources=(
                 (_FITTED, "one value for arXiv 2402.15627, Table 2, MegaScale, 256 to 1,024"),
                 ("window", "not published; its MFU counts 1 % less than full attention: 1,152"),
@@ -156,12 +165,12 @@ SYSTEMS: dict[str, System] = {
                 ("chunked_dp", "section 3.2: 1 / (2 vpp) of data-parallel transfers are exposed"),
                 ("lost_interleaving", "as megatron-lm-2023: m + p - 1 slots fit the same rows"),
                 ("fixed_s", "assumed: 0.1 s of data, launches and host work"),
-                ("straggler_sigma", "section 6.3: slow machines are removed; 0.1 % assumed"),
+                *_STRAGGLERS,
             ),
         ),
         System(
             name="megatron-core-2024",
-            kernel_share=0.77,
+            kernel_share=0.75,
             block="serial",
             window=0,
             recompute="none",
@@ -169,16 +178,17 @@ SYSTEMS: dict[str, System] = {
             sequence_parallel=True,
             dropout=False,
             merged=False,
-            hidden_tp=0.6,
+            hidden_tp=0.7,
             hidden_pp=0.8,
-            hidden_dp=0.8,
+            hidden_dp=0.9,
             chunked_dp=False,
             gradient_bytes=4.0,
             gather_bytes=2.0,
             sharded_optimizer=True,
             lost_interleaving=0.0,
             fixed_s=0.05,
-            straggler_sigma=0.002,
+            slow_nodes=0.005,
+            slowdown=0.03,
             error=0.12,
             sources=(
                 (_FITTED, "Megatron-LM README of core_r0.8.0: 175B, 96 to 4,608 H100, 47 to 42 %"),
@@ -186,7 +196,7 @@ SYSTEMS: dict[str, System] = {
                 ("hidden_dp", "same rows, with --overlap-grad-reduce and --overlap-param-gather"),
                 ("lost_interleaving", "its transfers between stages are overlapped by default"),
                 ("fixed_s", "assumed: 50 ms of data, launches and host work"),
-                ("straggler_sigma", "assumed: 0.2 % spread of nodes"),
+                *_STRAGGLERS,
             ),
         ),
         System(
@@ -208,7 +218,8 @@ SYSTEMS: dict[str, System] = {
             sharded_optimizer=True,
             lost_interleaving=0.3,
             fixed_s=0.02,
-            straggler_sigma=0.002,
+            slow_nodes=0.005,
+            slowdown=0.03,
             tied=False,
             logit_bytes=2.0,
             counted_kept=True,
@@ -219,7 +230,7 @@ SYSTEMS: dict[str, System] = {
                 ("hidden_dp", "assumed; overlap.dp brought 1.6 to 2.0 % on 2 H200s"),
                 ("lost_interleaving", "assumed; a row of PP2 VPP2 on 2 H200s agrees within 1 %"),
                 ("fixed_s", "idle and host time of a traced step on 2 H200s: 13 to 20 ms"),
-                ("straggler_sigma", "assumed: 0.2 % spread of nodes"),
+                *_STRAGGLERS,
             ),
         ),
     )

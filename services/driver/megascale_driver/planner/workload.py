@@ -1,4 +1,4 @@
-"""One configuration as it is given, checked, with every default that was taken for an absent key."""
+"""One configuration as it is given, checked, with the defaults that were taken for absent keys."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "micro_batch": 1,
         "mlp": "gelu",
         "precision": "bf16",
-        **{key: int(value) if key in (*_COUNTS, "window") else value for key, value in given.items()},
+        **{
+            key: int(value) if key in (*_COUNTS, "window") else value
+            for key, value in given.items()
+        },
     }
     system = SYSTEMS[values["system"]]
     wide = -(-8 * values["hidden"] // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
@@ -136,7 +139,10 @@ def illegal(w: Workload) -> str:
         (w.hidden % w.heads != 0, f"heads: hidden {w.hidden} is not a multiple of {w.heads}"),
         (w.heads % w.tp != 0, f"tp: heads {w.heads} are not a multiple of {w.tp}"),
         (w.heads % w.kv_heads != 0, f"kv_heads: heads {w.heads} are not a multiple of them"),
-        (w.kv_heads % w.tp != 0, f"tp: kv_heads {w.kv_heads} are not a multiple of {w.tp}"),
+        (
+            w.system == "ours" and w.kv_heads % w.tp != 0,
+            f"tp: kv_heads {w.kv_heads} are not a multiple of {w.tp}",
+        ),
         (w.pp > w.layers, f"pp: {w.pp} stages for {w.layers} layers"),
         (
             w.layers % (w.pp * w.vpp) != 0,
