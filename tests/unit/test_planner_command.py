@@ -17,7 +17,7 @@ def test_rows_go_in_and_as_many_lines_come_out(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
-        f"{json.dumps({'id': 'a', **ROW})}\n\n{json.dumps({'id': 'b', 'tp': 5, **ROW})}\n[1]\nx\n"
+        f"{json.dumps({'id': 'a', **ROW})}\n \n{json.dumps({'id': 'b', 'tp': 5, **ROW})}\n[1]\nx\n"
     )
     assert main(["predict", str(rows)]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

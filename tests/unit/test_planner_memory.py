@@ -67,6 +67,15 @@ def test_figure_1_is_reproduced(row: dict[str, str]) -> None:
         )
 
 
+def test_selective_recompute_brings_sequence_parallelism_to_the_older_system() -> None:
+    row = {"layers": 48, "hidden": 6144, "heads": 64, "tp": 8, "micro_batch": 4, "gpu": "a100-80g"}
+    older, newer = (
+        rows.predicted([{**row, "system": f"megatron-lm-{year}", "recompute": "selective"}])
+        for year in (2021, 2023)
+    )
+    assert older.memory_bytes[0] == newer.memory_bytes[0]
+
+
 @pytest.mark.parametrize(
     "row", rows.table("seqpar_fig7_activation_pct.csv"), ids=lambda r: r["model"]
 )

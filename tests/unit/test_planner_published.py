@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from tests.harness import planner_rows as rows
 
+from megascale_common.job.config import ModelConfig
+from megascale_common.sizes.flops import flops_per_token
+from megascale_driver.planner.gpus import GPUS
 from megascale_driver.planner.rows import predict_lines
+from megascale_driver.planner.systems import SYSTEMS
 
 MEAN_ERROR, WORST_ERROR = 0.04, 0.08  # what is promised of published rows
 STATED_MEAN, STATED_WORST = 0.012, 0.042  # what docs/planner.md states of these
@@ -43,8 +47,6 @@ def test_a_row_that_the_fit_did_not_see_is_predicted_as_well(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(FITTED))
 def test_the_constant_that_stands_is_the_fitted_one(name: str) -> None:
-    from megascale_driver.planner.systems import SYSTEMS
-
     assert SYSTEMS[name].kernel_share == pytest.approx(rows.fitted_share(FITTED[name]), abs=0.011)
 
 
@@ -97,6 +99,27 @@ def test_the_interval_holds_every_published_row() -> None:
             assert low <= measured <= high
 
 
+@pytest.mark.parametrize("window", [0, 512])
+def test_both_counts_of_mfu_are_those_of_the_services(window: int) -> None:
+    row = {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 4, "mlp": "swiglu", "ffn": 5632}
+    row |= {"vocab": 32000, "sequence": 4096, "window": window, "block": "serial"}
+    model = ModelConfig(
+        layers=24,
+        hidden_size=2048,
+        heads=16,
+        kv_heads=4,
+        mlp="swiglu",
+        ffn_size=5632,
+        vocab_size=32000,
+        sequence_length=4096,
+        window=window,
+    )
+    found, flops = rows.predicted([row]), flops_per_token(model)
+    per_token = float(found.step_time_s[0]) * GPUS["h100"].peak_flops / 4096
+    assert found.mfu_causal[0] * per_token == pytest.approx(flops.exact, rel=1e-9)
+    assert found.mfu_full[0] * per_token == pytest.approx(flops.full, rel=1e-9)
+
+
 def one(line: str) -> dict[str, Any]:
     (result,) = predict_lines([line])
     return result
@@ -128,6 +151,8 @@ def test_a_line_has_the_promised_keys_and_the_defaults_that_were_taken() -> None
         ('"heads": "16"', "heads"),
         ('"layers": -1', "layers"),
         ('"micro_batch": true', "micro_batch"),
+        (f'"vocab": {10**400}', "vocab"),
+        ('"sequence": 2048.5', "sequence"),
         ('"window": 1e400', "window"),
     ],
 )

@@ -78,7 +78,7 @@ def _layer_bytes(points: Points, system: System, recompute: Array) -> Array:
         kept = _counted_kept(points, recompute)
     else:
         kept = _published_kept(points, system, recompute)
-    split = tp if system.sequence_parallel else 1.0
+    split = points.norm_split(system.sequence_parallel, system.selective_splits)
     full = 2 * hidden / split if not system.counted_kept else 2 * hidden / tp
     bytes_of_layer: Array = tokens * np.where(recompute == FULL, full, kept)
     return bytes_of_layer
@@ -92,7 +92,8 @@ def _published_kept(points: Points, system: System, recompute: Array) -> Array:
     whole = (8 + masks - norm) * hidden
     keys_and_values = 4 * points.kv_width + 4 * hidden
     parallel = keys_and_values + (4 + 2 * points.swiglu) * points.ffn
-    kept = (whole / tp if system.sequence_parallel else whole) + parallel / tp
+    split = points.norm_split(system.sequence_parallel, system.selective_splits)
+    kept = whole / split + parallel / tp
     width = np.where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
     score = 5.0 if system.dropout else 2.0
     scores = 0.0 if system.flash else score * points.heads * width / tp

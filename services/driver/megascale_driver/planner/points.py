@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,8 @@ class Points:
         layers = self.layers / self.pp * (self.layer_weights + 13 * self.hidden)
         return (layers + self.vocabulary * self.hidden) / self.tp
 
-    def take(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Points:
-        """Some of the configurations."""
-        return Points(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
+    def norm_split(self, sequence_parallel: bool, selective_splits: bool) -> Array:
+        """Ranks that norms, residuals and dropout of a micro-batch are split over."""
+        split = sequence_parallel | (selective_splits & (self.recompute == SELECTIVE))
+        ranks: Array = np.where(split, self.tp, 1.0)
+        return ranks

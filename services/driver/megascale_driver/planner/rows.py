@@ -27,7 +27,7 @@ def predict_line(line: str, number: int, calibration: str | None) -> dict[str, A
     """The result of one line."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {"id": number, "refused": f"line {number} is no JSON: {error}"}
     if not isinstance(row, dict):
         return {"id": number, "refused": f"line {number} is no JSON object"}

@@ -146,7 +146,7 @@ def _elementwise_s(points: Points, gpu: Gpu, system: System) -> Array:
     tokens, hidden, tp = points.micro_batch * points.sequence, points.hidden, points.tp
     addition = 7.0 if system.dropout else 6.0  # two read, one written, and the mask
     norms = np.where(points.parallel_block > 0, 4.0 + addition + 2, 2 * (4.0 + addition))
-    split = tp if system.sequence_parallel else 1.0
+    split = points.norm_split(system.sequence_parallel, system.selective_splits)
     activation = (4 + 2 * points.swiglu) * points.ffn + 4 * (hidden + 2 * points.kv_width)
     moved = tokens * (norms * hidden / split + activation / tp)
     casts = points.fp8 * CAST_BYTES * tokens * (hidden + points.ffn / tp)

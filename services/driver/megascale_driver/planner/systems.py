@@ -19,6 +19,8 @@ class System:
         block, window, recompute: what it ran where a row does not say; window 0: none.
         flash: attention without stored scores.
         sequence_parallel: norms and dropout are split over the tensor-parallel group.
+        selective_splits: without ``sequence_parallel``: they are split under selective recompute,
+            as both arrived in one release (arXiv 2205.05198).
         dropout: masks are written, read and kept.
         merged: a parallel block multiplies its two inputs and its two outputs as one GEMM each.
         hidden_tp, hidden_pp, hidden_dp: shares of communication under computation. With
@@ -56,6 +58,7 @@ class System:
     fixed_s: float
     slow_nodes: float
     slowdown: float
+    selective_splits: bool = False
     tied: bool = True
     logit_bytes: float = 4.0
     counted_kept: bool = False
@@ -93,6 +96,7 @@ SYSTEMS: dict[str, System] = {
             fixed_s=0.02,
             slow_nodes=0.005,
             slowdown=0.03,
+            selective_splits=True,
             error=0.06,
             sources=(
                 (_FITTED, "one value for arXiv 2104.04473, Table 1, rows of 1.7B to 39.1B"),

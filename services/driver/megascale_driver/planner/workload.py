@@ -13,6 +13,7 @@ from megascale_driver.planner.points import RECOMPUTE, Points
 from megascale_driver.planner.systems import SYSTEMS
 
 _SWIGLU_MULTIPLE = 256
+_MOST = 10**9  # of any number in a row
 _REQUIRED = ("layers", "hidden", "heads")
 _COUNTS = (
     *_REQUIRED,
@@ -93,8 +94,9 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
     for name in (*_COUNTS, "window"):
         value, least = given.get(name, 1), 0 if name == "window" else 1
         whole = isinstance(value, int | float) and not isinstance(value, bool)
-        if not whole or not float(value).is_integer() or value < least:
-            raise Refused(f"{name}: {value!r} is not a whole number of {least} or more")
+        if not whole or not least <= value <= _MOST or value != int(value):
+            shown = repr(value)[:40]
+            raise Refused(f"{name}: {shown} is not a whole number of {least} to {_MOST}")
     for name, choices in _CHOICES.items():
         if name in given and given[name] not in choices:
             raise Refused(f"{name}: {given[name]!r} is none of {', '.join(choices)}")
