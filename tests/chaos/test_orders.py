@@ -150,7 +150,8 @@ async def test_rules_are_listed_observed_and_enforced(
         await client.set_policy("hang", "observe", "a profile", validate_only=True)
         before = await modes(client)
         assert {name for name, mode in before.items() if mode == PolicyMode.OBSERVE} == {
-            "over-eviction"  # inferred, so observed until somebody has it enforced
+            "log-root",
+            "over-eviction",  # inferred, so observed until somebody has it enforced
         }
         answer = await client.set_policy("hang", PolicyMode.OBSERVE, "a profile")
         assert answer.rule.mode == PolicyMode.OBSERVE and "only logged" in answer.consequence

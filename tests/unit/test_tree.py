@@ -105,6 +105,10 @@ def test_the_trainers_package_imports_nothing_before_it_is_asked() -> None:
         ("megascale_trainer.data.loader", ["grpc", "google", "structlog", "uvloop", "torch"]),
         ("megascale_executor.agent.__main__", ["torch", "triton", "grpc"]),
         ("megascale_driver.__main__", ["torch", "triton", "numpy"]),
+        (
+            "megascale_driver.commands.scale, megascale_driver.planner.__main__",
+            ["torch", "triton", "grpc", "google", "structlog"],
+        ),
         ("megascale_checkpoint.__main__", ["torch", "triton"]),
         (
             "megascale_cli.__main__",
@@ -125,8 +129,13 @@ def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]
 OURS = tuple(sorted(Path(package).name for package in PACKAGES if package != "proto/megascale"))
 # The modules outside of the trainer and the kernels that write a format of torch.
 TORCH = tuple(f"checkpoint/megascale_checkpoint/export/{name}.py" for name in ("dcp", "megatron"))
-# The driver's modules that take numpy, from the observability extra; only they import each other.
-NUMPY = ("driver/megascale_driver/analysis/spans/", "driver/megascale_driver/telemetry/")
+# What takes numpy, from the extras `observability` and `plan`; the driver's own processes are without.
+NUMPY = (
+    "driver/megascale_driver/analysis/spans/",
+    "driver/megascale_driver/telemetry/",
+    "driver/megascale_driver/planner/",
+    "driver/megascale_driver/commands/scale.py",
+)
 WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
 
 
@@ -155,12 +164,11 @@ WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
 def test_every_module_of_a_room_imports_without_what_is_not_its(
     room: str, ours: list[str], others: list[str]
 ) -> None:
+    apart = (*TORCH, *NUMPY) if "numpy" in others else TORCH
     names = [
         ".".join(path.with_suffix("").parts[path.parts.index(room) :]).removesuffix(".__init__")
         for path in MODULES
-        if room in path.parts
-        and (name := path.as_posix().rpartition("services/")[2]) not in TORCH
-        and not name.startswith(NUMPY)
+        if room in path.parts and not path.as_posix().rpartition("services/")[2].startswith(apart)
     ]
     blocked = [*others, *(set(OURS) - set(ours))]
     code = _BLOCK.format(blocked=blocked, module=", ".join(names))

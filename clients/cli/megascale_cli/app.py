@@ -13,6 +13,7 @@ from megascale_cli.demo.command import demo
 from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
 from megascale_cli.output import console, print_json
+from megascale_cli.planning import PlanCommand
 from megascale_cli.plugins import add_plugins
 from megascale_cli.usage import Commands
 
@@ -132,7 +133,9 @@ def build_app() -> typer.Typer:
     )(_root)
     for panel, commands in _panels().items():
         for command in commands:
-            app.command(command.__name__.replace("_", "-"), rich_help_panel=panel)(command)
+            kind = PlanCommand if command is jobfile.plan else None
+            name = command.__name__.replace("_", "-")
+            app.command(name, cls=kind, rich_help_panel=panel)(command)
     checkpoint = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     checkpoint.command("list")(checkpoints.list_checkpoints)
     checkpoint.command("fetch")(checkpoints.fetch)

@@ -133,6 +133,10 @@ def plan(
     Parameters, memory of a rank, FLOPs per token, batch sizes, nodes; whether checkpoint.uri can be
     reached and written from here, if it is on a server. The exit status is 2 if the job is refused.
 
+    Without a job file: [bold]megascale plan search[/bold] ranks layouts of a model; [bold]plan
+    spares[/bold], [bold]checkpoint[/bold] and [bold]goodput[/bold] say what failures cost;
+    [bold]plan calibrate[/bold] measures this machine. Each has its own --help.
+
     Example: [bold]megascale plan job.yaml --devices-per-node 8 --device-memory-gib 80[/bold]
     """
     try:

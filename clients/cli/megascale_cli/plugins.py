@@ -77,10 +77,13 @@ ON_STORAGE = {
     "export": "Write a checkpoint for Hugging Face or torch.distributed.checkpoint.",
     "import": "Make a Hugging Face model a checkpoint that a job starts from.",
 }
-# Functions behind the CLI's own commands init, plan and config, which need the services' formulas.
+# Functions behind the CLI's own commands init, plan and config, which need the services' formulas;
+# and the commands that stand behind `plan`.
 FUNCTIONS = {
     "init": Plugin("", "megascale_driver.commands.init:job_template"),
     "plan": Plugin("", "megascale_driver.commands.plan:plan_job"),
+    "plan_scale": Plugin("", "megascale_driver.commands.scale:app", "plan"),
+    "plan_calibrate": Plugin("", "megascale_trainer.commands.calibrate:app", "executor"),
     "effective": Plugin("", "megascale_driver.commands.effective:effective_job"),
     "storage_problem": Plugin(
         "", "megascale_checkpoint.storage.reach:storage_problem", "checkpoint"

@@ -1,0 +1,118 @@
+"""What the fullest rank needs: the first pipeline stage, which keeps the most micro-batches.
+
+Weights and states: 18 bytes a parameter, or 6 + 12 / dp where the optimizer is sharded (bf16
+weights, float32 gradients, three float32 states). Activations: Korthikanti et al., arXiv
+2205.05198, Table 2, equations 4 to 6; for this project's trainer what its operators keep
+(:mod:`megascale_common.sizes.block`), and a test compares with
+:mod:`megascale_common.sizes.memory`, which has the exact count of one job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megascale_driver.planner.points import FULL, NONE, Array, Points
+from megascale_driver.planner.systems import System
+
+_WEIGHT_BYTES, _GRADIENT_BYTES, _STATE_BYTES = 2.0, 4.0, 12.0
+_FP8_COPIES = 2.0  # of each matrix, one byte a value: as stored, and transposed
+_PEER_SLOTS = 2.0  # of hidden states, for overlapped tensor parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of the fullest rank, arrays [n]."""
+
+    weights: Array
+    optimizer: Array
+    activations: Array
+    buffers: Array
+
+    @property
+    def total(self) -> Array:
+        """All of them; the device context and the allocator's fragments are not counted."""
+        return self.weights + self.optimizer + self.activations + self.buffers
+
+
+def device_memory(points: Points, system: System) -> DeviceMemory:
+    """Memory of every configuration under ``system``."""
+    second = np.where((points.pp == 1) & (not system.tied), 1.0, 0.0)  # the head on the same rank
+    parameters = points.stage_parameters + second * points.vocabulary * points.hidden / points.tp
+    matrices = points.layers / points.pp * points.layer_weights / points.tp
+    shard = points.dp if system.sharded_optimizer else 1.0
+    per_layer = _layer_bytes(points, system, points.recompute)
+    alive = _alive_layers(points)
+    working = np.where(
+        points.recompute == FULL, _layer_bytes(points, system, np.zeros_like(alive)), 0.0
+    )
+    tokens = points.micro_batch * points.sequence
+    logits = np.where(points.pp == 1, tokens * points.vocabulary / points.tp, 0.0)
+    head = logits * system.logit_bytes
+    peer = np.where(points.tp > 1, _PEER_SLOTS * 2 * tokens * points.hidden, 0.0)
+    return DeviceMemory(
+        weights=(_WEIGHT_BYTES + _GRADIENT_BYTES) * parameters
+        + points.fp8 * _FP8_COPIES * matrices,
+        optimizer=_STATE_BYTES * parameters / shard,
+        activations=alive * per_layer + working + head,
+        buffers=peer if system.counted_kept else np.zeros_like(peer),
+    )
+
+
+def _alive_layers(points: Points) -> Array:
+    """Layers times micro-batches that the first stage keeps at once.
+
+    1F1B: p micro-batches. Interleaved: 1 + (p - 1) / (p v) times that (arXiv 2205.05198, 4.2.3).
+    """
+    p, v, of_stage = points.pp, points.vpp, points.layers / points.pp
+    in_flight = np.where(v > 1, p * (1 + (p - 1) / (p * v)), p)
+    alive: Array = of_stage * np.minimum(in_flight, points.micro_batches)
+    return alive
+
+
+def _layer_bytes(points: Points, system: System, recompute: Array) -> Array:
+    """What one layer keeps of one micro-batch."""
+    tokens, hidden, tp = points.micro_batch * points.sequence, points.hidden, points.tp
+    if system.counted_kept:
+        kept = _counted_kept(points, recompute)
+    else:
+        kept = _published_kept(points, system, recompute)
+    split = points.norm_split(system.sequence_parallel, system.selective_splits)
+    full = 2 * hidden / split if not system.counted_kept else 2 * hidden / tp
+    bytes_of_layer: Array = tokens * np.where(recompute == FULL, full, kept)
+    return bytes_of_layer
+
+
+def _published_kept(points: Points, system: System, recompute: Array) -> Array:
+    """Bytes a token: 18 h + 4 f, of which 10 h are split by sequence parallelism; the scores."""
+    hidden, tp = points.hidden, points.tp
+    masks = 2.0 if system.dropout else 0.0  # one byte each, after attention and after the FFN
+    norm = np.where(points.parallel_block > 0, 2.0, 0.0)  # one norm's input fewer
+    whole = (8 + masks - norm) * hidden
+    keys_and_values = 4 * points.kv_width + 4 * hidden
+    parallel = keys_and_values + (4 + 2 * points.swiglu) * points.ffn
+    split = points.norm_split(system.sequence_parallel, system.selective_splits)
+    kept = whole / split + parallel / tp
+    width = np.where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
+    score = 5.0 if system.dropout else 2.0
+    scores = 0.0 if system.flash else score * points.heads * width / tp
+    total: Array = kept + np.where(recompute == NONE, scores, 0.0)
+    return total
+
+
+def _counted_kept(points: Points, recompute: Array) -> Array:
+    """Bytes a token of this project's fused operators (``layer_unit``): GEMMs' inputs and results.
+
+    Norms and everything behind the column-parallel GEMM are split over tp, the gathered rows not.
+    """
+    hidden, qkv = points.hidden, points.hidden + 2 * points.kv_width
+    parallel = points.parallel_block > 0
+    gathered = np.where(parallel, 1.0, 2.0) * hidden
+    activation = (2 + points.swiglu) * points.ffn
+    behind = qkv + activation + hidden  # results of the inputs' GEMM, inputs of the outputs' GEMM
+    norms = np.where(parallel, 1.0, 2.0) * hidden
+    dropped = np.where(recompute == NONE, hidden + np.where(parallel, qkv, 0.0), 0.0)
+    saved = points.fp8 * (gathered + (hidden + points.ffn) / points.tp)  # one byte, not two
+    kept: Array = 2 * (gathered + (norms + behind + dropped) / points.tp) - saved
+    return kept

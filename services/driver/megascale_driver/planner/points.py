@@ -1,0 +1,74 @@
+"""Many configurations at once, as arrays of one length: what the model of a step computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
+RECOMPUTE = {"none": NONE, "selective": SELECTIVE, "full": FULL}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Points:
+    """Configurations, each field an array [n] of float64.
+
+    ``vpp`` are chunks of a rank, ``window`` tokens (0: none), ``recompute`` a value of RECOMPUTE;
+    ``parallel_block``, ``swiglu`` and ``fp8`` are 0 or 1; batches are in sequences.
+    """
+
+    layers: Array
+    hidden: Array
+    heads: Array
+    kv_heads: Array
+    ffn: Array
+    sequence: Array
+    vocabulary: Array
+    tp: Array
+    pp: Array
+    vpp: Array
+    dp: Array
+    micro_batch: Array
+    global_batch: Array
+    recompute: Array
+    window: Array
+    parallel_block: Array
+    swiglu: Array
+    fp8: Array
+
+    @property
+    def devices(self) -> Array:
+        """Devices of each configuration."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def micro_batches(self) -> Array:
+        """Micro-batches of a replica in a step."""
+        return self.global_batch / (self.dp * self.micro_batch)
+
+    @property
+    def kv_width(self) -> Array:
+        """Width of the keys, and of the values."""
+        return self.hidden * self.kv_heads / self.heads
+
+    @property
+    def layer_weights(self) -> Array:
+        """Weights of one layer's matrices."""
+        attention = self.hidden * (2 * self.hidden + 2 * self.kv_width)
+        return attention + self.hidden * self.ffn * (2 + self.swiglu)
+
+    @property
+    def stage_parameters(self) -> Array:
+        """Parameters of the fullest rank: a stage's layers and one embedding, split over tp."""
+        layers = self.layers / self.pp * (self.layer_weights + 13 * self.hidden)
+        return (layers + self.vocabulary * self.hidden) / self.tp
+
+    def norm_split(self, sequence_parallel: bool, selective_splits: bool) -> Array:
+        """Ranks that norms, residuals and dropout of a micro-batch are split over."""
+        split = sequence_parallel | (selective_splits & (self.recompute == SELECTIVE))
+        ranks: Array = np.where(split, self.tp, 1.0)
+        return ranks

@@ -1,0 +1,97 @@
+"""Predictions: step time, both counts of MFU, memory, an interval and the terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megascale_driver.planner.calibration_file import calibrated
+from megascale_driver.planner.device_memory import device_memory
+from megascale_driver.planner.gpus import GPUS, Gpu
+from megascale_driver.planner.points import Array, Points
+from megascale_driver.planner.step_time import mean_keys, step_time
+from megascale_driver.planner.systems import SYSTEMS, System
+from megascale_driver.planner.workload import Workload, points_of
+
+# The rows that a system's constants were fitted on ran on these devices; elsewhere the interval is
+# this much wider, as its share of another device's rates is not known.
+MEASURED_ON = {
+    "megatron-lm-2021": ("a100-80g",),
+    "megatron-lm-2023": ("a100-80g",),
+    "megascale": ("a100-80g",),
+    "megatron-core-2024": ("h100",),
+    "ours": ("h200",),
+}
+_ELSEWHERE_ERROR = 0.05
+_PIPELINE_ERROR = 0.5  # of the bubble: how much interleaving spares differs between systems
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Of many configurations, arrays [n]; ``terms`` in seconds, MFU over the dense bf16 peak."""
+
+    step_time_s: Array
+    low_s: Array
+    high_s: Array
+    mfu_causal: Array
+    mfu_full: Array
+    memory_bytes: Array
+    terms: dict[str, Array]
+    memory: dict[str, Array]
+
+
+def predict(points: Points, gpu: Gpu, system: System) -> Predictions:
+    """Everything about ``points`` on ``gpu`` under ``system``."""
+    step, memory = step_time(points, gpu, system), device_memory(points, system)
+    total = step.total
+    elsewhere = 0.0 if gpu.name in MEASURED_ON[system.name] else _ELSEWHERE_ERROR
+    width = (system.error + elsewhere) * total + _PIPELINE_ERROR * step.bubble
+    tokens = points.global_batch * points.sequence
+    causal, full = _flops_per_token(points)
+    rate = tokens / total / (points.devices * gpu.peak_flops)
+    return Predictions(
+        step_time_s=total,
+        low_s=total - width,
+        high_s=total + width,
+        mfu_causal=causal * rate,
+        mfu_full=full * rate,
+        memory_bytes=memory.total,
+        terms={name: getattr(step, name) for name in step.__dataclass_fields__},
+        memory={name: getattr(memory, name) for name in memory.__dataclass_fields__},
+    )
+
+
+def _flops_per_token(points: Points) -> tuple[Array, Array]:
+    """Causal and full count, as :mod:`megascale_common.sizes.flops` has them for one model."""
+    gemm = 6 * (points.layers * points.layer_weights + points.vocabulary * points.hidden)
+    per_key = 12 * points.layers * points.hidden
+    return gemm + per_key * mean_keys(points), gemm + per_key * points.sequence
+
+
+def predict_one(workload: Workload, calibration: str | None = None) -> dict[str, Any]:
+    """The prediction of one configuration as plain values: the keys of a line of ``predict``.
+
+    Raises:
+        BadCalibration: ``calibration``, the text of a calibration file, cannot be used.
+    """
+    gpu = GPUS[workload.gpu]
+    if calibration is not None:
+        gpu = calibrated(gpu, calibration)
+    found = predict(points_of([workload]), gpu, SYSTEMS[workload.system])
+    return plain(found, 0)
+
+
+def plain(found: Predictions, index: int) -> dict[str, Any]:
+    """One of many predictions as plain values, times in seconds."""
+    return {
+        "step_time_s": float(found.step_time_s[index]),
+        "mfu_causal": float(found.mfu_causal[index]),
+        "mfu_full": float(found.mfu_full[index]),
+        "memory_gib": float(found.memory_bytes[index]) / 2**30,
+        "low": float(found.low_s[index]),
+        "high": float(found.high_s[index]),
+        "terms": {name: float(np.asarray(term)[index]) for name, term in found.terms.items()},
+        "memory": {name: float(part[index]) / 2**30 for name, part in found.memory.items()},
+    }

@@ -1,0 +1,136 @@
+"""Every way to lay a model out on so many devices, ranked by predicted step time.
+
+Candidates are a grid: tp that fits a node, every pp that divides what is left, every number of
+chunks that a stage's layers allow, micro-batches of 1, 2, 4, 8, 16, recompute and block. A
+candidate that cannot run keeps its first reason. The whole grid is predicted at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megascale_driver.planner.gpus import Gpu
+from megascale_driver.planner.points import RECOMPUTE
+from megascale_driver.planner.prediction import Predictions, plain, predict
+from megascale_driver.planner.systems import System
+from megascale_driver.planner.workload import Refused, Workload, illegal, points_of
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+BLOCKS = ("serial", "parallel")
+MAX_DEVICES = 200_000
+# Left free of a device for its context, libraries' workspaces and the allocator's fragments.
+SPARE_MEMORY_SHARE = 0.06
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A candidate that cannot run, and why."""
+
+    candidate: Workload
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The candidates that can run, fastest first, with their predictions; and the others."""
+
+    ranked: tuple[Workload, ...]
+    predictions: Predictions
+    order: tuple[int, ...]
+    rejected: tuple[Rejected, ...]
+
+    def rows(self, top: int) -> list[dict[str, Any]]:
+        """The fastest ``top`` as plain values."""
+        return [
+            {**layout(workload), **plain(self.predictions, index)}
+            for workload, index in zip(self.ranked[:top], self.order[:top], strict=True)
+        ]
+
+    def reasons(self) -> list[tuple[str, int]]:
+        """How many candidates each kind of reason rejected, most first."""
+        return Counter(item.reason.split(":", 1)[0] for item in self.rejected).most_common()
+
+
+def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = BLOCKS) -> Found:
+    """Rank the layouts of ``model`` (its ``gpus`` and ``global_batch``; its layout is ignored).
+
+    Raises:
+        Refused: too many devices for a search.
+    """
+    if model.gpus > MAX_DEVICES:
+        raise Refused(f"gpus: {model.gpus} are more than the {MAX_DEVICES} that a search covers")
+    legal: list[Workload] = []
+    rejected: list[Rejected] = []
+    for candidate in _candidates(model, gpu, blocks):
+        reason = illegal(candidate)
+        if reason:
+            rejected.append(Rejected(candidate, reason))
+        else:
+            legal.append(candidate)
+    if not legal:
+        return Found((), predict(points_of([]), gpu, system), (), tuple(rejected))
+    points = points_of(legal)
+    found = predict(points, gpu, system)
+    limit = gpu.memory_bytes * (1 - SPARE_MEMORY_SHARE)
+    for index in np.flatnonzero(found.memory_bytes > limit):
+        need, usable = found.memory_bytes[index] / 2**30, limit / 2**30
+        text = f"memory: needs {need:.1f} GiB of {usable:.1f} usable"
+        rejected.append(Rejected(legal[index], text))
+    fits = np.flatnonzero(found.memory_bytes <= limit)
+    order = fits[np.argsort(found.step_time_s[fits], kind="stable")]
+    return Found(
+        tuple(legal[index] for index in order), found, tuple(map(int, order)), tuple(rejected)
+    )
+
+
+def _candidates(model: Workload, gpu: Gpu, blocks: tuple[str, ...]) -> list[Workload]:
+    """The grid: only dp follows from the others."""
+    found = []
+    for tp in _divisors(min(gpu.devices_per_node, model.gpus)):
+        if model.gpus % tp:
+            continue
+        for pp in _divisors(model.gpus // tp):
+            if pp > model.layers:
+                break
+            dp = model.gpus // (tp * pp)
+            chunks = _divisors(max(1, model.layers // pp)) if pp > 1 else [1]
+            for vpp, micro_batch, recompute, block in itertools.product(
+                chunks, MICRO_BATCHES, RECOMPUTE, blocks
+            ):
+                found.append(
+                    replace(
+                        model,
+                        tp=tp,
+                        pp=pp,
+                        dp=dp,
+                        vpp=vpp,
+                        micro_batch=micro_batch,
+                        recompute=recompute,
+                        block=block,
+                    )
+                )
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def layout(workload: Workload) -> dict[str, Any]:
+    """What a search chooses, as plain values."""
+    names = ("tp", "pp", "vpp", "dp", "micro_batch", "recompute", "block")
+    return {name: getattr(workload, name) for name in names}
+
+
+def sources(gpu: Gpu, system: System) -> list[dict[str, Any]]:
+    """Every constant of a prediction with its value and where it is from."""
+    return [
+        {"of": owner.name, "constant": name, "value": getattr(owner, name), "source": source}
+        for owner in (gpu, system)
+        for name, source in owner.sources
+    ]

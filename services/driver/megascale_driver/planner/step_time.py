@@ -1,0 +1,186 @@
+"""How long a step takes, by term: t = (m + bubble slots) * t_micro_batch + what is left per step.
+
+Of a micro-batch: GEMMs by shape, attention, elementwise kernels by their bytes, exposed transfers
+of tensor and pipeline parallelism. Of a step: exposed data-parallel transfers, the optimizer, host
+work, and the slowest of N nodes. Formulas: Narayanan et al., arXiv 2104.04473 (FLOPs, schedule,
+bubble), Korthikanti et al., arXiv 2205.05198 (sequence parallelism, recomputation).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megascale_driver.planner.gpus import Gpu
+from megascale_driver.planner.points import FULL, SELECTIVE, Array, Points
+from megascale_driver.planner.systems import System
+
+# A GEMM is cut into tiles of this width; the last one of a dimension is half empty on average, and
+# its pipeline of loads fills and drains once.
+TILE = 128.0
+# Attention reaches half of its share at this length: causal rates of cuDNN on H200 at 2,048, 4,096
+# and 8,192 tokens are 336, 455 and 515 TFLOP/s in both directions together (benchmarks/results).
+ATTENTION_HALF_LENGTH = 1500.0
+FLASH_BACKWARD, PLAIN_BACKWARD = 2.5, 2.0
+COLLECTIVE_LATENCY_S = 15e-6
+OPTIMIZER_BYTES = 42.0  # AdamW: four states read, three written, gradient read thrice, weight
+CAST_BYTES = 4.0  # FP8: operands read in bf16, written twice: 27 of 1,123 ms at 175B (results)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step by term, arrays [n]; their sum is the step."""
+
+    gemm: Array
+    attention: Array
+    elementwise: Array
+    recompute: Array
+    tensor_parallel: Array
+    pipeline_transfers: Array
+    bubble: Array
+    data_parallel: Array
+    optimizer: Array
+    host: Array
+    straggler: Array
+
+    @property
+    def total(self) -> Array:
+        """The step."""
+        terms = [getattr(self, name) for name in self.__dataclass_fields__]
+        total: Array = np.sum(terms, axis=0)
+        return total
+
+
+def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
+    """The terms of a step of every configuration on ``gpu`` under ``system``."""
+    layers, slots = points.layers / points.pp, points.micro_batches
+    gemm = _layer_gemm_s(points, gpu, system)
+    attention, attention_back = _attention_s(points, gpu, system)
+    elementwise = _elementwise_s(points, gpu, system)
+    collective = _tensor_parallel_s(points, gpu, system)
+    again = np.where(
+        points.recompute == FULL,
+        gemm + attention + elementwise,
+        np.where(points.recompute == SELECTIVE, attention, 0.0),
+    )
+    passes = np.where(points.recompute == FULL, 3.0, 2.0)
+    head = 3 * _gemm_s(points, gpu, system, points.vocabulary / points.tp, points.hidden)
+    between = _pipeline_s(points, gpu, system)
+    of_layers = layers * (
+        3 * gemm + attention + attention_back + 3 * elementwise + again + passes * collective
+    )
+    lost = system.lost_interleaving
+    empty = (points.pp - 1) * ((1 - lost) / points.vpp + lost)
+    fixed = _data_parallel_s(points, gpu, system) + _optimizer_s(points, gpu, system)
+    busy = slots * (of_layers + head + between)
+    bubble = empty * of_layers
+    nodes = np.maximum(1.0, points.devices / gpu.devices_per_node)
+    slowest = system.slowdown * (1 - (1 - system.slow_nodes) ** nodes)
+    return StepTime(
+        gemm=slots * (layers * 3 * gemm + head),
+        attention=slots * layers * (attention + attention_back),
+        elementwise=slots * layers * 3 * elementwise,
+        recompute=slots * layers * again,
+        tensor_parallel=slots * layers * passes * collective,
+        pipeline_transfers=slots * between,
+        bubble=bubble,
+        data_parallel=_data_parallel_s(points, gpu, system),
+        optimizer=_optimizer_s(points, gpu, system),
+        host=np.full_like(slots, system.fixed_s),
+        straggler=slowest * (busy + bubble + fixed),
+    )
+
+
+def _gemm_s(points: Points, gpu: Gpu, system: System, columns: Array, inner: Array) -> Array:
+    """Forward product of a micro-batch's tokens with [inner, columns], in bf16."""
+    tokens = points.micro_batch * points.sequence
+    shape = tokens / (tokens + TILE) * columns / (columns + TILE) * inner / (inner + TILE)
+    rate = gpu.peak_flops * gpu.gemm_share * system.kernel_share * shape
+    seconds: Array = 2 * tokens * columns * inner / rate
+    return seconds
+
+
+def _layer_gemm_s(points: Points, gpu: Gpu, system: System) -> Array:
+    hidden, tp = points.hidden, points.tp
+    heads_in = (hidden + 2 * points.kv_width) / tp
+    ffn_in, ffn_out = points.ffn * (1 + points.swiglu) / tp, points.ffn / tp
+    apart = _gemm_s(points, gpu, system, heads_in, hidden)
+    apart = apart + _gemm_s(points, gpu, system, hidden, hidden / tp)
+    apart = apart + _gemm_s(points, gpu, system, ffn_in, hidden)
+    apart = apart + _gemm_s(points, gpu, system, hidden, ffn_out)
+    merged = _gemm_s(points, gpu, system, heads_in + ffn_in, hidden)
+    merged = merged + _gemm_s(points, gpu, system, hidden, hidden / tp + ffn_out)
+    seconds = np.where((points.parallel_block > 0) & system.merged, merged, apart)
+    if not gpu.peak_fp8_flops:
+        return seconds
+    faster = gpu.peak_flops * gpu.gemm_share / (gpu.peak_fp8_flops * gpu.gemm_fp8_share)
+    return np.where(points.fp8 > 0, seconds * faster, seconds)
+
+
+def mean_keys(points: Points) -> Array:
+    """Keys that a query sees on average under the causal mask and window."""
+    width = np.where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
+    keys: Array = width * (2 * points.sequence - width + 1) / (2 * points.sequence)
+    return keys
+
+
+def _attention_s(points: Points, gpu: Gpu, system: System) -> tuple[Array, Array]:
+    """Forward and backward of one layer's attention; without flash the scores go through memory."""
+    tokens = points.micro_batch * points.sequence
+    if system.flash:
+        flops = 4 * tokens * mean_keys(points) * points.hidden / points.tp
+        share = points.sequence / (points.sequence + ATTENTION_HALF_LENGTH)
+        rate = gpu.peak_flops * gpu.attention_share * system.kernel_share * share
+        return flops / rate, FLASH_BACKWARD * flops / rate
+    flops = 4 * tokens * points.sequence * points.hidden / points.tp
+    dense = gpu.peak_flops * gpu.gemm_share * system.kernel_share
+    passes = 9.0 if system.dropout else 4.0  # bytes: softmax, then dropout
+    scores = passes * points.heads * tokens * points.sequence / points.tp
+    forward = flops / dense + scores / (gpu.hbm_bytes_s * system.kernel_share)
+    return forward, PLAIN_BACKWARD * forward
+
+
+def _elementwise_s(points: Points, gpu: Gpu, system: System) -> Array:
+    """Forward of one layer's norms, residual additions, activation and copies of heads."""
+    tokens, hidden, tp = points.micro_batch * points.sequence, points.hidden, points.tp
+    addition = 7.0 if system.dropout else 6.0  # two read, one written, and the mask
+    norms = np.where(points.parallel_block > 0, 4.0 + addition + 2, 2 * (4.0 + addition))
+    split = points.norm_split(system.sequence_parallel, system.selective_splits)
+    activation = (4 + 2 * points.swiglu) * points.ffn + 4 * (hidden + 2 * points.kv_width)
+    moved = tokens * (norms * hidden / split + activation / tp)
+    casts = points.fp8 * CAST_BYTES * tokens * (hidden + points.ffn / tp)
+    seconds: Array = (moved + casts) / (gpu.hbm_bytes_s * system.kernel_share)
+    return seconds
+
+
+def _tensor_parallel_s(points: Points, gpu: Gpu, system: System) -> Array:
+    """Exposed collectives of one layer in one direction: four passes, two with a parallel block."""
+    passes = np.where(points.parallel_block > 0, 2.0, 4.0)
+    size = 2 * points.micro_batch * points.sequence * points.hidden * (points.tp - 1) / points.tp
+    link = np.where(points.tp <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
+    whole = passes * (size / link + COLLECTIVE_LATENCY_S)
+    return np.where(points.tp > 1, (1 - system.hidden_tp) * whole, 0.0)
+
+
+def _pipeline_s(points: Points, gpu: Gpu, system: System) -> Array:
+    """Exposed transfers between stages of one micro-batch, both directions, each chunk."""
+    size = 2 * points.micro_batch * points.sequence * points.hidden / points.tp
+    link = np.where(points.devices <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
+    whole = 2 * points.vpp * (size / link + COLLECTIVE_LATENCY_S)
+    return np.where(points.pp > 1, (1 - system.hidden_pp) * whole, 0.0)
+
+
+def _data_parallel_s(points: Points, gpu: Gpu, system: System) -> Array:
+    """Exposed reduction of gradients and all-gather of parameters."""
+    moved = points.stage_parameters * (system.gradient_bytes + system.gather_bytes)
+    link = np.where(points.devices <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
+    exposed = 1 / (2 * points.vpp) if system.chunked_dp else 1 - system.hidden_dp
+    seconds: Array = exposed * moved * (points.dp - 1) / points.dp / link
+    return seconds
+
+
+def _optimizer_s(points: Points, gpu: Gpu, system: System) -> Array:
+    shard = points.dp if system.sharded_optimizer else 1.0
+    seconds: Array = OPTIMIZER_BYTES * points.stage_parameters / shard / gpu.hbm_bytes_s
+    return seconds

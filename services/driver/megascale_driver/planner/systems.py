@@ -1,0 +1,241 @@
+"""What a training system adds to the devices' own rates: few constants each, with their source.
+
+``kernel_share`` is fitted; everything else is a property of the software that its paper or code
+states. No constant belongs to one row: docs/planner.md has the rows that each was fitted on and
+the error on rows that were held out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class System:
+    """One training system.
+
+    Attributes:
+        kernel_share: of the devices' rates (GEMM, attention, memory) that its kernels reach.
+        block, window, recompute: what it ran where a row does not say; window 0: none.
+        flash: attention without stored scores.
+        sequence_parallel: norms and dropout are split over the tensor-parallel group.
+        selective_splits: without ``sequence_parallel``: they are split under selective recompute,
+            as both arrived in one release (arXiv 2205.05198).
+        dropout: masks are written, read and kept.
+        merged: a parallel block multiplies its two inputs and its two outputs as one GEMM each.
+        hidden_tp, hidden_pp, hidden_dp: shares of communication under computation. With
+            ``chunked_dp`` 1 / (2 vpp) of data-parallel communication is exposed instead.
+        gradient_bytes, gather_bytes: moved for each parameter by the reduction and the all-gather,
+            in passes of a ring (an all-reduce counts twice).
+        sharded_optimizer: states are split over the data-parallel group.
+        lost_interleaving: share of what interleaving should spare of the bubble that is not spared.
+        fixed_s: data, launches and host work of a step.
+        slow_nodes, slowdown: share of nodes that are slow, and by how much of a step; a step waits
+            for the slowest node of the run.
+        tied: embedding and head are one parameter.
+        logit_bytes: kept of each logit.
+        counted_kept: activations are this project's own count, peer memory included.
+        error: half-width of the interval, relative: what held-out rows showed, rounded up.
+    """
+
+    name: str
+    kernel_share: float
+    block: str
+    window: int
+    recompute: str
+    flash: bool
+    sequence_parallel: bool
+    dropout: bool
+    merged: bool
+    hidden_tp: float
+    hidden_pp: float
+    hidden_dp: float
+    chunked_dp: bool
+    gradient_bytes: float
+    gather_bytes: float
+    sharded_optimizer: bool
+    lost_interleaving: float
+    fixed_s: float
+    slow_nodes: float
+    slowdown: float
+    selective_splits: bool = False
+    tied: bool = True
+    logit_bytes: float = 4.0
+    counted_kept: bool = False
+    error: float
+    sources: tuple[tuple[str, str], ...]
+
+
+_FITTED = "kernel_share"
+_PASSES = "gradient_bytes"
+_STRAGGLERS = (
+    ("slow_nodes", "arXiv 2402.15627, section 5.1: about 0.5 % of machines are slow"),
+    ("slowdown", "assumed: 3 % once the machines that are 10 % slow (section 5.1) are removed"),
+)
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        System(
+            name="megatron-lm-2021",
+            kernel_share=0.93,
+            block="serial",
+            window=0,
+            recompute="full",
+            flash=False,
+            sequence_parallel=False,
+            dropout=True,
+            merged=False,
+            hidden_tp=0.0,
+            hidden_pp=0.0,
+            hidden_dp=0.0,
+            chunked_dp=False,
+            gradient_bytes=4.0,
+            gather_bytes=0.0,
+            sharded_optimizer=False,
+            lost_interleaving=1.0,
+            fixed_s=0.02,
+            slow_nodes=0.005,
+            slowdown=0.03,
+            selective_splits=True,
+            error=0.06,
+            sources=(
+                (_FITTED, "one value for arXiv 2104.04473, Table 1, rows of 1.7B to 39.1B"),
+                ("hidden_tp", "no overlap in arXiv 2104.04473"),
+                (_PASSES, "all-reduce of fp16 gradients, two passes of 2 bytes"),
+                ("lost_interleaving", "as megatron-lm-2023"),
+                ("fixed_s", "assumed: 20 ms of data and launches"),
+                *_STRAGGLERS,
+            ),
+        ),
+        System(
+            name="megatron-lm-2023",
+            kernel_share=0.98,
+            block="serial",
+            window=0,
+            recompute="selective",
+            flash=False,
+            sequence_parallel=True,
+            dropout=True,
+            merged=False,
+            hidden_tp=0.0,
+            hidden_pp=0.0,
+            hidden_dp=0.0,
+            chunked_dp=False,
+            gradient_bytes=8.0,
+            gather_bytes=0.0,
+            sharded_optimizer=False,
+            lost_interleaving=1.0,
+            fixed_s=0.1,
+            slow_nodes=0.005,
+            slowdown=0.03,
+            error=0.06,
+            sources=(
+                (_FITTED, "one value for arXiv 2402.15627, Table 2, Megatron-LM, 256 to 1,024"),
+                ("recompute", "arXiv 2205.05198: sequence parallelism with selective recompute"),
+                ("hidden_tp", "arXiv 2402.15627, section 3.2: the baseline overlaps nothing"),
+                (_PASSES, "all-reduce of float32 gradients, two passes of 4 bytes"),
+                ("lost_interleaving", "same rows: m + p - 1 slots fit 256 to 1,024 devices"),
+                ("fixed_s", "assumed: 0.1 s of data, launches and host work"),
+                *_STRAGGLERS,
+            ),
+        ),
+        System(
+            name="megascale",
+            kernel_share=0.96,
+            block="parallel",
+            window=1152,
+            recompute="none",
+            flash=True,
+            sequence_parallel=True,
+            dropout=False,
+            merged=True,
+            hidden_tp=0.7,
+            hidden_pp=0.9,
+            hidden_dp=0.0,
+            chunked_dp=True,
+            gradient_bytes=4.0,
+            gather_bytes=2.0,
+            sharded_optimizer=True,
+            lost_interleaving=1.0,
+            fixed_s=0.1,
+            slow_nodes=0.005,
+            slowdown=0.03,
+            error=0.07,
+            sources=(
+                (_FITTED, "one value for arXiv 2402.15627, Table 2, MegaScale, 256 to 1,024"),
+                ("window", "not published; its MFU counts 1 % less than full attention: 1,152"),
+                ("hidden_tp", "assumed; Table 3 gains 0.52 s of about 1.4 s and half is merged"),
+                ("hidden_pp", "assumed: section 3.2 hides all transfers but those of the ends"),
+                ("chunked_dp", "section 3.2: 1 / (2 vpp) of data-parallel transfers are exposed"),
+                ("lost_interleaving", "as megatron-lm-2023: m + p - 1 slots fit the same rows"),
+                ("fixed_s", "assumed: 0.1 s of data, launches and host work"),
+                *_STRAGGLERS,
+            ),
+        ),
+        System(
+            name="megatron-core-2024",
+            kernel_share=0.75,
+            block="serial",
+            window=0,
+            recompute="none",
+            flash=True,
+            sequence_parallel=True,
+            dropout=False,
+            merged=False,
+            hidden_tp=0.7,
+            hidden_pp=0.8,
+            hidden_dp=0.9,
+            chunked_dp=False,
+            gradient_bytes=4.0,
+            gather_bytes=2.0,
+            sharded_optimizer=True,
+            lost_interleaving=0.0,
+            fixed_s=0.05,
+            slow_nodes=0.005,
+            slowdown=0.03,
+            error=0.12,
+            sources=(
+                (_FITTED, "Megatron-LM README of core_r0.8.0: 175B, 96 to 4,608 H100, 47 to 42 %"),
+                ("hidden_tp", "assumed under --tp-comm-overlap, which that README switches on"),
+                ("hidden_dp", "same rows, with --overlap-grad-reduce and --overlap-param-gather"),
+                ("lost_interleaving", "its transfers between stages are overlapped by default"),
+                ("fixed_s", "assumed: 50 ms of data, launches and host work"),
+                *_STRAGGLERS,
+            ),
+        ),
+        System(
+            name="ours",
+            kernel_share=0.938,
+            block="parallel",
+            window=0,
+            recompute="none",
+            flash=True,
+            sequence_parallel=True,
+            dropout=False,
+            merged=True,
+            hidden_tp=0.75,
+            hidden_pp=0.8,
+            hidden_dp=0.8,
+            chunked_dp=False,
+            gradient_bytes=4.0,
+            gather_bytes=2.0,
+            sharded_optimizer=True,
+            lost_interleaving=0.3,
+            fixed_s=0.02,
+            slow_nodes=0.005,
+            slowdown=0.03,
+            tied=False,
+            logit_bytes=2.0,
+            counted_kept=True,
+            error=0.06,
+            sources=(
+                (_FITTED, "one value for the rows on 2 H200s, benchmarks/results, 2026-11-21"),
+                ("hidden_tp", "assumed; measured on 2 H200s: at most 0.7 % of a step exposed"),
+                ("hidden_dp", "assumed; overlap.dp brought 1.6 to 2.0 % on 2 H200s"),
+                ("lost_interleaving", "assumed; a row of PP2 VPP2 on 2 H200s agrees within 1 %"),
+                ("fixed_s", "idle and host time of a traced step on 2 H200s: 13 to 20 ms"),
+                *_STRAGGLERS,
+            ),
+        ),
+    )
+}

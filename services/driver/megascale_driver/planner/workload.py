@@ -1,0 +1,187 @@
+"""One configuration as it is given, checked, with the defaults that were taken for absent keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from megascale_driver.planner.gpus import GPUS
+from megascale_driver.planner.points import RECOMPUTE, Points
+from megascale_driver.planner.systems import SYSTEMS
+
+_SWIGLU_MULTIPLE = 256
+_MOST = 10**9  # of any number in a row
+_REQUIRED = ("layers", "hidden", "heads")
+_COUNTS = (
+    *_REQUIRED,
+    *("kv_heads", "ffn", "sequence", "vocab", "gpus", "tp", "pp", "vpp", "dp"),
+    *("micro_batch", "global_batch"),
+)
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "system": tuple(SYSTEMS),
+    "gpu": tuple(GPUS),
+    "recompute": tuple(RECOMPUTE),
+    "block": ("serial", "parallel"),
+    "mlp": ("gelu", "swiglu"),
+    "precision": ("bf16", "fp8"),
+}
+
+
+class Refused(ValueError):
+    """A configuration that cannot run, or a row that cannot be read; the message names the key."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A model on devices; names as in the rows of ``predict``, batches in sequences."""
+
+    system: str
+    gpu: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    sequence: int
+    vocab: int
+    gpus: int
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    micro_batch: int
+    global_batch: int
+    recompute: str
+    block: str
+    window: int
+    mlp: str
+    precision: str
+
+
+def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
+    """The workload of a row, and the defaults that were taken, by key.
+
+    Absent keys: ``system`` ours, ``gpu`` h100, ``sequence`` 2048, ``vocab`` 51200, ``tp``, ``pp``,
+    ``vpp``, ``micro_batch`` 1, ``kv_heads`` as heads, ``mlp`` gelu, ``precision`` bf16; ``ffn``
+    4 hidden, with swiglu 8/3 hidden rounded up to 256; ``dp`` from ``gpus`` or the other way round;
+    ``global_batch`` one micro-batch for each stage and replica; ``block``, ``window`` and
+    ``recompute`` what the system ran.
+
+    Raises:
+        Refused: a key is missing, of the wrong kind, or the configuration cannot run.
+    """
+    given = {key: value for key, value in row.items() if value is not None}
+    _check_kinds(given)
+    values = _with_defaults(given)
+    names = [field.name for field in fields(Workload)]
+    workload = Workload(**{name: values[name] for name in names})
+    problem = illegal(workload)
+    if problem:
+        raise Refused(problem)
+    return workload, {name: values[name] for name in names if name not in given}
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    unknown = set(given) - {"id", "window", *_COUNTS, *_CHOICES}
+    if unknown:
+        raise Refused(f"{', '.join(sorted(unknown))}: unknown; see docs/planner.md for the keys")
+    for name in _REQUIRED:
+        if name not in given:
+            raise Refused(f"{name}: missing")
+    for name in (*_COUNTS, "window"):
+        value, least = given.get(name, 1), 0 if name == "window" else 1
+        whole = isinstance(value, int | float) and not isinstance(value, bool)
+        if not whole or not least <= value <= _MOST or value != int(value):
+            shown = repr(value)[:40]
+            raise Refused(f"{name}: {shown} is not a whole number of {least} to {_MOST}")
+    for name, choices in _CHOICES.items():
+        if name in given and given[name] not in choices:
+            raise Refused(f"{name}: {given[name]!r} is none of {', '.join(choices)}")
+
+
+def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "system": "ours",
+        "gpu": "h100",
+        "sequence": 2048,
+        "vocab": 51200,
+        "tp": 1,
+        "pp": 1,
+        "vpp": 1,
+        "micro_batch": 1,
+        "mlp": "gelu",
+        "precision": "bf16",
+        **{
+            key: int(value) if key in (*_COUNTS, "window") else value
+            for key, value in given.items()
+        },
+    }
+    system = SYSTEMS[values["system"]]
+    wide = -(-8 * values["hidden"] // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
+    values.setdefault("kv_heads", values["heads"])
+    values.setdefault("ffn", wide if values["mlp"] == "swiglu" else 4 * values["hidden"])
+    for name in ("block", "window", "recompute"):
+        values.setdefault(name, getattr(system, name))
+    replica = values["tp"] * values["pp"]
+    if "dp" not in values:
+        values["dp"] = max(1, values.get("gpus", replica) // replica)
+    values.setdefault("gpus", replica * values["dp"])
+    values.setdefault("global_batch", values["dp"] * values["micro_batch"] * values["pp"])
+    return values
+
+
+def illegal(w: Workload) -> str:
+    """Why a configuration cannot run, empty if it can."""
+    unit = w.dp * w.micro_batch
+    problems = (
+        (w.tp * w.pp * w.dp != w.gpus, f"gpus: {w.gpus} is not tp {w.tp} x pp {w.pp} x dp {w.dp}"),
+        (w.hidden % w.heads != 0, f"heads: hidden {w.hidden} is not a multiple of {w.heads}"),
+        (w.heads % w.tp != 0, f"tp: heads {w.heads} are not a multiple of {w.tp}"),
+        (w.heads % w.kv_heads != 0, f"kv_heads: heads {w.heads} are not a multiple of them"),
+        (
+            w.system == "ours" and w.kv_heads % w.tp != 0,
+            f"tp: kv_heads {w.kv_heads} are not a multiple of {w.tp}",
+        ),
+        (w.pp > w.layers, f"pp: {w.pp} stages for {w.layers} layers"),
+        (
+            w.layers % (w.pp * w.vpp) != 0,
+            f"vpp: layers {w.layers} are not a multiple of pp {w.pp} x vpp {w.vpp}",
+        ),
+        (w.vpp > 1 and w.pp == 1, f"vpp: {w.vpp} chunks need more than one stage"),
+        (
+            w.global_batch % unit != 0,
+            f"global_batch: {w.global_batch} is not a multiple of dp {w.dp} x micro_batch "
+            f"{w.micro_batch}",
+        ),
+        (
+            w.vpp > 1 and w.global_batch // unit % w.pp != 0,
+            f"vpp: {w.global_batch // unit} micro-batches are not a multiple of pp {w.pp}",
+        ),
+        (
+            w.precision == "fp8" and not GPUS[w.gpu].peak_fp8_flops,
+            f"precision: {w.gpu} has no fp8",
+        ),
+    )
+    return next((text for holds, text in problems if holds), "")
+
+
+def points_of(workloads: Sequence[Workload]) -> Points:
+    """The workloads as arrays of one length."""
+    names = {"vocabulary": "vocab"}
+    plain = {field.name for field in fields(Points)} - {
+        *("recompute", "parallel_block", "swiglu", "fp8"),
+    }
+    columns = {
+        name: np.array([getattr(w, names.get(name, name)) for w in workloads], dtype=np.float64)
+        for name in plain
+    }
+    return Points(
+        **columns,
+        recompute=np.array([RECOMPUTE[w.recompute] for w in workloads]),
+        parallel_block=np.array([float(w.block == "parallel") for w in workloads]),
+        swiglu=np.array([float(w.mlp == "swiglu") for w in workloads]),
+        fp8=np.array([float(w.precision == "fp8") for w in workloads]),
+    )
