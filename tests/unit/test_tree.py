@@ -129,7 +129,7 @@ def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]
 OURS = tuple(sorted(Path(package).name for package in PACKAGES if package != "proto/megascale"))
 # The modules outside of the trainer and the kernels that write a format of torch.
 TORCH = tuple(f"checkpoint/megascale_checkpoint/export/{name}.py" for name in ("dcp", "megatron"))
-# What takes numpy, from the extras `observability` and `plan`; the driver's own processes are without.
+# What takes numpy (extras `observability` and `plan`); the driver's own processes are without.
 NUMPY = (
     "driver/megascale_driver/analysis/spans/",
     "driver/megascale_driver/telemetry/",
