@@ -196,13 +196,17 @@ class Client:
         """All nodes."""
         return self._loop.iterate(self._client.nodes())
 
-    def diagnose(self, node: str, checks: Sequence[str] = ()) -> list[CheckResult]:
-        """Run self-checks of an idle or spare node now; without ``checks``, all of them.
+    def diagnose(
+        self, node: str, checks: Sequence[str] = (), *, full: bool = False
+    ) -> list[CheckResult]:
+        """Run self-checks of an idle or spare node now; without ``checks`` the quick set.
+
+        ``full``: also what measures devices, links and the disk, within two minutes.
 
         Checks change nothing, so a lost call is repeated. Raises NotFound, NotPossible (ranks run
         on the node).
         """
-        return self._loop.run(self._client.diagnose(node, checks))
+        return self._loop.run(self._client.diagnose(node, checks, full=full))
 
     def events(self, subject: str = "", *, older: bool = False) -> Iterator[types_pb2.Event]:
         """The audit log of ``jobs/NAME``, ``nodes/NAME``, ``cluster`` (what is no job's) or all.

@@ -1173,7 +1173,7 @@ class HostCounters(google.protobuf.message.Message):
     """Bytes sent through all interfaces but the loopback, since boot."""
     @property
     def counters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Counter]:
-        """Counters of processors, memory pressure, disks, network ports and GPUs, at most 256."""
+        """Counters of network ports and GPUs that decisions need, at most 128; all stand in the metrics."""
 
     @property
     def counters_skipped(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

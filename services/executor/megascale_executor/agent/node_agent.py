@@ -30,6 +30,7 @@ from megascale_executor.agent.metrics import AgentMetrics
 from megascale_executor.agent.service import SERVICE_NAME, ExecutorService
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.counters.sampler import of_host
 from megascale_executor.diagnostics.devices import DeviceFacts, cpu_slots, list_gpus
 
 _log = logs.get(__name__)
@@ -96,13 +97,16 @@ class NodeAgent:
         )
         side = NodeSide(
             hello=self._hello,
-            heartbeat=lambda: build_heartbeat(self.runner, self._daemon),
+            heartbeat=lambda: build_heartbeat(self.runner, self._daemon, self._counters.newest),
             see_epoch=self.runner.state.see_epoch,
             desired=self.runner.set_desired,
         )
         self._link = DriverLink(config.cluster, token, self._driver_addresses, side, self._reports)
         self._server = RpcServer(token)
-        figures = AgentMetrics(self._heartbeat, self._link, self._reports)
+        self._counters = of_host(gpus=config.device_kind == "cuda")
+        figures = AgentMetrics(
+            self._heartbeat, self._link, self._reports, lambda: self._counters.newest
+        )
         self._metrics = MetricsServer(registry_of("executor", figures))
         self._metrics_file = config.node_folder / "metrics.address"
         self._endpoint = ""
@@ -132,6 +136,7 @@ class NodeAgent:
             await self._metrics.start(config.metrics_bind, self._metrics_file)
         self._templates.begin()
         self._daemon.begin()
+        self._counters.start()
         write_address("--address-file", config.address_file, self._endpoint)
         _log.info(
             "node serves", node=config.node, incarnation=self._incarnation, endpoint=self._endpoint
@@ -151,6 +156,7 @@ class NodeAgent:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.runner.shut_down()
         await asyncio.gather(self._templates.stop(), self._daemon.stop())
+        await asyncio.to_thread(self._counters.stop)
         await self._server.stop()
         await self._metrics.stop()
         self._metrics_file.unlink(missing_ok=True)

@@ -17,6 +17,15 @@ from megascale_executor.counters.reading import NotShown, Reading, Source
 
 PERIOD_S = 1.0
 MAX_COUNTERS = 256
+# What decisions of the driver need; all counters of a fleet would cost it megabytes a second.
+IN_HEARTBEATS = frozenset(
+    {
+        *("rdma_received_bytes_total", "rdma_sent_bytes_total", "network_received_bytes_total"),
+        *("network_sent_bytes_total", "link_flaps_total", "rdma_link_downed_total"),
+        *("tcp_segments_retransmitted_total", "gpu_ecc_uncorrected_total", "gpu_lost", "xid_total"),
+    }
+)
+MAX_IN_HEARTBEAT = 128
 # A source that is not shown is asked again after this long: a driver may be loaded later.
 RETRY_S = 60.0
 MIN_FAST_PERIOD_S, RING_SAMPLES = 0.001, 4096
