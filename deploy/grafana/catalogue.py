@@ -111,7 +111,7 @@ def executor_registry() -> CollectorRegistry:
     beat.checks.add(verdict=types_pb2.CHECK_VERDICT_PASS)
     reports = StepReports()
     link = DriverLink("cluster", "token", list, cast(Any, None), reports)
-    return registry_of("executor", AgentMetrics(lambda: beat, link, reports, Sample))
+    return registry_of("executor", AgentMetrics(lambda: beat, link, reports, Sample, dict))
 
 
 @contextmanager

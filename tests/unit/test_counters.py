@@ -19,6 +19,7 @@ from megascale_executor.counters.sampler import (
     Sampler,
     read_all,
     sources,
+    traffic_ring,
 )
 
 H200 = {
@@ -177,5 +178,14 @@ async def test_the_ring_keeps_the_newest_samples_of_chosen_counters(tmp_path: Pa
     assert {each.name for _, found in ring.samples() for each in found} == {
         "network_received_bytes_total"
     }
+    assert set(ring.peaks()) == {("network_received_bytes_total", "eth0")}
     with pytest.raises(ValueError, match=r"at least 0\.001"):
         FastRing(Ports(root), [], 0.0)
+
+
+def test_the_peak_is_the_greatest_rate_between_two_samples(tmp_path: Path) -> None:
+    ring = traffic_ring(0.001, tmp_path)
+    name = "network_received_bytes_total"
+    for at_s, value_now in ((0.0, 0), (0.5, 100), (1.0, 900), (2.0, 1000)):
+        ring._ring.append((at_s, (Reading(name, "eth0", value_now),)))
+    assert ring.peaks() == {(name, "eth0"): 1600.0}

@@ -84,6 +84,14 @@ def parser() -> argparse.ArgumentParser:
         "default: not at all",
     )
     add(
+        "--fast-counters-ms",
+        type=int,
+        default=0,
+        metavar="MS",
+        help="sample the traffic of the ports every so many milliseconds for the metrics; "
+        "0 (default): only every second",
+    )
+    add(
         "--template-command", default="", help="program that replaces the training side (for tests)"
     )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
@@ -110,6 +118,7 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
         host=options.host,
         template_command=tuple(shlex.split(options.template_command)),
         metrics_bind=options.metrics_bind,
+        fast_counters_ms=options.fast_counters_ms,
     )
 
 

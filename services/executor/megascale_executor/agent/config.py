@@ -13,6 +13,7 @@ from megascale_common.service.errors import OptionError
 DeviceKindName = Literal["cpu", "cuda"]
 MAX_DEVICES = 64
 MAX_TOPOLOGY_LABELS = 16
+MAX_FAST_COUNTERS_MS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,7 @@ class AgentConfig:
         template_command: replaces the training side.
         metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
             metrics.
+        fast_counters_ms: period in which the ports' traffic is sampled besides; 0: never.
     """
 
     cluster: str
@@ -41,6 +43,7 @@ class AgentConfig:
     host: str = "127.0.0.1"
     template_command: tuple[str, ...] = ()
     metrics_bind: str = ""
+    fast_counters_ms: int = 0
 
     def __post_init__(self) -> None:
         for option, name in (("--cluster", self.cluster), ("--node", self.node)):
@@ -49,6 +52,11 @@ class AgentConfig:
                     f"{option} {name!r}: use 1 to 63 of a-z, 0-9 and '-', "
                     "neither first nor last a '-'"
                 )
+        if not 0 <= self.fast_counters_ms <= MAX_FAST_COUNTERS_MS:
+            raise OptionError(
+                f"--fast-counters-ms {self.fast_counters_ms}: give 1 to {MAX_FAST_COUNTERS_MS}, "
+                "or 0 for none"
+            )
         if bool(self.drivers) == (self.driver_file is not None):
             raise OptionError("give either --driver HOST:PORT[,HOST:PORT] or --driver-file FILE")
         if (

@@ -28,9 +28,10 @@ class AgentMetrics(Collector):
         link: DriverLink,
         reports: StepReports,
         counters: Callable[[], Sample],
+        peaks: Callable[[], dict[tuple[str, str], float]],
     ) -> None:
         self._beat, self._link, self._reports = beat, link, reports
-        self._counters = counters
+        self._counters, self._peaks = counters, peaks
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
@@ -63,6 +64,14 @@ class AgentMetrics(Collector):
         yield from _ranks(beat)
         yield from _host(beat.host)
         yield from _counters(self._counters())
+        peaks = GaugeMetricFamily(
+            "megascale_port_peak_bytes_per_second",
+            "Greatest rate between two fast samples of each port, of the newest 4096.",
+            labels=["counter", "port"],
+        )
+        for (name, port), rate in sorted(self._peaks().items()):
+            peaks.add_metric([name, port], rate)
+        yield peaks
         checks = GaugeMetricFamily(
             "megascale_self_checks",
             "Self-checks of the newest attempt by verdict.",

@@ -5,6 +5,7 @@ Each runs on a thread of its own: neither a slow file of /sys nor a stuck GPU de
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -28,6 +29,10 @@ IN_HEARTBEATS = frozenset(
 MAX_IN_HEARTBEAT = 128
 # A source that is not shown is asked again after this long: a driver may be loaded later.
 RETRY_S = 60.0
+TRAFFIC = (
+    *("network_received_bytes_total", "network_sent_bytes_total"),
+    *("rdma_received_bytes_total", "rdma_sent_bytes_total"),
+)
 MIN_FAST_PERIOD_S, RING_SAMPLES = 0.001, 4096
 
 
@@ -124,6 +129,13 @@ def of_host(*, gpus: bool) -> Sampler:
     return Sampler(groups)
 
 
+def traffic_ring(period_s: float, root: Path = Path("/")) -> FastRing:
+    """The ring of a host's traffic: that of its RDMA ports, or of its network ports without any."""
+    rdma = network.Rdma(root)
+    source: Source = network.Ports(root) if read_all([rdma]).skipped else rdma
+    return FastRing(source, TRAFFIC, period_s)
+
+
 class FastRing:
     """One source read every few milliseconds into a ring of the newest samples.
 
@@ -158,6 +170,18 @@ class FastRing:
     def samples(self) -> list[tuple[float, tuple[Reading, ...]]]:
         """The newest samples, oldest first, each with its monotonic time in seconds."""
         return list(self._ring.copy())
+
+    def peaks(self) -> dict[tuple[str, str], float]:
+        """Greatest growth per second between two samples, by (name, target) of the counters."""
+        found: dict[tuple[str, str], float] = {}
+        for (before_s, before), (at_s, after) in itertools.pairwise(self.samples()):
+            last = {(each.name, each.target): each.value for each in before}
+            for each in after:
+                key = (each.name, each.target)
+                if key in last and at_s > before_s:
+                    rate = (each.value - last[key]) / (at_s - before_s)
+                    found[key] = max(found.get(key, 0.0), rate)
+        return found
 
     def _run(self) -> None:
         due_s = time.monotonic()
