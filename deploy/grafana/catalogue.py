@@ -37,6 +37,7 @@ from megascale_driver.metrics import DriverMetrics
 from megascale_executor.agent.link import DriverLink
 from megascale_executor.agent.metrics import AgentMetrics
 from megascale_executor.agent.step_reports import StepReports
+from megascale_executor.counters.sampler import Sample
 
 EVERY_SERVICE = "every service"
 
@@ -110,7 +111,7 @@ def executor_registry() -> CollectorRegistry:
     beat.checks.add(verdict=types_pb2.CHECK_VERDICT_PASS)
     reports = StepReports()
     link = DriverLink("cluster", "token", list, cast(Any, None), reports)
-    return registry_of("executor", AgentMetrics(lambda: beat, link, reports))
+    return registry_of("executor", AgentMetrics(lambda: beat, link, reports, Sample, dict))
 
 
 @contextmanager

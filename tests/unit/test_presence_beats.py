@@ -95,7 +95,12 @@ def variants(message: Any) -> Iterator[Any]:
     """Copies of the message, each with another value in one field, at any depth."""
     for field in message.DESCRIPTOR.fields:
         parts = []
-        if field.message_type is not None:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            copied = type(message)()
+            copied.CopyFrom(message)
+            getattr(copied, field.name)["key"] = "x"
+            yield copied
+        elif field.message_type is not None:
             parts = list(getattr(message, field.name)) if field.is_repeated else []
             if not field.is_repeated:
                 parts = [getattr(message, field.name)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
+from megascale_cli.completion import node_names
 from megascale_cli.exits import FAILED, OK, RETRY_FOR_S, with_client
 from megascale_cli.options import Check, Cluster, Json, NodeName, Reason
 from megascale_cli.output import age, console, local_time, print_json, print_table, short
@@ -53,8 +55,22 @@ def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
     with_client(action, cluster, as_json)
 
 
+class DiagnosticSet(StrEnum):
+    """How much `diagnose` checks."""
+
+    QUICK = "quick"
+    FULL = "full"
+
+
 def diagnose(
-    node: NodeName,
+    node: Annotated[str, typer.Argument(help="Name of the node.", autocompletion=node_names)] = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Every node that runs no job, one after the other.")
+    ] = False,
+    which: Annotated[
+        DiagnosticSet,
+        typer.Option("--set", help="quick: as before attempts; full: measure, within 2 minutes."),
+    ] = DiagnosticSet.QUICK,
     check: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Run only this check; can be repeated."),
@@ -64,18 +80,28 @@ def diagnose(
 ) -> None:
     """Run the self-checks of an idle or spare node now. The status is 0 only if none fails.
 
-    Example: [bold]megascale diagnose n3[/bold]
+    Example: [bold]megascale diagnose n3 --set full[/bold]
     """
+    if bool(node) == every:
+        raise typer.BadParameter("give either a node or --all", param_hint="NODE")
 
     async def action(client: AsyncClient) -> int:
-        checks = await client.diagnose(node, checks=check or ())
-        if as_json:
-            for result in checks:
-                print_json(result)
-        else:
-            columns = ("CHECK", "TARGET", "VERDICT", "SECONDS", "FOUND")
-            print_table(columns, map(_check_row, checks), empty=f"node {node} has no such check")
-        failed = any(result.verdict == CheckVerdict.FAIL for result in checks)
+        names = [node]
+        if every:
+            names = [each.name async for each in client.nodes() if not each.job]
+        failed = False
+        for name in names:
+            checks = await client.diagnose(
+                name, checks=check or (), full=which is DiagnosticSet.FULL
+            )
+            if as_json:
+                for result in checks:
+                    print_json(result)
+            else:
+                if every:
+                    console.print(f"[bold]{escape(name)}[/bold]")
+                print_table(_CHECK_COLUMNS, map(_check_row, checks), empty=f"{name}: no such check")
+            failed |= any(result.verdict == CheckVerdict.FAIL for result in checks)
         return FAILED if failed else OK
 
     with_client(action, cluster, as_json, retry_for_s=RETRY_FOR_S)
@@ -188,13 +214,23 @@ def _print_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> N
         console.print(answer.consequence, markup=False)
 
 
+_CHECK_COLUMNS = ("CHECK", "TARGET", "VERDICT", "VALUE", "BASELINE", "Z", "SECONDS", "FOUND")
+
+
 def _check_row(result: CheckResult) -> tuple[str, ...]:
     verdict = short(result.verdict)
     style = {CheckVerdict.PASS: "green", CheckVerdict.FAIL: "bold red"}.get(result.verdict)
+    found = result.proto
+    baseline = (
+        f"{found.baseline:.4g} ({found.baseline_source})" if found.HasField("baseline") else ""
+    )
     return (
         result.name,
         escape(result.target) or "-",
         f"[{style}]{verdict}[/{style}]" if style else verdict,
+        f"{found.value:.4g} {found.unit}" if found.HasField("value") else "",
+        baseline,
+        f"{found.z:.1f}" if found.HasField("z") else "",
         f"{result.elapsed.ToTimedelta().total_seconds():.3f}",
         escape(result.detail),
     )

@@ -59,7 +59,7 @@ DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_RETRY_FOR_S = 30.0
 PAGE_SIZE = 200
 # Self-checks of a node multiply matrices and test disks; the driver's own limit is far below this.
-DIAGNOSE_TIMEOUT_S = 120.0
+DIAGNOSE_TIMEOUT_S = 130.0
 PROFILE_POLL_INTERVAL_S = 0.5
 
 
@@ -304,13 +304,21 @@ class AsyncClient(OrderCalls):
             for node in page.nodes:
                 yield Node(node)
 
-    async def diagnose(self, node: str, checks: Sequence[str] = ()) -> list[CheckResult]:
-        """Run self-checks of an idle or spare node now; without ``checks``, all of them.
+    async def diagnose(
+        self, node: str, checks: Sequence[str] = (), *, full: bool = False
+    ) -> list[CheckResult]:
+        """Run self-checks of an idle or spare node now; without ``checks`` the quick set.
+
+        ``full``: also what measures devices, links and the disk, within two minutes.
 
         Checks change nothing, so a lost call is repeated. Raises NotFound, NotPossible (ranks run
         on the node).
         """
-        request = driver_pb2.RunDiagnosticsRequest(node=node, checks=checks)
+        request = driver_pb2.RunDiagnosticsRequest(
+            node=node,
+            checks=checks,
+            set=types_pb2.DIAGNOSTIC_SET_FULL if full else types_pb2.DIAGNOSTIC_SET_QUICK,
+        )
         answer = await self._connection.unary(
             "RunDiagnostics",
             request,

@@ -282,6 +282,13 @@ class CheckResult(View, of=types_pb2.CheckResult):
     verdict: CheckVerdict
     detail: str
     elapsed: duration_pb2.Duration
+    value: float
+    unit: str
+    target_class: str
+    baseline: float
+    z: float
+    baseline_source: str
+    tools: Mapping[str, str]
 
 
 class Node(View, of=driver_pb2.Node):

@@ -1726,19 +1726,23 @@ class RunDiagnosticsRequest(google.protobuf.message.Message):
 
     NODE_FIELD_NUMBER: builtins.int
     CHECKS_FIELD_NUMBER: builtins.int
+    SET_FIELD_NUMBER: builtins.int
     node: builtins.str
     """Name of the node."""
+    set: megascale.v1.types_pb2.DiagnosticSet.ValueType
+    """Which checks run when none is named."""
     @property
     def checks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the checks to run; empty: all that the node has."""
+        """Names of the checks to run; empty: those of the set."""
 
     def __init__(
         self,
         *,
         node: builtins.str = ...,
         checks: collections.abc.Iterable[builtins.str] | None = ...,
+        set: megascale.v1.types_pb2.DiagnosticSet.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checks", b"checks", "node", b"node"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checks", b"checks", "node", b"node", "set", b"set"]) -> None: ...
 
 Global___RunDiagnosticsRequest: typing_extensions.TypeAlias = RunDiagnosticsRequest
 

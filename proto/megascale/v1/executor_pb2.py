@@ -26,7 +26,7 @@ from megascale.v1 import link_pb2 as megascale_dot_v1_dot_link__pb2
 from megascale.v1 import types_pb2 as megascale_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmegascale/v1/executor.proto\x12\x0cmegascale.v1\x1a\x17megascale/v1/link.proto\x1a\x18megascale/v1/types.proto\"\x16\n\x14GetNodeStatusRequest\"\xa6\x01\n\x15GetNodeStatusResponse\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.megascale.v1.ExecutorHello\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x17.megascale.v1.Heartbeat\x12\x0c\n\x04pids\x18\x03 \x03(\x05\x12\'\n\nepoch_seen\x18\x04 \x01(\x0b\x32\x13.megascale.v1.Epoch\"+\n\x19RunNodeDiagnosticsRequest\x12\x0e\n\x06\x63hecks\x18\x01 \x03(\t\"G\n\x1aRunNodeDiagnosticsResponse\x12)\n\x06\x63hecks\x18\x01 \x03(\x0b\x32\x19.megascale.v1.CheckResult\"y\n\x11\x43heckGroupRequest\x12\x12\n\nfirst_rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0f\n\x07\x64\x65vices\x18\x03 \x03(\x05\x12\x16\n\x0estore_endpoint\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\"W\n\x12\x43heckGroupResponse\x12\x16\n\x0estore_endpoint\x18\x01 \x01(\t\x12)\n\x06\x63hecks\x18\x02 \x03(\x0b\x32\x19.megascale.v1.CheckResult\"b\n\x15TailWorkerLogsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\r\n\x05lines\x18\x04 \x01(\x05\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\"&\n\x16TailWorkerLogsResponse\x12\x0c\n\x04line\x18\x01 \x01(\t2\x86\x03\n\x0f\x45xecutorService\x12X\n\rGetNodeStatus\x12\".megascale.v1.GetNodeStatusRequest\x1a#.megascale.v1.GetNodeStatusResponse\x12g\n\x12RunNodeDiagnostics\x12\'.megascale.v1.RunNodeDiagnosticsRequest\x1a(.megascale.v1.RunNodeDiagnosticsResponse\x12Q\n\nCheckGroup\x12\x1f.megascale.v1.CheckGroupRequest\x1a .megascale.v1.CheckGroupResponse0\x01\x12]\n\x0eTailWorkerLogs\x12#.megascale.v1.TailWorkerLogsRequest\x1a$.megascale.v1.TailWorkerLogsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmegascale/v1/executor.proto\x12\x0cmegascale.v1\x1a\x17megascale/v1/link.proto\x1a\x18megascale/v1/types.proto\"\x16\n\x14GetNodeStatusRequest\"\xa6\x01\n\x15GetNodeStatusResponse\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.megascale.v1.ExecutorHello\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x17.megascale.v1.Heartbeat\x12\x0c\n\x04pids\x18\x03 \x03(\x05\x12\'\n\nepoch_seen\x18\x04 \x01(\x0b\x32\x13.megascale.v1.Epoch\"U\n\x19RunNodeDiagnosticsRequest\x12\x0e\n\x06\x63hecks\x18\x01 \x03(\t\x12(\n\x03set\x18\x02 \x01(\x0e\x32\x1b.megascale.v1.DiagnosticSet\"G\n\x1aRunNodeDiagnosticsResponse\x12)\n\x06\x63hecks\x18\x01 \x03(\x0b\x32\x19.megascale.v1.CheckResult\"y\n\x11\x43heckGroupRequest\x12\x12\n\nfirst_rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0f\n\x07\x64\x65vices\x18\x03 \x03(\x05\x12\x16\n\x0estore_endpoint\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\"W\n\x12\x43heckGroupResponse\x12\x16\n\x0estore_endpoint\x18\x01 \x01(\t\x12)\n\x06\x63hecks\x18\x02 \x03(\x0b\x32\x19.megascale.v1.CheckResult\"b\n\x15TailWorkerLogsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\r\n\x05lines\x18\x04 \x01(\x05\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\"&\n\x16TailWorkerLogsResponse\x12\x0c\n\x04line\x18\x01 \x01(\t2\x86\x03\n\x0f\x45xecutorService\x12X\n\rGetNodeStatus\x12\".megascale.v1.GetNodeStatusRequest\x1a#.megascale.v1.GetNodeStatusResponse\x12g\n\x12RunNodeDiagnostics\x12\'.megascale.v1.RunNodeDiagnosticsRequest\x1a(.megascale.v1.RunNodeDiagnosticsResponse\x12Q\n\nCheckGroup\x12\x1f.megascale.v1.CheckGroupRequest\x1a .megascale.v1.CheckGroupResponse0\x01\x12]\n\x0eTailWorkerLogs\x12#.megascale.v1.TailWorkerLogsRequest\x1a$.megascale.v1.TailWorkerLogsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,17 +38,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETNODESTATUSRESPONSE']._serialized_start=121
   _globals['_GETNODESTATUSRESPONSE']._serialized_end=287
   _globals['_RUNNODEDIAGNOSTICSREQUEST']._serialized_start=289
-  _globals['_RUNNODEDIAGNOSTICSREQUEST']._serialized_end=332
-  _globals['_RUNNODEDIAGNOSTICSRESPONSE']._serialized_start=334
-  _globals['_RUNNODEDIAGNOSTICSRESPONSE']._serialized_end=405
-  _globals['_CHECKGROUPREQUEST']._serialized_start=407
-  _globals['_CHECKGROUPREQUEST']._serialized_end=528
-  _globals['_CHECKGROUPRESPONSE']._serialized_start=530
-  _globals['_CHECKGROUPRESPONSE']._serialized_end=617
-  _globals['_TAILWORKERLOGSREQUEST']._serialized_start=619
-  _globals['_TAILWORKERLOGSREQUEST']._serialized_end=717
-  _globals['_TAILWORKERLOGSRESPONSE']._serialized_start=719
-  _globals['_TAILWORKERLOGSRESPONSE']._serialized_end=757
-  _globals['_EXECUTORSERVICE']._serialized_start=760
-  _globals['_EXECUTORSERVICE']._serialized_end=1150
+  _globals['_RUNNODEDIAGNOSTICSREQUEST']._serialized_end=374
+  _globals['_RUNNODEDIAGNOSTICSRESPONSE']._serialized_start=376
+  _globals['_RUNNODEDIAGNOSTICSRESPONSE']._serialized_end=447
+  _globals['_CHECKGROUPREQUEST']._serialized_start=449
+  _globals['_CHECKGROUPREQUEST']._serialized_end=570
+  _globals['_CHECKGROUPRESPONSE']._serialized_start=572
+  _globals['_CHECKGROUPRESPONSE']._serialized_end=659
+  _globals['_TAILWORKERLOGSREQUEST']._serialized_start=661
+  _globals['_TAILWORKERLOGSREQUEST']._serialized_end=759
+  _globals['_TAILWORKERLOGSRESPONSE']._serialized_start=761
+  _globals['_TAILWORKERLOGSRESPONSE']._serialized_end=799
+  _globals['_EXECUTORSERVICE']._serialized_start=802
+  _globals['_EXECUTORSERVICE']._serialized_end=1192
 # @@protoc_insertion_point(module_scope)

@@ -72,16 +72,20 @@ class RunNodeDiagnosticsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHECKS_FIELD_NUMBER: builtins.int
+    SET_FIELD_NUMBER: builtins.int
+    set: megascale.v1.types_pb2.DiagnosticSet.ValueType
+    """Which checks run when none is named."""
     @property
     def checks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the checks to run; empty: all."""
+        """Names of the checks to run; empty: those of the set."""
 
     def __init__(
         self,
         *,
         checks: collections.abc.Iterable[builtins.str] | None = ...,
+        set: megascale.v1.types_pb2.DiagnosticSet.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checks", b"checks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checks", b"checks", "set", b"set"]) -> None: ...
 
 Global___RunNodeDiagnosticsRequest: typing_extensions.TypeAlias = RunNodeDiagnosticsRequest
 

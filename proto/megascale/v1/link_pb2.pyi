@@ -1210,6 +1210,8 @@ class HostCounters(google.protobuf.message.Message):
     STAGING_FREE_BYTES_FIELD_NUMBER: builtins.int
     NETWORK_RECEIVED_BYTES_FIELD_NUMBER: builtins.int
     NETWORK_SENT_BYTES_FIELD_NUMBER: builtins.int
+    COUNTERS_FIELD_NUMBER: builtins.int
+    COUNTERS_SKIPPED_FIELD_NUMBER: builtins.int
     load_1min: builtins.float
     """Load average of the last minute."""
     memory_available_bytes: builtins.int
@@ -1220,6 +1222,14 @@ class HostCounters(google.protobuf.message.Message):
     """Bytes received through all interfaces but the loopback, since boot."""
     network_sent_bytes: builtins.int
     """Bytes sent through all interfaces but the loopback, since boot."""
+    @property
+    def counters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Counter]:
+        """Counters of network ports and GPUs that decisions need, at most 128; all stand in the metrics."""
+
+    @property
+    def counters_skipped(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Sources without counters, each "NAME: reason"."""
+
     def __init__(
         self,
         *,
@@ -1228,10 +1238,38 @@ class HostCounters(google.protobuf.message.Message):
         staging_free_bytes: builtins.int = ...,
         network_received_bytes: builtins.int = ...,
         network_sent_bytes: builtins.int = ...,
+        counters: collections.abc.Iterable[Global___Counter] | None = ...,
+        counters_skipped: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["load_1min", b"load_1min", "memory_available_bytes", b"memory_available_bytes", "network_received_bytes", b"network_received_bytes", "network_sent_bytes", b"network_sent_bytes", "staging_free_bytes", b"staging_free_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counters", b"counters", "counters_skipped", b"counters_skipped", "load_1min", b"load_1min", "memory_available_bytes", b"memory_available_bytes", "network_received_bytes", b"network_received_bytes", "network_sent_bytes", b"network_sent_bytes", "staging_free_bytes", b"staging_free_bytes"]) -> None: ...
 
 Global___HostCounters: typing_extensions.TypeAlias = HostCounters
+
+@typing.final
+class Counter(google.protobuf.message.Message):
+    """One counter of the host as it was read last."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """What is counted, with its unit: rdma_received_bytes_total."""
+    target: builtins.str
+    """Port, device or disk; empty for the host."""
+    value: builtins.float
+    """Its value; one whose name ends in _total counts since boot."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        target: builtins.str = ...,
+        value: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "target", b"target", "value", b"value"]) -> None: ...
+
+Global___Counter: typing_extensions.TypeAlias = Counter
 
 @typing.final
 class HeartbeatAck(google.protobuf.message.Message):

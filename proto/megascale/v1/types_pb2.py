@@ -26,43 +26,49 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18megascale/v1/types.proto\x12\x0cmegascale.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"<\n\x05\x45poch\x12\x1a\n\x12\x63luster_generation\x18\x01 \x01(\x04\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\"r\n\x06\x44\x65vice\x12\r\n\x05index\x18\x01 \x01(\x05\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.megascale.v1.DeviceKind\x12\x0c\n\x04uuid\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\"\x94\x01\n\x0b\x43heckResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12+\n\x07verdict\x18\x03 \x01(\x0e\x32\x1a.megascale.v1.CheckVerdict\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12*\n\x07\x65lapsed\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9b\x05\n\nStepRecord\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x0e\n\x06z_loss\x18\x04 \x01(\x01\x12\x15\n\rgradient_norm\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lip_factor\x18\x06 \x01(\x01\x12\x17\n\x0fskipped_updates\x18\x07 \x01(\x03\x12\x15\n\rlearning_rate\x18\x08 \x01(\x01\x12\x18\n\x10\x63onsumed_samples\x18\t \x01(\x03\x12\x17\n\x0f\x63onsumed_tokens\x18\n \x01(\x03\x12,\n\tstep_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0ctokens_per_s\x18\x0c \x01(\x01\x12\x17\n\nmfu_causal\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08mfu_full\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x30\n\x0c\x63ompleted_at\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1c\n\x0f\x65valuation_loss\x18\x10 \x01(\x01H\x02\x88\x01\x01\x12\x30\n\rsnapshot_time\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x19\x63heckpoint_interval_steps\x18\x12 \x01(\x03\x12\x1e\n\x11\x63heckpoint_cost_s\x18\x13 \x01(\x01H\x03\x88\x01\x01\x12,\n\tdata_wait\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmemory_bytes\x18\x15 \x01(\x04\x42\r\n\x0b_mfu_causalB\x0b\n\t_mfu_fullB\x12\n\x10_evaluation_lossB\x14\n\x12_checkpoint_cost_s\"E\n\x08\x45vidence\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0b\n\x03uri\x18\x04 \x01(\t\"\x9f\x02\n\x05\x45vent\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0e\n\x06policy\x18\x07 \x01(\t\x12\x0c\n\x04mode\x18\x08 \x01(\t\x12\"\n\x05\x65poch\x18\t \x01(\x0b\x32\x13.megascale.v1.Epoch\x12\x0f\n\x07\x61ttempt\x18\n \x01(\x04\x12(\n\x08\x65vidence\x18\x0b \x03(\x0b\x32\x16.megascale.v1.Evidence\x12\x0f\n\x07outcome\x18\x0c \x01(\t\x12\x10\n\x08trace_id\x18\r \x01(\t*\xb5\x01\n\x0fNodeDisposition\x12 \n\x1cNODE_DISPOSITION_UNSPECIFIED\x10\x00\x12 \n\x1cNODE_DISPOSITION_SCHEDULABLE\x10\x01\x12\x1d\n\x19NODE_DISPOSITION_CORDONED\x10\x02\x12\x1d\n\x19NODE_DISPOSITION_DRAINING\x10\x03\x12 \n\x1cNODE_DISPOSITION_QUARANTINED\x10\x04*\x94\x01\n\x0cNodeLiveness\x12\x1d\n\x19NODE_LIVENESS_UNSPECIFIED\x10\x00\x12\x19\n\x15NODE_LIVENESS_UNKNOWN\x10\x01\x12\x17\n\x13NODE_LIVENESS_ALIVE\x10\x02\x12\x19\n\x15NODE_LIVENESS_SUSPECT\x10\x03\x12\x16\n\x12NODE_LIVENESS_DEAD\x10\x04*\x82\x01\n\x0eNodeAssignment\x12\x1f\n\x1bNODE_ASSIGNMENT_UNSPECIFIED\x10\x00\x12\x18\n\x14NODE_ASSIGNMENT_IDLE\x10\x01\x12\x19\n\x15NODE_ASSIGNMENT_SPARE\x10\x02\x12\x1a\n\x16NODE_ASSIGNMENT_ACTIVE\x10\x03*T\n\nDeviceKind\x12\x1b\n\x17\x44\x45VICE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x45VICE_KIND_CPU\x10\x01\x12\x14\n\x10\x44\x45VICE_KIND_CUDA\x10\x02*\x94\x01\n\x0c\x43heckVerdict\x12\x1d\n\x19\x43HECK_VERDICT_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43HECK_VERDICT_PASS\x10\x01\x12\x1a\n\x16\x43HECK_VERDICT_DEGRADED\x10\x02\x12\x16\n\x12\x43HECK_VERDICT_FAIL\x10\x03\x12\x19\n\x15\x43HECK_VERDICT_SKIPPED\x10\x04*\xfc\x01\n\x08JobPhase\x12\x19\n\x15JOB_PHASE_UNSPECIFIED\x10\x00\x12\x14\n\x10JOB_PHASE_QUEUED\x10\x01\x12\x17\n\x13JOB_PHASE_PREPARING\x10\x02\x12\x16\n\x12JOB_PHASE_STARTING\x10\x03\x12\x15\n\x11JOB_PHASE_RUNNING\x10\x04\x12\x16\n\x12JOB_PHASE_STOPPING\x10\x05\x12\x17\n\x13JOB_PHASE_SUCCEEDED\x10\x06\x12\x14\n\x10JOB_PHASE_FAILED\x10\x07\x12\x17\n\x13JOB_PHASE_CANCELLED\x10\x08\x12\x17\n\x13JOB_PHASE_SUSPENDED\x10\t*\x83\x01\n\x10JobConditionType\x12\"\n\x1eJOB_CONDITION_TYPE_UNSPECIFIED\x10\x00\x12 \n\x1cJOB_CONDITION_TYPE_NOT_SAVED\x10\x01\x12)\n%JOB_CONDITION_TYPE_CHECKPOINT_FAILING\x10\x02*\x7f\n\rRestoreSource\x12\x1e\n\x1aRESTORE_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13RESTORE_SOURCE_NONE\x10\x01\x12\x19\n\x15RESTORE_SOURCE_MEMORY\x10\x02\x12\x1a\n\x16RESTORE_SOURCE_STORAGE\x10\x03*\xa2\x01\n\nTraceState\x12\x1b\n\x17TRACE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TRACE_STATE_PENDING\x10\x01\x12\x17\n\x13TRACE_STATE_WRITTEN\x10\x02\x12\x17\n\x13TRACE_STATE_SKIPPED\x10\x03\x12\x16\n\x12TRACE_STATE_FAILED\x10\x04\x12\x14\n\x10TRACE_STATE_LOST\x10\x05*[\n\nPolicyMode\x12\x1b\n\x17POLICY_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13POLICY_MODE_ENFORCE\x10\x01\x12\x17\n\x13POLICY_MODE_OBSERVE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18megascale/v1/types.proto\x12\x0cmegascale.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"<\n\x05\x45poch\x12\x1a\n\x12\x63luster_generation\x18\x01 \x01(\x04\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\"r\n\x06\x44\x65vice\x12\r\n\x05index\x18\x01 \x01(\x05\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.megascale.v1.DeviceKind\x12\x0c\n\x04uuid\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\"\x8c\x03\n\x0b\x43heckResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12+\n\x07verdict\x18\x03 \x01(\x0e\x32\x1a.megascale.v1.CheckVerdict\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12*\n\x07\x65lapsed\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\x05value\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04unit\x18\x07 \x01(\t\x12\x14\n\x0ctarget_class\x18\x08 \x01(\t\x12\x15\n\x08\x62\x61seline\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x0e\n\x01z\x18\n \x01(\x01H\x02\x88\x01\x01\x12\x17\n\x0f\x62\x61seline_source\x18\x0b \x01(\t\x12\x33\n\x05tools\x18\x0c \x03(\x0b\x32$.megascale.v1.CheckResult.ToolsEntry\x1a,\n\nToolsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06_valueB\x0b\n\t_baselineB\x04\n\x02_z\"\x9b\x05\n\nStepRecord\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x0e\n\x06z_loss\x18\x04 \x01(\x01\x12\x15\n\rgradient_norm\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lip_factor\x18\x06 \x01(\x01\x12\x17\n\x0fskipped_updates\x18\x07 \x01(\x03\x12\x15\n\rlearning_rate\x18\x08 \x01(\x01\x12\x18\n\x10\x63onsumed_samples\x18\t \x01(\x03\x12\x17\n\x0f\x63onsumed_tokens\x18\n \x01(\x03\x12,\n\tstep_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0ctokens_per_s\x18\x0c \x01(\x01\x12\x17\n\nmfu_causal\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08mfu_full\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x30\n\x0c\x63ompleted_at\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1c\n\x0f\x65valuation_loss\x18\x10 \x01(\x01H\x02\x88\x01\x01\x12\x30\n\rsnapshot_time\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x19\x63heckpoint_interval_steps\x18\x12 \x01(\x03\x12\x1e\n\x11\x63heckpoint_cost_s\x18\x13 \x01(\x01H\x03\x88\x01\x01\x12,\n\tdata_wait\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmemory_bytes\x18\x15 \x01(\x04\x42\r\n\x0b_mfu_causalB\x0b\n\t_mfu_fullB\x12\n\x10_evaluation_lossB\x14\n\x12_checkpoint_cost_s\"E\n\x08\x45vidence\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0b\n\x03uri\x18\x04 \x01(\t\"\x9f\x02\n\x05\x45vent\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0e\n\x06policy\x18\x07 \x01(\t\x12\x0c\n\x04mode\x18\x08 \x01(\t\x12\"\n\x05\x65poch\x18\t \x01(\x0b\x32\x13.megascale.v1.Epoch\x12\x0f\n\x07\x61ttempt\x18\n \x01(\x04\x12(\n\x08\x65vidence\x18\x0b \x03(\x0b\x32\x16.megascale.v1.Evidence\x12\x0f\n\x07outcome\x18\x0c \x01(\t\x12\x10\n\x08trace_id\x18\r \x01(\t*\xb5\x01\n\x0fNodeDisposition\x12 \n\x1cNODE_DISPOSITION_UNSPECIFIED\x10\x00\x12 \n\x1cNODE_DISPOSITION_SCHEDULABLE\x10\x01\x12\x1d\n\x19NODE_DISPOSITION_CORDONED\x10\x02\x12\x1d\n\x19NODE_DISPOSITION_DRAINING\x10\x03\x12 \n\x1cNODE_DISPOSITION_QUARANTINED\x10\x04*\x94\x01\n\x0cNodeLiveness\x12\x1d\n\x19NODE_LIVENESS_UNSPECIFIED\x10\x00\x12\x19\n\x15NODE_LIVENESS_UNKNOWN\x10\x01\x12\x17\n\x13NODE_LIVENESS_ALIVE\x10\x02\x12\x19\n\x15NODE_LIVENESS_SUSPECT\x10\x03\x12\x16\n\x12NODE_LIVENESS_DEAD\x10\x04*\x82\x01\n\x0eNodeAssignment\x12\x1f\n\x1bNODE_ASSIGNMENT_UNSPECIFIED\x10\x00\x12\x18\n\x14NODE_ASSIGNMENT_IDLE\x10\x01\x12\x19\n\x15NODE_ASSIGNMENT_SPARE\x10\x02\x12\x1a\n\x16NODE_ASSIGNMENT_ACTIVE\x10\x03*T\n\nDeviceKind\x12\x1b\n\x17\x44\x45VICE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x45VICE_KIND_CPU\x10\x01\x12\x14\n\x10\x44\x45VICE_KIND_CUDA\x10\x02*\x94\x01\n\x0c\x43heckVerdict\x12\x1d\n\x19\x43HECK_VERDICT_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43HECK_VERDICT_PASS\x10\x01\x12\x1a\n\x16\x43HECK_VERDICT_DEGRADED\x10\x02\x12\x16\n\x12\x43HECK_VERDICT_FAIL\x10\x03\x12\x19\n\x15\x43HECK_VERDICT_SKIPPED\x10\x04*b\n\rDiagnosticSet\x12\x1e\n\x1a\x44IAGNOSTIC_SET_UNSPECIFIED\x10\x00\x12\x18\n\x14\x44IAGNOSTIC_SET_QUICK\x10\x01\x12\x17\n\x13\x44IAGNOSTIC_SET_FULL\x10\x02*\xfc\x01\n\x08JobPhase\x12\x19\n\x15JOB_PHASE_UNSPECIFIED\x10\x00\x12\x14\n\x10JOB_PHASE_QUEUED\x10\x01\x12\x17\n\x13JOB_PHASE_PREPARING\x10\x02\x12\x16\n\x12JOB_PHASE_STARTING\x10\x03\x12\x15\n\x11JOB_PHASE_RUNNING\x10\x04\x12\x16\n\x12JOB_PHASE_STOPPING\x10\x05\x12\x17\n\x13JOB_PHASE_SUCCEEDED\x10\x06\x12\x14\n\x10JOB_PHASE_FAILED\x10\x07\x12\x17\n\x13JOB_PHASE_CANCELLED\x10\x08\x12\x17\n\x13JOB_PHASE_SUSPENDED\x10\t*\x83\x01\n\x10JobConditionType\x12\"\n\x1eJOB_CONDITION_TYPE_UNSPECIFIED\x10\x00\x12 \n\x1cJOB_CONDITION_TYPE_NOT_SAVED\x10\x01\x12)\n%JOB_CONDITION_TYPE_CHECKPOINT_FAILING\x10\x02*\x7f\n\rRestoreSource\x12\x1e\n\x1aRESTORE_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13RESTORE_SOURCE_NONE\x10\x01\x12\x19\n\x15RESTORE_SOURCE_MEMORY\x10\x02\x12\x1a\n\x16RESTORE_SOURCE_STORAGE\x10\x03*\xa2\x01\n\nTraceState\x12\x1b\n\x17TRACE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TRACE_STATE_PENDING\x10\x01\x12\x17\n\x13TRACE_STATE_WRITTEN\x10\x02\x12\x17\n\x13TRACE_STATE_SKIPPED\x10\x03\x12\x16\n\x12TRACE_STATE_FAILED\x10\x04\x12\x14\n\x10TRACE_STATE_LOST\x10\x05*[\n\nPolicyMode\x12\x1b\n\x17POLICY_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13POLICY_MODE_ENFORCE\x10\x01\x12\x17\n\x13POLICY_MODE_OBSERVE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'megascale.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODEDISPOSITION']._serialized_start=1468
-  _globals['_NODEDISPOSITION']._serialized_end=1649
-  _globals['_NODELIVENESS']._serialized_start=1652
-  _globals['_NODELIVENESS']._serialized_end=1800
-  _globals['_NODEASSIGNMENT']._serialized_start=1803
-  _globals['_NODEASSIGNMENT']._serialized_end=1933
-  _globals['_DEVICEKIND']._serialized_start=1935
-  _globals['_DEVICEKIND']._serialized_end=2019
-  _globals['_CHECKVERDICT']._serialized_start=2022
-  _globals['_CHECKVERDICT']._serialized_end=2170
-  _globals['_JOBPHASE']._serialized_start=2173
-  _globals['_JOBPHASE']._serialized_end=2425
-  _globals['_JOBCONDITIONTYPE']._serialized_start=2428
-  _globals['_JOBCONDITIONTYPE']._serialized_end=2559
-  _globals['_RESTORESOURCE']._serialized_start=2561
-  _globals['_RESTORESOURCE']._serialized_end=2688
-  _globals['_TRACESTATE']._serialized_start=2691
-  _globals['_TRACESTATE']._serialized_end=2853
-  _globals['_POLICYMODE']._serialized_start=2855
-  _globals['_POLICYMODE']._serialized_end=2946
+  _globals['_CHECKRESULT_TOOLSENTRY']._loaded_options = None
+  _globals['_CHECKRESULT_TOOLSENTRY']._serialized_options = b'8\001'
+  _globals['_NODEDISPOSITION']._serialized_start=1716
+  _globals['_NODEDISPOSITION']._serialized_end=1897
+  _globals['_NODELIVENESS']._serialized_start=1900
+  _globals['_NODELIVENESS']._serialized_end=2048
+  _globals['_NODEASSIGNMENT']._serialized_start=2051
+  _globals['_NODEASSIGNMENT']._serialized_end=2181
+  _globals['_DEVICEKIND']._serialized_start=2183
+  _globals['_DEVICEKIND']._serialized_end=2267
+  _globals['_CHECKVERDICT']._serialized_start=2270
+  _globals['_CHECKVERDICT']._serialized_end=2418
+  _globals['_DIAGNOSTICSET']._serialized_start=2420
+  _globals['_DIAGNOSTICSET']._serialized_end=2518
+  _globals['_JOBPHASE']._serialized_start=2521
+  _globals['_JOBPHASE']._serialized_end=2773
+  _globals['_JOBCONDITIONTYPE']._serialized_start=2776
+  _globals['_JOBCONDITIONTYPE']._serialized_end=2907
+  _globals['_RESTORESOURCE']._serialized_start=2909
+  _globals['_RESTORESOURCE']._serialized_end=3036
+  _globals['_TRACESTATE']._serialized_start=3039
+  _globals['_TRACESTATE']._serialized_end=3201
+  _globals['_POLICYMODE']._serialized_start=3203
+  _globals['_POLICYMODE']._serialized_end=3294
   _globals['_EPOCH']._serialized_start=107
   _globals['_EPOCH']._serialized_end=167
   _globals['_DEVICE']._serialized_start=169
   _globals['_DEVICE']._serialized_end=283
   _globals['_CHECKRESULT']._serialized_start=286
-  _globals['_CHECKRESULT']._serialized_end=434
-  _globals['_STEPRECORD']._serialized_start=437
-  _globals['_STEPRECORD']._serialized_end=1104
-  _globals['_EVIDENCE']._serialized_start=1106
-  _globals['_EVIDENCE']._serialized_end=1175
-  _globals['_EVENT']._serialized_start=1178
-  _globals['_EVENT']._serialized_end=1465
+  _globals['_CHECKRESULT']._serialized_end=682
+  _globals['_CHECKRESULT_TOOLSENTRY']._serialized_start=609
+  _globals['_CHECKRESULT_TOOLSENTRY']._serialized_end=653
+  _globals['_STEPRECORD']._serialized_start=685
+  _globals['_STEPRECORD']._serialized_end=1352
+  _globals['_EVIDENCE']._serialized_start=1354
+  _globals['_EVIDENCE']._serialized_end=1423
+  _globals['_EVENT']._serialized_start=1426
+  _globals['_EVENT']._serialized_end=1713
 # @@protoc_insertion_point(module_scope)

@@ -159,6 +159,28 @@ CHECK_VERDICT_SKIPPED: CheckVerdict.ValueType  # 4
 """Not run; the detail has the reason."""
 Global___CheckVerdict: typing_extensions.TypeAlias = CheckVerdict
 
+class _DiagnosticSet:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DiagnosticSetEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DiagnosticSet.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DIAGNOSTIC_SET_UNSPECIFIED: _DiagnosticSet.ValueType  # 0
+    DIAGNOSTIC_SET_QUICK: _DiagnosticSet.ValueType  # 1
+    """What runs before attempts: seconds. The default."""
+    DIAGNOSTIC_SET_FULL: _DiagnosticSet.ValueType  # 2
+    """Rates and latencies of devices, copies, links and the disk as well: at most two minutes."""
+
+class DiagnosticSet(_DiagnosticSet, metaclass=_DiagnosticSetEnumTypeWrapper):
+    """How much diagnostics check."""
+
+DIAGNOSTIC_SET_UNSPECIFIED: DiagnosticSet.ValueType  # 0
+DIAGNOSTIC_SET_QUICK: DiagnosticSet.ValueType  # 1
+"""What runs before attempts: seconds. The default."""
+DIAGNOSTIC_SET_FULL: DiagnosticSet.ValueType  # 2
+"""Rates and latencies of devices, copies, links and the disk as well: at most two minutes."""
+Global___DiagnosticSet: typing_extensions.TypeAlias = DiagnosticSet
+
 class _JobPhase:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -383,11 +405,34 @@ class CheckResult(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class ToolsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     TARGET_FIELD_NUMBER: builtins.int
     VERDICT_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     ELAPSED_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    TARGET_CLASS_FIELD_NUMBER: builtins.int
+    BASELINE_FIELD_NUMBER: builtins.int
+    Z_FIELD_NUMBER: builtins.int
+    BASELINE_SOURCE_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the check."""
     target: builtins.str
@@ -396,9 +441,25 @@ class CheckResult(google.protobuf.message.Message):
     """The verdict."""
     detail: builtins.str
     """What was found, or why the check was skipped."""
+    value: builtins.float
+    """What was measured, in `unit`; absent where nothing was."""
+    unit: builtins.str
+    """Unit of value and baseline, such as GB/s; of a unit that ends in "/s" more is better."""
+    target_class: builtins.str
+    """Kind of target that results are compared among, such as cuda-cuda; empty: all targets."""
+    baseline: builtins.float
+    """What the value was compared with: the fleet's median, or the shipped figure."""
+    z: builtins.float
+    """Distance from the baseline in robust standard deviations, (value - median) / (1.4826 MAD)."""
+    baseline_source: builtins.str
+    """Where the baseline is from: fleet, shipped, or empty without one."""
     @property
     def elapsed(self) -> google.protobuf.duration_pb2.Duration:
         """How long the check took."""
+
+    @property
+    def tools(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Versions of what measured, such as torch, cuda, driver."""
 
     def __init__(
         self,
@@ -408,9 +469,22 @@ class CheckResult(google.protobuf.message.Message):
         verdict: Global___CheckVerdict.ValueType = ...,
         detail: builtins.str = ...,
         elapsed: google.protobuf.duration_pb2.Duration | None = ...,
+        value: builtins.float | None = ...,
+        unit: builtins.str = ...,
+        target_class: builtins.str = ...,
+        baseline: builtins.float | None = ...,
+        z: builtins.float | None = ...,
+        baseline_source: builtins.str = ...,
+        tools: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["elapsed", b"elapsed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "elapsed", b"elapsed", "name", b"name", "target", b"target", "verdict", b"verdict"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_baseline", b"_baseline", "_value", b"_value", "_z", b"_z", "baseline", b"baseline", "elapsed", b"elapsed", "value", b"value", "z", b"z"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_baseline", b"_baseline", "_value", b"_value", "_z", b"_z", "baseline", b"baseline", "baseline_source", b"baseline_source", "detail", b"detail", "elapsed", b"elapsed", "name", b"name", "target", b"target", "target_class", b"target_class", "tools", b"tools", "unit", b"unit", "value", b"value", "verdict", b"verdict", "z", b"z"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_baseline", b"_baseline"]) -> typing.Literal["baseline"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_value", b"_value"]) -> typing.Literal["value"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_z", b"_z"]) -> typing.Literal["z"] | None: ...
 
 Global___CheckResult: typing_extensions.TypeAlias = CheckResult
 

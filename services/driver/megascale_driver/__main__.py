@@ -66,6 +66,8 @@ def main() -> None:
         parser.error("--heartbeat-interval-s: give a positive number of seconds")
     if not 0 < options.hang_floor_s < math.inf:
         parser.error("--hang-floor-s: give a positive number of seconds")
+    if not 0 <= options.sweep_every_s < math.inf:
+        parser.error("--sweep-every-s: give a number of seconds, or 0 for no sweep")
     logs.configure("driver")
     with ends_with_a_sentence("megascale driver"):
         token, tls = read_token(options.token_file), certificates.of_options(options)
@@ -117,7 +119,14 @@ async def _serve_until(
         for name in SERVICES:
             await server.set_serving(name, leads)
 
-    leader = Leader(client, engine, set_serving, keeper, retention=_retention(options))
+    leader = Leader(
+        client,
+        engine,
+        set_serving,
+        keeper,
+        retention=_retention(options),
+        sweep_every_s=options.sweep_every_s,
+    )
     service = DriverService(engine, leader, options.cluster)
     driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
     LinkService(engine, leader, options.cluster).add_to(server.server)
@@ -209,6 +218,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--etcd", required=True, metavar="HOST:PORT[,..]", help="members of the etcd cluster"
+    )
+    parser.add_argument(
+        "--sweep-every-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="run the full diagnostics of one idle node every so many seconds; 0 (default): never",
     )
     parser.add_argument(
         "--prefix",

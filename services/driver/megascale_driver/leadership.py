@@ -26,6 +26,7 @@ from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, sel
 from megascale_driver.journal.store import LEADER_KEY, Store
 from megascale_driver.journal.timeline import Timeline
 from megascale_driver.journal.trimming import Retention, Trimmer
+from megascale_driver.sweep import Sweep
 
 LEASE_TTL_S = 10
 OBSERVE_INTERVAL_S = 1.0
@@ -47,7 +48,8 @@ class Leader:
     """Runs the engine's terms; calls ``notify`` with True when one starts, False when it ends.
 
     ``keeper`` renews the lease, by default a task of the event loop; ``clock`` is the lease's.
-    ``retention`` is what stays of the audit log.
+    ``retention`` is what stays of the audit log. ``sweep_every_s``: time between the checks of two
+    idle nodes; 0: none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Leader:
         keeper: Keeper | None = None,
         clock: Callable[[], float] = now_s,
         retention: Retention | None = None,
+        sweep_every_s: float = 0.0,
     ) -> None:
         self.known_address = ""
         self.etcd_answers = True
@@ -71,6 +74,7 @@ class Leader:
         self._notify = notify
         self._keeper = keeper
         self._clock = clock
+        self._sweep_every_s = sweep_every_s
         self._retention = retention if retention is not None else Retention()
         self.older = OlderLines(client, self._retention.export_to)
         self.timeline = Timeline(client, self.older)
@@ -183,6 +187,12 @@ class Leader:
             asyncio.create_task(trimmer.run(lambda: self._engine.state)),
             asyncio.create_task(self._end_when_deposed(leadership)),
         ]
+        if self._sweep_every_s > 0:
+            engine = self._engine
+            sweep = Sweep(
+                engine.node_calls, lambda: engine.state, engine.clock.now_s, self._sweep_every_s
+            )
+            beside.append(asyncio.create_task(sweep.run()))
         try:
             await self._engine.lead(leadership, store, loaded)
         finally:

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from megascale.v1 import types_pb2
 from megascale_common.service.metrics import registry_of
+from megascale_driver.comparing import FleetFigures
 from megascale_driver.core import goodput
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Job, JobPhase, Node
@@ -149,6 +150,7 @@ class DriverMetrics(Collector):
         leads = GaugeMetricFamily("megascale_leader", "1 while this driver leads.")
         leads.add_metric([], float(self._engine.term is not None))
         yield leads
+        yield from _diagnostics(self._engine.node_calls.figures)
         events = CounterMetricFamily(
             "megascale_events", "Lines written to the audit log.", labels=["reason"]
         )
@@ -314,3 +316,23 @@ def _nodes(state: Cluster, now_s: float, lane: Lane) -> Iterator[Metric]:
 def _expected(node: Node) -> bool:
     """Whether heartbeats of the node are expected; a node that was removed would alarm for ever."""
     return node.liveness not in ("DEAD", "UNKNOWN")
+
+
+def _diagnostics(figures: FleetFigures) -> Iterator[Metric]:
+    """What the newest diagnostics of all nodes found, without a series per node."""
+    results = GaugeMetricFamily(
+        "megascale_diag_result",
+        "Targets of all nodes by test and verdict, of their newest diagnostics.",
+        labels=["test", "verdict"],
+    )
+    for (test, verdict), count in sorted(figures.counts().items()):
+        results.add_metric([test, verdict.lower()], count)
+    yield results
+    values = GaugeMetricFamily(
+        "megascale_diag_value",
+        "Median of what a test measured on all nodes, in its unit.",
+        labels=["test", "class", "unit"],
+    )
+    for key, value in sorted(figures.medians().items()):
+        values.add_metric(list(key), value)
+    yield values

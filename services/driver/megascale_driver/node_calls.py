@@ -30,6 +30,7 @@ from megascale_common.service.errors import (
     UnusableError,
 )
 from megascale_driver import group_checks
+from megascale_driver.comparing import FleetFigures
 from megascale_driver.core.events import (
     AttemptOpened,
     OpenAttempt,
@@ -41,7 +42,8 @@ from megascale_driver.core.state import Node
 OPEN_TIMEOUT_S = 20.0
 LIST_TIMEOUT_S = 10.0
 STATUS_TIMEOUT_S = 2.0
-DIAGNOSE_TIMEOUT_S = 120.0  # the first use of CUDA and NCCL, on every device
+# A whole set ends within 110 s on the node; named checks have the first use of CUDA and NCCL too.
+DIAGNOSE_TIMEOUT_S = 125.0
 _REFUSED_SHOWN = 16
 # Errors of OpenAttempt that lie in the request: a foreign folder, no checkpoint to start from.
 _FINAL = (RequestError, NotFoundError, ForbiddenError)
@@ -53,6 +55,7 @@ class NodeCalls:
     def __init__(self, token: str, clock: Clock) -> None:
         self._token = token
         self._clock = clock
+        self.figures = FleetFigures()
 
     async def open_attempt(
         self, wanted: OpenAttempt, node: Node, epoch: types_pb2.Epoch
@@ -147,8 +150,13 @@ class NodeCalls:
         finally:
             await channel.close()
 
-    async def diagnose(self, node: Node, checks: Sequence[str]) -> list[types_pb2.CheckResult]:
-        """Run the node's self-checks now.
+    async def diagnose(
+        self,
+        node: Node,
+        checks: Sequence[str],
+        of_set: types_pb2.DiagnosticSet.ValueType = types_pb2.DIAGNOSTIC_SET_UNSPECIFIED,
+    ) -> list[types_pb2.CheckResult]:
+        """Run the node's self-checks now, and compare what they measured with the fleet.
 
         Raises:
             grpc.aio.AioRpcError: the node does not answer or refuses.
@@ -156,8 +164,10 @@ class NodeCalls:
         channel = open_channel(node.identity.executor_endpoint, self._token)
         try:
             stub = executor_pb2_grpc.ExecutorServiceStub(channel)
-            request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks)
-            return list((await stub.RunNodeDiagnostics(request, timeout=DIAGNOSE_TIMEOUT_S)).checks)
+            request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks, set=of_set)
+            reply = await stub.RunNodeDiagnostics(request, timeout=DIAGNOSE_TIMEOUT_S)
+            model = node.identity.devices[0].model if node.identity.devices else ""
+            return self.figures.compare(node.name, model, reply.checks)
         finally:
             await channel.close()
 

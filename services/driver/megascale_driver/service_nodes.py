@@ -81,6 +81,9 @@ class NodeMethods(ServiceBase):
         """Make a cordoned or quarantined node schedulable again."""
         event = UncordonRequested(node=request.name, **self._asked(request, context))
         consequence = await self._carried_out(event, "NODE_UNCORDONED", dry=request.validate_only)
+        if not request.validate_only:
+            # It may have been repaired: what it measured before does not count against it.
+            self.engine.node_calls.figures.forget(request.name)
         return driver_pb2.UncordonNodeResponse(
             node=self._node_message(request.name), consequence=consequence
         )
@@ -102,7 +105,7 @@ class NodeMethods(ServiceBase):
                 metadata={"job": job.name},
             )
         try:
-            checks = await self.engine.node_calls.diagnose(node, list(request.checks))
+            checks = await self.engine.node_calls.diagnose(node, list(request.checks), request.set)
         except grpc.aio.AioRpcError as error:
             raise from_node(node.name, error) from error
         return driver_pb2.RunDiagnosticsResponse(checks=checks)

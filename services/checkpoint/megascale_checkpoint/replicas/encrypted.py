@@ -98,5 +98,5 @@ def _checked(sock: ssl.SSLSocket, silence_s: float) -> Encrypted:
     pairs = [tuple(pair) for pair in shown.get("subjectAltName", ())]
     peer = peer_of({_NAMES: [str(pair[1]).encode() for pair in pairs if pair[0] == "URI"]})
     if peer.role not in _DAEMONS:
-        raise ForbiddenError(f"{peer} is no node's daemon", reason="ROLE_NOT_ALLOWED")
+        raise ForbiddenError(f"{peer} is no node's daemon")
     return Encrypted(sock, silence_s)

@@ -154,13 +154,17 @@ class SelfCheck(TypedDict):
 
 
 class SelfCheckResult(TypedDict):
-    """One finding; ``verdict`` is the name of a megascale.v1.CheckVerdict without its prefix."""
+    """One finding; ``verdict`` is the name of a megascale.v1.CheckVerdict without its prefix.
+
+    ``bus_gb_s``: of an all-reduce, the bus bandwidth in GB/s.
+    """
 
     name: str
     target: str
     verdict: str
     detail: str
     elapsed_s: float
+    bus_gb_s: NotRequired[float]
 
 
 class SelfChecked(TypedDict):

@@ -79,14 +79,7 @@ def parser() -> argparse.ArgumentParser:
         default="127.0.0.1",
         help="address of this node for its peers (default %(default)s)",
     )
-    add(
-        "--metrics-bind",
-        type=bind_option,
-        default="",
-        help="serve /metrics at HOST:PORT; the address is written to metrics.address "
-        "and, for the checkpoint daemon, checkpoint.metrics.address in the node's folder; "
-        "default: not at all",
-    )
+    _add_metrics(made)
     add(
         "--template-command", default="", help="program that replaces the training side (for tests)"
     )
@@ -100,6 +93,26 @@ def parser() -> argparse.ArgumentParser:
     _add_certificates(made)
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
+
+
+def _add_metrics(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--metrics-bind",
+        type=bind_option,
+        default="",
+        help="serve /metrics at HOST:PORT; the address is written to metrics.address "
+        "and, for the checkpoint daemon, checkpoint.metrics.address in the node's folder; "
+        "default: not at all",
+    )
+    add(
+        "--fast-counters-ms",
+        type=int,
+        default=0,
+        metavar="MS",
+        help="sample the traffic of the ports every so many milliseconds for the metrics; "
+        "0 (default): only every second",
+    )
 
 
 def _add_certificates(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +164,7 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
         tls=tls,
         daemon_tls=_daemon_tls(options, tls),
         kernel_log=options.kernel_log,
+        fast_counters_ms=options.fast_counters_ms,
     )
 
 

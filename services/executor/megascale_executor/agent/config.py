@@ -15,6 +15,7 @@ from megascale_executor.agent.kernel_log import KERNEL_LOG
 DeviceKindName = Literal["cpu", "cuda"]
 MAX_DEVICES = 64
 MAX_TOPOLOGY_LABELS = 16
+MAX_FAST_COUNTERS_MS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,7 @@ class AgentConfig:
         metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
             metrics.
         tls: the certificates of the agent, ``daemon_tls`` those of the node's checkpoint daemon.
+        fast_counters_ms: period in which the ports' traffic is sampled besides; 0: never.
     """
 
     cluster: str
@@ -48,6 +50,7 @@ class AgentConfig:
     tls: Certificates | None = None
     daemon_tls: Certificates | None = None
     kernel_log: Path = KERNEL_LOG
+    fast_counters_ms: int = 0
 
     def __post_init__(self) -> None:
         for option, name in (("--cluster", self.cluster), ("--node", self.node)):
@@ -56,6 +59,11 @@ class AgentConfig:
                     f"{option} {name!r}: use 1 to 63 of a-z, 0-9 and '-', "
                     "neither first nor last a '-'"
                 )
+        if not 0 <= self.fast_counters_ms <= MAX_FAST_COUNTERS_MS:
+            raise OptionError(
+                f"--fast-counters-ms {self.fast_counters_ms}: give 1 to {MAX_FAST_COUNTERS_MS}, "
+                "or 0 for none"
+            )
         if bool(self.drivers) == (self.driver_file is not None):
             raise OptionError("give either --driver HOST:PORT[,HOST:PORT] or --driver-file FILE")
         if (

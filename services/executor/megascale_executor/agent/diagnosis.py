@@ -24,6 +24,9 @@ from megascale_executor.diagnostics.rank_checks import ALL_REDUCE, COMPUTE
 from megascale_executor.diagnostics.registry import Registry
 from megascale_executor.diagnostics.runner import run_diagnostics
 
+# Of a whole set; the driver waits for longer.
+LIMIT_S = 110.0
+
 
 @dataclass(frozen=True, slots=True)
 class GroupPart:
@@ -49,15 +52,19 @@ class Diagnosis:
         self._turn = asyncio.Lock()
         self._running: asyncio.Future[list[Finding]] | None = None
 
-    async def run(self, names: Sequence[str]) -> list[Finding]:
-        """Findings of the diagnostics ``names``, of all that run on request when it is empty.
+    async def run(self, names: Sequence[str], full: bool = False) -> list[Finding]:
+        """Findings of the diagnostics ``names``; when it is empty of the quick or the full set.
+
+        A set ends within LIMIT_S: what it left out then is SKIPPED.
 
         Raises:
             UnknownDiagnostic: no diagnostic of the node has that name.
             PreemptedError: an attempt arrived.
         """
-        wanted = self._registry.on_demand(names)
-        return await self._run(wanted, self._devices, self._probe)
+        wanted = self._registry.on_demand(names, full=full)
+        return await self._run(
+            wanted, self._devices, self._probe, limit_s=None if names else LIMIT_S
+        )
 
     async def run_with_nodes(self, part: GroupPart) -> list[Finding]:
         """Findings of this node's part in the check of a group.
@@ -75,6 +82,7 @@ class Diagnosis:
         wanted: Sequence[Diagnostic],
         devices: Sequence[DeviceFacts],
         probe_ranks: Callable[[], Awaitable[list[Finding]]],
+        limit_s: float | None = None,
     ) -> list[Finding]:
         async with self._turn:
             node = NodeView(
@@ -84,7 +92,7 @@ class Diagnosis:
                 holds_slots=self._daemon.holds_slots,
                 probe_ranks=once(probe_ranks),
             )
-            running = self._running = asyncio.ensure_future(run_diagnostics(wanted, node))
+            running = self._running = asyncio.ensure_future(run_diagnostics(wanted, node, limit_s))
             try:
                 await asyncio.wait([running])
                 if running.cancelled():

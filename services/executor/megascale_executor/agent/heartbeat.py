@@ -17,8 +17,11 @@ from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.link import PROTOCOL
 from megascale_executor.agent.worker_status import MAX_ERROR_CHARS, worker_status
+from megascale_executor.counters.sampler import IN_HEARTBEATS, MAX_IN_HEARTBEAT, Sample
 from megascale_executor.diagnostics.devices import DeviceFacts
 
+NO_COUNTERS = Sample()
+MAX_REASON_CHARS = 200
 _KINDS = {"cpu": types_pb2.DEVICE_KIND_CPU, "cuda": types_pb2.DEVICE_KIND_CUDA}
 
 
@@ -56,7 +59,9 @@ def build_hello(
     )
 
 
-def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon) -> link_pb2.Heartbeat:
+def build_heartbeat(
+    runner: AttemptRunner, daemon: CheckpointDaemon, counters: Sample = NO_COUNTERS
+) -> link_pb2.Heartbeat:
     """The present state of the node."""
     state = runner.state
     beat = link_pb2.Heartbeat(
@@ -76,7 +81,7 @@ def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon) -> link_pb2
         logs_job=runner.scanner.key.job,
         logs_attempt=runner.scanner.key.attempt,
         logs_skipped_bytes=runner.scanner.skipped_bytes,
-        host=host_counters(),
+        host=host_counters(counters=counters),
         traces=runner.profiles.reports,
     )
     if runner.stopped is not None and state.phase == IDLE:
@@ -90,9 +95,13 @@ def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon) -> link_pb2
 
 
 def host_counters(
-    proc: Path = host.PROC, staging: Path = host.STAGING_MOUNT
+    proc: Path = host.PROC, staging: Path = host.STAGING_MOUNT, counters: Sample = NO_COUNTERS
 ) -> link_pb2.HostCounters:
-    """Load, memory, staging room and network traffic; a counter that cannot be read stays 0."""
+    """Load, memory, staging room and network traffic; a counter that cannot be read stays 0.
+
+    Of ``counters`` those that the driver decides by.
+    """
+    chosen = [each for each in counters.readings if each.name in IN_HEARTBEATS]
     received, sent = host.network_bytes(proc)
     return link_pb2.HostCounters(
         load_1min=host.load_1min(proc),
@@ -100,4 +109,9 @@ def host_counters(
         staging_free_bytes=host.free_bytes(staging),
         network_received_bytes=received,
         network_sent_bytes=sent,
+        counters=[
+            link_pb2.Counter(name=each.name, target=encodable(each.target), value=each.value)
+            for each in chosen[:MAX_IN_HEARTBEAT]
+        ],
+        counters_skipped=[encodable(reason[:MAX_REASON_CHARS]) for reason in counters.skipped],
     )

@@ -16,15 +16,22 @@ from prometheus_client.registry import Collector
 from megascale.v1 import link_pb2, types_pb2
 from megascale_executor.agent.link import DriverLink
 from megascale_executor.agent.step_reports import StepReports
+from megascale_executor.counters.sampler import Sample
 
 
 class AgentMetrics(Collector):
     """Metrics of one node. ``beat`` builds a heartbeat and must not consume anything for it."""
 
     def __init__(
-        self, beat: Callable[[], link_pb2.Heartbeat], link: DriverLink, reports: StepReports
+        self,
+        beat: Callable[[], link_pb2.Heartbeat],
+        link: DriverLink,
+        reports: StepReports,
+        counters: Callable[[], Sample],
+        peaks: Callable[[], dict[tuple[str, str], float]],
     ) -> None:
         self._beat, self._link, self._reports = beat, link, reports
+        self._counters, self._peaks = counters, peaks
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
@@ -56,6 +63,15 @@ class AgentMetrics(Collector):
         yield restarts
         yield from _ranks(beat)
         yield from _host(beat.host)
+        yield from _counters(self._counters())
+        peaks = GaugeMetricFamily(
+            "megascale_port_peak_bytes_per_second",
+            "Greatest rate between two fast samples of each port, of the newest 4096.",
+            labels=["counter", "port"],
+        )
+        for (name, port), rate in sorted(self._peaks().items()):
+            peaks.add_metric([name, port], rate)
+        yield peaks
         checks = GaugeMetricFamily(
             "megascale_self_checks",
             "Self-checks of the newest attempt by verdict.",
@@ -112,6 +128,40 @@ def _host(host: link_pb2.HostCounters) -> Iterator[Metric]:
     traffic.add_metric(["received"], host.network_received_bytes)
     traffic.add_metric(["sent"], host.network_sent_bytes)
     yield traffic
+
+
+def _counters(sample: Sample) -> Iterator[Metric]:
+    """Traffic, flaps and Xid by names of their own, all others as one family."""
+    rdma = CounterMetricFamily(
+        "megascale_rdma_bytes", "Bytes through each RDMA port.", labels=["port", "direction"]
+    )
+    flaps = CounterMetricFamily(
+        "megascale_link_flaps", "Times that a port lost its carrier.", labels=["port"]
+    )
+    xids = CounterMetricFamily(
+        "megascale_xid", "Critical Xid of each GPU since the agent's start.", labels=["gpu", "xid"]
+    )
+    others = GaugeMetricFamily(
+        "megascale_host_counter",
+        "Other counters of the host by name and by port, disk or device.",
+        labels=["counter", "target"],
+    )
+    for each in sample.readings:
+        if each.name in ("rdma_received_bytes_total", "rdma_sent_bytes_total"):
+            rdma.add_metric([each.target, each.name.split("_")[1]], each.value)
+        elif each.name == "link_flaps_total":
+            flaps.add_metric([each.target], each.value)
+        elif each.name == "xid_total":
+            gpu, _, xid = each.target.rpartition(":")
+            xids.add_metric([gpu, xid], each.value)
+        else:
+            others.add_metric([each.name, each.target], each.value)
+    yield from (rdma, flaps, xids, others)
+    yield _gauge(
+        "megascale_counter_sources_skipped",
+        "Sources of counters that this host does not show.",
+        len(sample.skipped),
+    )
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

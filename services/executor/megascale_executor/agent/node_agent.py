@@ -31,6 +31,7 @@ from megascale_executor.agent.metrics import AgentMetrics
 from megascale_executor.agent.service import SERVICE_NAME, ExecutorService
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.counters.sampler import of_host, traffic_ring
 from megascale_executor.diagnostics.devices import DeviceFacts, cpu_slots, list_gpus
 
 _log = logs.get(__name__)
@@ -104,7 +105,16 @@ class NodeAgent:
         )
         self._link = DriverLink(config.cluster, token, self._driver_addresses, side, self._reports)
         self._server = RpcServer(token, tls=config.tls)
-        figures = AgentMetrics(self._heartbeat, self._link, self._reports)
+        self._counters = of_host(gpus=config.device_kind == "cuda")
+        fast_s = config.fast_counters_ms / 1e3
+        self._ring = traffic_ring(fast_s) if fast_s else None
+        figures = AgentMetrics(
+            self._heartbeat,
+            self._link,
+            self._reports,
+            lambda: self._counters.newest,
+            lambda: self._ring.peaks() if self._ring is not None else {},
+        )
         self._metrics = MetricsServer(registry_of("executor", figures))
         self._metrics_file = config.node_folder / "metrics.address"
         self._endpoint = ""
@@ -134,6 +144,9 @@ class NodeAgent:
             await self._metrics.start(config.metrics_bind, self._metrics_file)
         self._templates.begin()
         self._daemon.begin()
+        self._counters.start()
+        if self._ring is not None:
+            self._ring.start()
         write_address("--address-file", config.address_file, self._endpoint)
         _log.info(
             "node serves", node=config.node, incarnation=self._incarnation, endpoint=self._endpoint
@@ -154,6 +167,9 @@ class NodeAgent:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.runner.shut_down()
         await asyncio.gather(self._templates.stop(), self._daemon.stop())
+        await asyncio.to_thread(self._counters.stop)
+        if self._ring is not None:
+            await asyncio.to_thread(self._ring.stop)
         await self._server.stop()
         await self._metrics.stop()
         self._metrics_file.unlink(missing_ok=True)
@@ -195,7 +211,7 @@ class NodeAgent:
         )
 
     def _heartbeat(self) -> link_pb2.Heartbeat:
-        return build_heartbeat(self.runner, self._daemon)
+        return build_heartbeat(self.runner, self._daemon, self._counters.newest)
 
     def _holder(self) -> AttemptKey | None:
         state = self.runner.state

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from megascale.v1 import executor_pb2, executor_pb2_grpc
+from megascale.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import NotFoundError, StateError, invalid
 from megascale_common.service.handlers import answers, streams
@@ -36,7 +36,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         status: builds the response of GetNodeStatus.
         is_active: whether an attempt still has workers, so that its logs may grow.
         holder: the attempt that the node has, or is to have, if any.
-        diagnose: runs the diagnostics named, or all.
+        diagnose: runs the diagnostics named; without names the quick set, or the full one.
         groups: this node's part in checks of several nodes.
     """
 
@@ -46,7 +46,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         status: Callable[[], executor_pb2.GetNodeStatusResponse],
         is_active: Callable[[AttemptKey], bool],
         holder: Callable[[], AttemptKey | None],
-        diagnose: Callable[[Sequence[str]], Awaitable[list[Finding]]],
+        diagnose: Callable[[Sequence[str], bool], Awaitable[list[Finding]]],
         groups: GroupChecks,
     ) -> None:
         self._node_folder, self._status, self._is_active = node_folder, status, is_active
@@ -66,7 +66,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         """Check the node now; it must have no attempt."""
         self._refuse_if_busy()
         try:
-            findings = await self._diagnose(request.checks)
+            findings = await self._diagnose(
+                request.checks, request.set == types_pb2.DIAGNOSTIC_SET_FULL
+            )
         except UnknownDiagnostic as error:
             raise invalid("checks", str(error), "leave it out to run all") from error
         return executor_pb2.RunNodeDiagnosticsResponse(

@@ -58,6 +58,9 @@ class Diagnostic(Protocol):
         on_demand: whether it runs when somebody asks for diagnostics of an idle node.
         with_nodes: whether it runs when the driver has nodes check each other, to find the one that
             broke an attempt; `probe_ranks` then all-reduces among the devices of all of them.
+        quick: whether it runs on demand without being named or the full set being asked for.
+        stage: those of a later stage are SKIPPED once one of an earlier stage has failed: what
+            the host reports itself (0), tests of one device or disk (1), tests of several (2).
         timeout_s: longest that ``run`` may take; after it the result is a FAIL.
     """
 
@@ -65,6 +68,8 @@ class Diagnostic(Protocol):
     before_attempts: bool = True
     on_demand: bool = True
     with_nodes: bool = False
+    quick: bool = True
+    stage: int = 1
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     async def run(self, node: NodeView) -> Sequence[Finding]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megascale.v1 import types_pb2
@@ -21,13 +21,23 @@ MAX_DETAIL_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check of one ``target`` (a device, a mount point): megascale.v1.CheckResult."""
+    """Result of a check of one ``target`` (a device, a mount point): megascale.v1.CheckResult.
+
+    Args:
+        value: what was measured, in ``unit``; the driver compares it with the fleet's figures of
+            the same device model, name and ``target_class``.
+        tools: versions of what measured.
+    """
 
     name: str
     target: str
     verdict: Verdict
     detail: str
     elapsed_s: float = 0.0
+    value: float | None = None
+    unit: str = ""
+    target_class: str = ""
+    tools: Mapping[str, str] = field(default_factory=dict)
 
     def to_proto(self) -> types_pb2.CheckResult:
         """For the wire; a long detail is cut."""
@@ -36,6 +46,10 @@ class Finding:
             target=encodable(self.target),
             verdict=VERDICTS[self.verdict],
             detail=encodable(self.detail[:MAX_DETAIL_CHARS]),
+            value=self.value,
+            unit=self.unit,
+            target_class=self.target_class,
+            tools={key: encodable(text) for key, text in self.tools.items()},
         )
         result.elapsed.FromNanoseconds(round(self.elapsed_s * 1e9))
         return result

@@ -76,9 +76,14 @@ def evaluate(
             continue
         for each in answer["results"]:
             verdict = verdict_of(each["verdict"])
-            findings.append(
-                Finding(each["name"], each["target"], verdict, each["detail"], each["elapsed_s"])
+            rate = each.get("bus_gb_s")
+            finding = Finding(
+                each["name"], each["target"], verdict, each["detail"], each["elapsed_s"]
             )
+            if rate is not None:
+                ranks = f"{world_size or len(targets)} ranks"
+                finding = replace(finding, value=rate, unit="GB/s", target_class=ranks)
+            findings.append(finding)
     if (world_size or len(targets)) == 1:
         findings.append(Finding(ALL_REDUCE, targets[0], "SKIPPED", "one rank"))
     return findings

@@ -20,12 +20,25 @@ from importlib import metadata
 
 from megascale_common.service import logs
 from megascale_executor.diagnostics.checkpoint_daemon import CheckpointDaemonServes
+from megascale_executor.diagnostics.clock import Clock
 from megascale_executor.diagnostics.device_present import DevicePresent
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.disk_room import DiskRoom
+from megascale_executor.diagnostics.disk_speed import DiskSpeed
 from megascale_executor.diagnostics.finding import Finding
+from megascale_executor.diagnostics.gpu_health import GpuHealth
+from megascale_executor.diagnostics.links import InterfacePairs, RdmaPairs
 from megascale_executor.diagnostics.memory_room import MemoryRoom
+from megascale_executor.diagnostics.node_tests import (
+    AllToAll,
+    Bitwise,
+    DeviceCopy,
+    Gemm,
+    HostCopy,
+    MemoryBandwidth,
+)
 from megascale_executor.diagnostics.rank_checks import AllReduce, Compute, GroupAllReduce
+from megascale_executor.diagnostics.versions import Versions
 
 _log = logs.get(__name__)
 
@@ -33,11 +46,23 @@ GROUP = "megascale.diagnostics"
 # In the order in which they run; the first FAIL is the reason that an attempt's failure names.
 BUILT_IN: tuple[type[Diagnostic], ...] = (
     DevicePresent,
+    GpuHealth,
+    Versions,
+    Clock,
     DiskRoom,
     CheckpointDaemonServes,
     MemoryRoom,
     Compute,
+    Gemm,
+    MemoryBandwidth,
+    Bitwise,
+    HostCopy,
+    DiskSpeed,
+    DeviceCopy,
     AllReduce,
+    AllToAll,
+    InterfacePairs,
+    RdmaPairs,
     GroupAllReduce,
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -71,8 +96,8 @@ class Registry:
         """Names that may be asked for."""
         return tuple(dict.fromkeys(each.name for each in self._diagnostics if each.on_demand))
 
-    def on_demand(self, names: Sequence[str]) -> list[Diagnostic]:
-        """Those that ``names`` ask for; all that run on demand when it is empty.
+    def on_demand(self, names: Sequence[str], *, full: bool = False) -> list[Diagnostic]:
+        """Those that ``names`` ask for; when it is empty the quick ones, or all with ``full``.
 
         Raises:
             UnknownDiagnostic: a name is not one of :attr:`names`.
@@ -82,8 +107,10 @@ class Registry:
             raise UnknownDiagnostic(
                 f"no check {', '.join(unknown)}; this node has {', '.join(self.names)}"
             )
-        wanted = set(names or self.names)
-        return [each for each in self._diagnostics if each.on_demand and each.name in wanted]
+        asked = [each for each in self._diagnostics if each.on_demand]
+        if names:
+            return [each for each in asked if each.name in names]
+        return [each for each in asked if full or each.quick]
 
     def before_attempts(self) -> list[Diagnostic]:
         """Those that run before each attempt."""

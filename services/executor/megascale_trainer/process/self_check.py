@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,6 +30,9 @@ _CPU_SIZE = 256
 _CUDA_SIZE = 4096
 _CUDA_REPEATS = 8
 _REDUCED_ELEMENTS = 1 << 16
+# For the bandwidth: large enough that latency does not count.
+_CPU_TIMED_ELEMENTS, _CUDA_TIMED_ELEMENTS = 1 << 19, 64 << 20
+_TIMED_REPEATS = 5
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -67,15 +71,18 @@ def all_reduce_check(
     target = f"{device_kind}:{device_index}"
     results = [_timed("compute", target, lambda: check_compute(device))]
     if world_size > 1:
-        results.append(
-            _timed(
-                "all_reduce",
-                target,
-                lambda: _meet_and_reduce(
-                    rank, world_size, (store_host, store_port), device, timeout_s, store_listen_fd
-                ),
-            )
-        )
+        rates: list[float] = []
+        result = _timed(
+            "all_reduce",
+            target,
+            lambda: _meet_and_reduce(
+                rank, world_size, (store_host, store_port), device, timeout_s, store_listen_fd,
+                rates,
+            ),
+        )  # fmt: skip
+        if rates and result["verdict"] == "PASS":
+            result["bus_gb_s"] = rates[0]
+        results.append(result)
     return {"kind": "self_checked", "rank": rank, "results": results}
 
 
@@ -120,7 +127,9 @@ def _meet_and_reduce(
     device: torch.device,
     timeout_s: float,
     store_listen_fd: int | None,
+    rates: list[float],
 ) -> str:
+    """Check the sum and append the bus bandwidth in GB/s to ``rates``; returns what was done."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cpu" and store_address[0] in _LOOPBACK:
         # These ranks share a host: no look-up of its name is needed.
@@ -147,11 +156,31 @@ def _meet_and_reduce(
     values = pattern * (rank + 1)
     dist.all_reduce(values)
     wrong = int((values != pattern * (world_size * (world_size + 1) // 2)).sum())
+    if not wrong:
+        rates.append(_bus_gb_s(world_size, device))
     # Rank 0 holds the store and must leave last: a peer's last look-up would find a closed port.
     dist.barrier()
     if wrong:
         raise CheckFailed(f"{wrong} of {_REDUCED_ELEMENTS} elements of a known sum are wrong")
     return f"sum of {_REDUCED_ELEMENTS} elements over {world_size} ranks equals the known answer"
+
+
+def _bus_gb_s(world_size: int, device: torch.device) -> float:
+    """Bus bandwidth of an all-reduce: 2(n-1)/n of its bytes over the median time (nccl-tests)."""
+    elements = _CPU_TIMED_ELEMENTS if device.type == "cpu" else _CUDA_TIMED_ELEMENTS
+    values = torch.zeros(elements, device=device)
+    durations_s = []
+    for _ in range(1 + _TIMED_REPEATS):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        durations_s.append(time.perf_counter() - begin)
+    moved_bytes = 2 * (world_size - 1) / world_size * elements * values.element_size()
+    return moved_bytes / statistics.median(durations_s[1:]) / 1e9
 
 
 def _timed(name: str, target: str, check: Callable[[], str]) -> SelfCheckResult:

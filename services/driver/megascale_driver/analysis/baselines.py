@@ -1,0 +1,214 @@
+"""Whether what a node measured is as fast as the fleet: robust baselines, thresholds, verdicts.
+
+A value is compared with those of other nodes with the same device model, test and class of target.
+The baseline is the median after values far below it were dropped, until none is left to drop (the
+procedure of SuperBench, arXiv 2402.06194), and the spread is the median absolute deviation (MAD).
+With too few nodes a shipped figure stands in, and the verdict says so. Pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+FAIL_RATIO, FAIL_Z = 0.90, -6.0
+DEGRADED_RATIO, DEGRADED_Z = 0.95, -4.0
+MIN_NODES = 5
+# Makes the MAD of a normal distribution equal its standard deviation.
+MAD_SCALE = 1.4826
+# With equal values the MAD is 0; no measurement here repeats within less than this share.
+MIN_SPREAD_RATIO = 0.002
+MAX_KEYS, MAX_NODES = 4096, 16384
+_ROUNDS = 10
+# Verdicts that count towards the same one being repeated.
+REPEATS = 2
+
+
+class Verdict(Enum):
+    """How a value compares with its baseline."""
+
+    PASS = "PASS"
+    DEGRADED = "DEGRADED"
+    FAIL = "FAIL"
+    UNKNOWN = "UNKNOWN"  # nothing to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Values are compared among those of one key."""
+
+    model: str
+    test: str
+    target_class: str
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A value beside its baseline; ``z`` is None without a spread, ``source`` fleet or shipped."""
+
+    verdict: Verdict
+    baseline: float | None = None
+    z: float | None = None
+    source: str = ""
+
+
+# Figures that a healthy node reaches, by (part of the device model, test, class of target); from
+# NVIDIA's nccl-tests notes and Azure's and stas00's published thresholds (docs/diagnostics.md).
+SHIPPED: Mapping[tuple[str, str, str], float] = {
+    ("H100", "host_copy", "host-cuda"): 48.0,
+    ("H100", "host_copy", "cuda-host"): 48.0,
+    ("H200", "host_copy", "host-cuda"): 48.0,
+    ("H200", "host_copy", "cuda-host"): 48.0,
+    ("H100", "device_copy", "cuda-cuda"): 335.0,
+    ("H200", "device_copy", "cuda-cuda"): 335.0,
+    ("H100", "rdma_pairs", "loopback"): 380.0,
+    ("H200", "rdma_pairs", "loopback"): 380.0,
+}
+
+
+def more_is_better(unit: str) -> bool:
+    """Rates are better when higher, times when lower."""
+    return unit.endswith("/s")
+
+
+def shipped_baseline(key: Key) -> float | None:
+    """The shipped figure of a key, or None."""
+    for (model, test, target_class), figure in SHIPPED.items():
+        if model in key.model and (test, target_class) == (key.test, key.target_class):
+            return figure
+    return None
+
+
+def centre(values: Iterable[float], *, more: bool) -> tuple[float, float]:
+    """Median and scaled MAD of ``values`` after bad ones were dropped; not of an empty list.
+
+    Dropped are values worse than DEGRADED by ratio and by z, again and again until none is, so that
+    a tenth of slow nodes does not widen the spread that hides them.
+    """
+    kept = sorted(values)
+    for _ in range(_ROUNDS):
+        median, spread = _median_and_spread(kept)
+        good = [each for each in kept if not _is_worse(each, median, spread, more=more)]
+        if len(good) == len(kept):
+            break
+        kept = good
+    return _median_and_spread(kept)
+
+
+def _median_and_spread(values: list[float]) -> tuple[float, float]:
+    median = statistics.median(values)
+    mad = statistics.median(abs(each - median) for each in values)
+    return median, max(MAD_SCALE * mad, MIN_SPREAD_RATIO * abs(median))
+
+
+def _is_worse(value: float, median: float, spread: float, *, more: bool) -> bool:
+    ratio, z = _ratio(value, median, more=more), _z(value, median, spread, more=more)
+    return ratio < DEGRADED_RATIO and z < DEGRADED_Z
+
+
+def _ratio(value: float, median: float, *, more: bool) -> float:
+    """Share of the baseline's rate; of times the inverse, so that less is always worse."""
+    top, bottom = (value, median) if more else (median, value)
+    return top / bottom if bottom > 0 else 1.0
+
+
+def _z(value: float, median: float, spread: float, *, more: bool) -> float:
+    distance = (value - median) / spread if spread > 0 else 0.0
+    return distance if more else -distance
+
+
+def compare(value: float, key: Key, others: Iterable[float]) -> Comparison:
+    """Compare ``value`` with one value per other node; with few of them by the shipped figure."""
+    more, found = more_is_better(key.unit), [each for each in others if each > 0]
+    if len(found) < MIN_NODES:
+        figure = shipped_baseline(key)
+        if figure is None:
+            return Comparison(Verdict.UNKNOWN)
+        # Without a spread a figure from elsewhere can warn, and never condemns.
+        slow = _ratio(value, figure, more=more) < FAIL_RATIO
+        return Comparison(Verdict.DEGRADED if slow else Verdict.PASS, figure, None, "shipped")
+    median, spread = centre(found, more=more)
+    ratio, z = _ratio(value, median, more=more), _z(value, median, spread, more=more)
+    verdict = Verdict.PASS
+    if ratio < FAIL_RATIO and z < FAIL_Z:
+        verdict = Verdict.FAIL
+    elif ratio < DEGRADED_RATIO and z < DEGRADED_Z:
+        verdict = Verdict.DEGRADED
+    return Comparison(verdict, median, z if more else -z, "fleet")
+
+
+class FleetBaselines:
+    """The newest value of every node by key and target, and how often each was slow in a row.
+
+    Bounded: the key that was measured least recently leaves first, as does the node of a key.
+    """
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[Key, OrderedDict[str, dict[str, float]]] = OrderedDict()
+        self._slow: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+
+    def measured(self, node: str, target: str, key: Key, value: float) -> Comparison:
+        """Compare a value with the other nodes', then keep it as this node's newest."""
+        nodes = self._values.setdefault(key, OrderedDict())
+        self._values.move_to_end(key)
+        others = [
+            statistics.median(values.values()) for name, values in nodes.items() if name != node
+        ]
+        found = compare(value, key, others)
+        nodes.setdefault(node, {})[target] = value
+        nodes.move_to_end(node)
+        while len(nodes) > MAX_NODES:
+            nodes.popitem(last=False)
+        while len(self._values) > MAX_KEYS:
+            self._values.popitem(last=False)
+        self._count(node, key.test, key.target_class + target, found.verdict)
+        return found
+
+    def repeated(self, node: str, test: str) -> bool:
+        """Whether a target of ``node`` failed ``test`` REPEATS times in a row.
+
+        One slow measurement never condemns a node: another process may have used the device.
+        """
+        return any(
+            count >= REPEATS
+            for (of_node, of_test, _), count in self._slow.items()
+            if (of_node, of_test) == (node, test)
+        )
+
+    def forget(self, node: str) -> None:
+        """The node was repaired or is gone: its values and its history do not count any more."""
+        for nodes in self._values.values():
+            nodes.pop(node, None)
+        for slow in [each for each in self._slow if each[0] == node]:
+            del self._slow[slow]
+
+    def _count(self, node: str, test: str, target: str, verdict: Verdict) -> None:
+        slow = (node, test, target)
+        if verdict is Verdict.FAIL:
+            self._slow[slow] = self._slow.get(slow, 0) + 1
+            self._slow.move_to_end(slow)
+        elif verdict is not Verdict.UNKNOWN:
+            self._slow.pop(slow, None)
+        while len(self._slow) > MAX_NODES:
+            self._slow.popitem(last=False)
+
+
+def odd_versions(
+    node: str, versions: Mapping[str, Mapping[str, str]]
+) -> list[tuple[str, str, str]]:
+    """What ``node`` has in another version than most: (name, its version, the fleet's).
+
+    ``versions``: by node, of all nodes; a majority is more than half of at least MIN_NODES that
+    have the library at all.
+    """
+    found = []
+    for name, version in sorted(versions.get(node, {}).items()):
+        theirs = [each[name] for each in versions.values() if name in each]
+        most = max(sorted(set(theirs)), key=theirs.count)
+        if len(theirs) >= MIN_NODES and theirs.count(most) > len(theirs) / 2 and version != most:
+            found.append((name, version, most))
+    return found

@@ -1,0 +1,71 @@
+"""What a node test measured, as the line of JSON that its process prints."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One value of one target.
+
+    Args:
+        target: device, or pair ``from>to``.
+        value: in ``unit``; None where only right or wrong was found.
+        target_class: results are compared among targets of the same class.
+        wrong: what is wrong with the results themselves; "" when they are right.
+    """
+
+    target: str
+    value: float | None
+    unit: str
+    target_class: str = ""
+    detail: str = ""
+    wrong: str = ""
+
+
+def median_s(
+    work: Callable[[], object], device: torch.device, budget_s: float, *, most: int = 50
+) -> float:
+    """Median duration of ``work`` in seconds, of 3 to ``most`` calls within ``budget_s``.
+
+    A first call is not counted: it loads libraries and allocates. On a GPU the time is between two
+    CUDA events on the current stream of ``device``.
+    """
+    work()
+    _wait(device)
+    found: list[float] = []
+    end_s = time.monotonic() + budget_s
+    while len(found) < 3 or (len(found) < most and time.monotonic() < end_s):
+        found.append(once_s(work, device))
+    return statistics.median(found)
+
+
+def once_s(work: Callable[[], object], device: torch.device) -> float:
+    """Duration of one call of ``work`` in seconds, on the device's own clock."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+    with torch.cuda.device(device):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_of(kind: str, index: int) -> torch.device:
+    """CPU slots share the host's processors, so each is the same device."""
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", index)
