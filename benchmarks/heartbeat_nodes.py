@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import ssl
 import sys
 import time
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ from heartbeat_wire import Wire
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node.process import arm_parent_death
+from megascale_common.service.identity.certificates import in_folder
+from megascale_common.service.identity.peers import Role
 from megascale_common.service.token import HEADER, bearer
 
 RANKS = 8
@@ -43,6 +46,8 @@ class Fleet:
         self.interval_s: float = options["interval_s"]
         self.token: str = options["token"]
         self.address_file = Path(options["address_file"])
+        # The folder of the cluster's certificates; each node shows one of its own.
+        self.certificates = Path(options["certificates"]) if options.get("certificates") else None
         self.latencies_s: list[float] = []
         self.greeted = 0
         self.nodes = [
@@ -75,6 +80,11 @@ class Node:
         self._linked = False
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
+        self._context: ssl.SSLContext | None = None
+        if fleet.certificates is not None:
+            files = in_folder(fleet.certificates, Role.EXECUTOR, self.name)
+            self._context = files.context(ssl.PROTOCOL_TLS_CLIENT)
+            self._context.set_alpn_protocols(["h2"])
 
     def hello(self) -> link_pb2.ExecutorHello:
         """Who this node is."""
@@ -107,7 +117,7 @@ class Node:
                     host, _, port = self._fleet.address().rpartition(":")
                     _, wire = await loop.create_connection(
                         lambda ended=ended: Wire(CONNECT, metadata, self._taken, ended.set),  # type: ignore[misc]
-                        host, int(port),
+                        host, int(port), ssl=self._context,
                     )  # fmt: skip
             except (OSError, TimeoutError, ValueError):
                 await asyncio.sleep(random.uniform(*RETRY_S))

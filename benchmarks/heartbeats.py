@@ -6,7 +6,8 @@ messages of the same nodes (`heartbeat_echo.py`). CPU is that of the process and
 /proc; the share is CPU seconds per wall second, the median of the windows. With --reconnect the
 driver is killed and started again, and the time until it sees every node counts. The longest stall
 is the longest time within a window for which the driver's event loop stood still, by its own
-measurement; of the time before, while nodes join and the job starts, it is shown beside.
+measurement; of the time before, while nodes join and the job starts, it is shown beside. With --tls
+the driver is measured once more, with mutual TLS and a certificate for each node.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.process import child_environment, stat_fields
-from megascale_common.service.channel import open_channel
+from megascale_common.service.channel import open_channel, present
+from megascale_common.service.identity import authority
+from megascale_common.service.identity.certificates import in_folder
+from megascale_common.service.identity.peers import Role
 from megascale_common.service.token import read_or_create_token
 
 RANKS = 8
@@ -221,12 +225,23 @@ async def measure_echo(options: argparse.Namespace, folder: Path, token: Path) -
         server.kill()
 
 
+def issue_certificates(folder: Path, nodes: int) -> Path:
+    """A folder with an authority, and certificates of a driver, an operator and all nodes."""
+    authority.create(folder, "bench")
+    authority.issue(folder, "bench", Role.DRIVER, "d")
+    present(authority.issue(folder, "bench", Role.OPERATOR, "o"))
+    for number in range(nodes):
+        authority.issue(folder, "bench", Role.EXECUTOR, f"n{number:05d}")
+    return folder
+
+
 async def measure_driver(
-    options: argparse.Namespace, folder: Path, token: Path
+    options: argparse.Namespace, folder: Path, token: Path, certificates: Path | None = None
 ) -> dict[str, float]:
-    """The driver's figures, with a job on all nodes."""
+    """The driver's figures, with a job on all nodes; with ``certificates`` over mutual TLS."""
     address_file = folder / "driver.address"
-    async with EtcdServer(folder / "etcd", unsafe_no_fsync=True) as etcd:
+    kind = "tls" if certificates is not None else "plain"
+    async with EtcdServer(folder / f"etcd-{kind}", unsafe_no_fsync=True) as etcd:
         command = [
             sys.executable, "-m", "megascale_driver", "--cluster", "bench",
             "--etcd", etcd.endpoint, "--token-file", str(token),
@@ -234,13 +249,16 @@ async def measure_driver(
             "--heartbeat-interval-s", str(options.interval),
             "--metrics-bind", "127.0.0.1:0", "--metrics-address-file", str(folder / "metrics"),
         ]  # fmt: skip
+        if certificates is not None:
+            command += in_folder(certificates, Role.DRIVER, "d").options()
         if options.profile:
             command[1:1] = ["-m", "cProfile", "-o", str(options.profile)]
         server = Server(command, address_file, folder / "driver.log", folder / "metrics")
         try:
             await server.start()
             common = {"token": token.read_text().strip(), "address_file": str(address_file)}
-            async with helpers(options, running=False, **common) as nodes:
+            shown = str(certificates or "")
+            async with helpers(options, running=False, certificates=shown, **common) as nodes:
                 return await _measure_driver(server, nodes, options, common["token"])
         finally:
             if options.keep is not None:
@@ -322,6 +340,11 @@ async def run(options: argparse.Namespace) -> int:
         echo = await measure_echo(options, folder, token)
         _say("the driver:")
         driver = await measure_driver(options, folder, token)
+        encrypted: dict[str, float] = {}
+        if options.tls:
+            _say("the driver, with mutual TLS:")
+            certificates = issue_certificates(folder / "tls", options.nodes)
+            encrypted = await measure_driver(options, folder, token, certificates)
     figures: dict[str, Any] = {
         "nodes": options.nodes,
         "interval_s": options.interval,
@@ -331,6 +354,12 @@ async def run(options: argparse.Namespace) -> int:
         "rss_mib": round(driver["rss_mib"], 1),
         "longest_stall_ms": round(driver["stall_ms"], 1),
     }
+    if encrypted:
+        figures["tls_core_share"] = round(encrypted["share"], 4)
+        figures["tls_p99_ms"] = round(encrypted["p99_ms"], 2)
+        figures["tls_rss_mib"] = round(encrypted["rss_mib"], 1)
+    if "reconnect_s" in encrypted:
+        figures["tls_reconnect_s"] = round(encrypted["reconnect_s"], 1)
     for name, value in (("echo_p99_ms", echo["p99_ms"]), ("p50_ms", driver["p50_ms"])):
         _say(f"  {name}: {value:.2f}")
     holds = figures["core_share"] <= MAX_RATIO * figures["echo_share"]
@@ -354,6 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", type=float, default=15.0, metavar="S")
     parser.add_argument("--helpers", type=int, default=2, help="processes that hold the nodes")
     parser.add_argument("--reconnect", action="store_true", help="also kill the driver once")
+    parser.add_argument("--tls", action="store_true", help="measure mutual TLS beside it")
     parser.add_argument("--max-p99-ms", type=float, default=MAX_P99_MS)
     parser.add_argument("--max-reconnect-s", type=float, default=30.0)
     parser.add_argument("--keep", type=Path, help="copy the driver's log to this file")
