@@ -92,7 +92,8 @@ class Sampler:
         """End; a thread that is stuck in the kernel is left to end with the process."""
         self._stopped.set()
         for thread in self._threads:
-            thread.join(timeout=1.0)
+            if thread.ident is not None:  # it was started
+                thread.join(timeout=1.0)
 
     @property
     def newest(self) -> Sample:
@@ -165,7 +166,8 @@ class FastRing:
     def stop(self) -> None:
         """End."""
         self._stopped.set()
-        self._thread.join(timeout=1.0)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout=1.0)
 
     def samples(self) -> list[tuple[float, tuple[Reading, ...]]]:
         """The newest samples, oldest first, each with its monotonic time in seconds."""
