@@ -280,6 +280,7 @@ def test_the_link_is_shown_without_joining(cluster: Cluster) -> None:
     assert len(cluster.one("driver/list_nodes.sh")["nodes"]) == 2
     before = int(cluster.job()["step"])
     assert cluster.one("link/report_steps.sh", "demo") == {"accepted": "1"}
+    assert cluster.one("link/report_spans.sh", "demo", "n1") == {}
     assert int(cluster.job()["step"]) >= before
 
 
