@@ -165,6 +165,8 @@ def test_jobs_are_shown_followed_and_explained(cluster: Cluster) -> None:
     assert explained["explanation"].startswith("job demo runs attempt 1 on n1")
     assert {event["reason"] for event in explained["events"]} >= {"CHECKPOINT_COMMITTED"}
     assert explained["text"].startswith(explained["explanation"]) and "cause" not in explained
+    heat = cluster.one("driver/get_heat_map.sh", "demo")
+    assert heat["rank_nodes"] == ["n1"] and heat["attempt"] == "1", heat
     info = cluster.one("driver/get_cluster_info.sh")
     address = (cluster.run_folder / "driver.address").read_text().strip()
     assert (info["cluster"], info["leader"], info["nodes_alive"], info["jobs_running"]) == (
