@@ -133,7 +133,7 @@ async def _serve_until(
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         metrics = await _serve_metrics(engine, options)
-        await require_etcd("--etcd", client.endpoints)
+        await require_etcd("--etcd", client.endpoints, tls=client.tls)
         if options.address_file is not None:
             write_address("--address-file", options.address_file, engine.address)
     except ServiceError:
