@@ -1,4 +1,4 @@
-"""A driver whose etcd wants certificates: it starts, and new credentials count without a restart."""
+"""A driver whose etcd wants certificates: it starts, and new ones count without a restart."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ stranger on the host learns nothing.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from megascale_common.node.addresses import is_loopback
 from megascale_common.service.channel import MAX_MESSAGE_BYTES
 from megascale_common.service.errors import OptionError, UnauthenticatedError
 from megascale_common.service.identity.certificates import Certificates
@@ -152,14 +152,7 @@ class RpcServer:
 
 
 def _require_loopback(host: str) -> None:
-    name = host.strip("[]")
-    if name == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise OptionError(
             f"refusing to listen on {host} without TLS: bind to 127.0.0.1, or give --tls-key and "
             "--tls-certificate"

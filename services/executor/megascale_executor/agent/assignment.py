@@ -12,6 +12,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.rank_layout import readers_of
 from megascale_common.job.wire import restore
 from megascale_common.node import framing
+from megascale_common.node.addresses import split
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import Assignment
 from megascale_common.service.errors import AssignmentError
@@ -75,9 +76,10 @@ def worker_assignments(
     Raises:
         AssignmentError: the store's endpoint is not host:port.
     """
-    host, _, port = assignment.store_endpoint.rpartition(":")
-    if not host or not port.isdecimal():
-        raise AssignmentError(f"store_endpoint {assignment.store_endpoint!r} is not host:port")
+    try:
+        host, port = split(assignment.store_endpoint)
+    except ValueError as error:
+        raise AssignmentError(f"store_endpoint {error}") from None
     ranks = list(assignment.ranks)
     readers = readers_of(ranks, config.layout)
     values = job_config.to_mapping(config)
@@ -101,7 +103,7 @@ def worker_assignments(
             "device_index": device,
             "config": values,
             "store_host": host,
-            "store_port": int(port),
+            "store_port": port,
             "status_page": str(folder.status_page(rank)),
             "spans": str(folder.spans(rank)),
             "loader_socket": str(sockets.loader),

@@ -19,6 +19,7 @@ from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire.spec import from_accepted_proto
+from megascale_common.node.addresses import joined, listen
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs
@@ -209,8 +210,8 @@ class AttemptRunner:
         Bound here and passed to rank 0 with its assignment: so the endpoint is known before any
         worker runs, and ranks that connect early wait in the backlog.
         """
-        self._store = socket.create_server((self._config.host, 0), backlog=_STORE_BACKLOG)
-        return f"{self._config.host}:{self._store.getsockname()[1]}"
+        self._store = listen(self._config.host, backlog=_STORE_BACKLOG)
+        return joined(self._config.host, self._store.getsockname()[1])
 
     async def _start(self, assignment: link_pb2.AttemptAssignment) -> None:
         assert self._job is not None
