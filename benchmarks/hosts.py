@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.harness import host_faults
 from tests.harness.hosts import HostCluster, host_cluster
 from tests.harness.namespaces import missing

@@ -113,7 +113,7 @@ async def _control_cut_off(
         await run.until(lambda: run.job.committed_step > during, "a commit after the cut")
         return {
             "cut_s": healed_s - cut_s,
-            "commits_meanwhile": during - before,
+            "steps_committed_meanwhile": during - before,
             "seen_again_s": time.time() - healed_s,
             "trained_on": during > before,
         }

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.harness.processes import ended
 from tests.harness.waiting import until
@@ -25,6 +26,7 @@ from tests.harness.waiting import until
 from megascale_common.node.process import child_environment
 
 PROGRAMS = ("ip", "iptables", "ip6tables", "tc")
+REPOSITORY = Path(__file__).resolve().parents[2]
 BRIDGE_NUMBER = 254
 FIREWALLS = ("iptables", "ip6tables")
 
@@ -164,7 +166,9 @@ class HostNetwork:
 
     def _relay(self, *taps: str) -> None:
         command = [sys.executable, "-m", "tests.harness.delay_relay", *taps, str(self.delay_ms)]
-        relay = subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment())
+        relay = subprocess.Popen(
+            command, stdout=subprocess.PIPE, env=child_environment(), cwd=REPOSITORY
+        )
         self._relays.append(relay)
         assert relay.stdout is not None
         assert relay.stdout.readline() == b"ready\n", "the relay did not start"

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from tests.harness import host_faults
 from tests.harness.hosts import host_cluster
-from tests.harness.namespaces import missing
+from tests.harness.namespaces import host_network, missing
 
+from megascale.v1 import types_pb2
+
+PASS, FAIL = types_pb2.CHECK_VERDICT_PASS, types_pb2.CHECK_VERDICT_FAIL
+_CHECK = """
+import sys
+from megascale_executor.diagnostics.path_mtu import check
+found = check(sys.argv[1])
+print(found.verdict, found.value)
+"""
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.skipif(bool(missing()), reason=missing() or "there are hosts"),
@@ -50,6 +60,26 @@ async def test_loss_and_delay_evict_nobody(tmp_path: Path) -> None:
     async with host_cluster(tmp_path, delay_ms=25.0) as cluster:
         found = await host_faults.lossy(cluster, steps=60)
     assert found["right"], found
+
+
+async def test_a_wrong_mtu_is_found_by_a_diagnostic(tmp_path: Path) -> None:
+    async with host_cluster(tmp_path) as cluster, cluster.client() as client:
+        (before,) = await client.diagnose("n1", ["path_mtu"])
+        cluster.host("n1").set_mtu(9000)  # and the switch takes 1500
+        (after,) = await client.diagnose("n1", ["path_mtu"])
+        (beside,) = await client.diagnose("n2", ["path_mtu"])
+    driver = cluster.host("driver").ipv4
+    assert (before.target, before.verdict, before.value) == (driver, PASS, 1500.0)
+    assert (after.verdict, after.value) == (FAIL, 1500.0)
+    assert "set the MTU of eth0 to 1500" in after.detail
+    assert beside.verdict == PASS
+
+
+async def test_a_lost_ping_is_no_wrong_mtu(tmp_path: Path) -> None:
+    with host_network(("n1", "n2")) as network:
+        network["n2"].lose(0.2)
+        found = network["n1"].run(sys.executable, "-c", _CHECK, network["n2"].ipv6)
+    assert found.split() == ["PASS", "1500.0"]
 
 
 async def test_a_slow_cable_evicts_nobody(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def check_assignment(
         raise AssignmentError(
             f"ranks {sorted(ranks)} are given to node {node}, but rank_nodes gives it {here}"
         )
+
+
+def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
+    """The hosts of those that are host:port, each once."""
+    found = []
+    for endpoint in endpoints:
+        with contextlib.suppress(ValueError):
+            found.append(split(endpoint)[0])
+    return tuple(dict.fromkeys(found))
 
 
 def worker_assignments(

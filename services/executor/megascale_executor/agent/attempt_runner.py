@@ -25,10 +25,15 @@ from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs
 from megascale_common.service.errors import AssignmentError, TemplateError
 from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders, job_code
-from megascale_executor.agent.assignment import Sockets, check_assignment, worker_assignments
+from megascale_executor.agent.assignment import (
+    Sockets,
+    check_assignment,
+    hosts_of,
+    worker_assignments,
+)
 from megascale_executor.agent.attempt import AttemptAction, AttemptState
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
-from megascale_executor.agent.config import AgentConfig
+from megascale_executor.agent.config import AgentConfig, addresses_from
 from megascale_executor.agent.diagnosis import Diagnosis
 from megascale_executor.agent.kernel_log import KernelLog
 from megascale_executor.agent.leave_orders import LeaveOrders
@@ -76,7 +81,10 @@ class AttemptRunner:
         self._templates, self._daemon, self._reports = templates, daemon, reports
         registry = load_registry()
         self._checks = SelfChecks(registry, devices, config.node_folder, daemon)
-        self.diagnosis = Diagnosis(registry, devices, config.node_folder, templates, daemon)
+        self._met: tuple[str, ...] = ()  # hosts of the last attempt
+        self.diagnosis = Diagnosis(
+            registry, devices, config.node_folder, templates, daemon, self._peers
+        )
         self._socket_folder, self._changed = socket_folder, changed
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
@@ -213,8 +221,17 @@ class AttemptRunner:
         self._store = listen(self._config.host, backlog=_STORE_BACKLOG)
         return joined(self._config.host, self._store.getsockname()[1])
 
+    def _peers(self) -> list[str]:
+        """Hosts with which this node talks."""
+        config = self._config
+        drivers = addresses_from(config.drivers, config.driver_file)
+        return [*hosts_of(drivers), *self._met]
+
     async def _start(self, assignment: link_pb2.AttemptAssignment) -> None:
         assert self._job is not None
+        self._met = hosts_of(
+            [assignment.store_endpoint, assignment.committer_endpoint, assignment.replica_target]
+        )
         folder = self.folder
         sockets = Sockets(
             self._socket_folder / f"loader-{assignment.attempt}.sock", self._daemon.socket_path
