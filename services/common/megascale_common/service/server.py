@@ -23,6 +23,7 @@ from megascale_common.service.channel import MAX_MESSAGE_BYTES
 from megascale_common.service.errors import OptionError, UnauthenticatedError
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.gate import Gate
+from megascale_common.service.identity.people import People
 from megascale_common.service.start import require_bindable
 from megascale_common.service.status import abort
 from megascale_common.service.token import HEADER, bearer, check_token
@@ -99,13 +100,22 @@ class RpcServer:
 
     Use: construct, register servicers on :attr:`server`, ``start``. ``insecure_network``: whoever
     started the process has said that nobody else reads or writes on the network that it listens on.
+    ``people``: callers are people with tokens of their own, and the cluster's token is not taken.
     """
 
     def __init__(
-        self, token: str, *, tls: Certificates | None = None, insecure_network: bool = False
+        self,
+        token: str,
+        *,
+        tls: Certificates | None = None,
+        insecure_network: bool = False,
+        people: People | None = None,
     ) -> None:
-        mutual = tls is not None and tls.mutual
-        gate = Gate() if mutual else TokenInterceptor(token)
+        gate: grpc.aio.ServerInterceptor
+        if people is not None:
+            gate = Gate(people)
+        else:
+            gate = Gate() if tls is not None and tls.mutual else TokenInterceptor(token)
         self.server = grpc.aio.server(interceptors=[gate], options=_OPTIONS)
         self._tls, self._insecure_network = tls, insecure_network
         self._health = health.aio.HealthServicer()
