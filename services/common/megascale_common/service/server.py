@@ -24,6 +24,7 @@ from megascale_common.service.errors import OptionError, UnauthenticatedError
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.gate import Gate
 from megascale_common.service.identity.people import People
+from megascale_common.service.requests import RequestReader
 from megascale_common.service.start import require_bindable
 from megascale_common.service.status import abort
 from megascale_common.service.token import HEADER, bearer, check_token
@@ -116,7 +117,7 @@ class RpcServer:
             gate = Gate(people)
         else:
             gate = Gate() if tls is not None and tls.mutual else TokenInterceptor(token)
-        self.server = grpc.aio.server(interceptors=[gate], options=_OPTIONS)
+        self.server = grpc.aio.server(interceptors=[gate, RequestReader()], options=_OPTIONS)
         self._tls, self._insecure_network = tls, insecure_network
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

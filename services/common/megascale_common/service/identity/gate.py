@@ -74,7 +74,6 @@ class Gate(grpc.aio.ServerInterceptor):
         async def enter(context: Context) -> None:
             try:
                 peer = await self._identify(context)
-                pass
                 if not allows(method, peer.role):
                     raise _refusal(method, peer)
             except ServiceError as error:
