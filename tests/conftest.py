@@ -64,6 +64,7 @@ LANES = {
         "integration/test_agent_diagnosis.py",
         "integration/test_benchmarks.py",
         "integration/test_fp8_benchmarks.py",
+        "integration/test_fuzz.py",
         "integration/test_heartbeat_benchmark.py",
         "integration/test_profile.py",
     ),

@@ -10,7 +10,8 @@ from tests.harness.agent_process import TOKEN
 from tests.harness.recording_driver import RecordingDriver
 
 from megascale.v1 import link_pb2
-from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
+from megascale_executor.agent.config import addresses_from
+from megascale_executor.agent.link import DriverLink, NodeSide
 from megascale_executor.agent.span_reports import SpanReports
 from megascale_executor.agent.step_reports import StepReports
 

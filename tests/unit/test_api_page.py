@@ -36,6 +36,7 @@ INNER = (
     "megascale_driver/journal/",
     "__main__.py",
     "/telemetry/opening.py",
+    "/people_port.py",
     "/executor/",
     "/reshard",
     "/megascale_checkpoint/export/",

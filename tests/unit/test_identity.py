@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2
+from megascale_common.service import status
 from megascale_common.service.channel import open_channel, present
 from megascale_common.service.errors import (
     ExistsError,
@@ -27,6 +28,7 @@ from megascale_common.service.errors import (
 from megascale_common.service.identity import authority, roles
 from megascale_common.service.identity.certificates import Certificates, in_folder
 from megascale_common.service.identity.peers import Peer, Role, peer_of, spiffe_id
+from megascale_common.service.identity.rates import BURST_CALLS
 from megascale_common.service.server import RpcServer
 
 TOKEN = "a-token-of-enough-characters"
@@ -177,6 +179,33 @@ async def test_half_replaced_files_do_not_stop_a_server(
         async with open_channel(address, TOKEN) as channel:
             assert await check_health(channel)
     assert "the old ones stay" in lines[0]["event"]
+
+
+async def test_a_caller_that_calls_too_often_waits_and_the_others_do_not(
+    server: tuple[str, Certificates], folder: Path
+) -> None:
+    address, _ = server
+    calls = int(BURST_CALLS) + 200
+
+    async def outcome(channel: grpc.aio.Channel) -> str:
+        try:
+            await check_health(channel)
+        except grpc.aio.AioRpcError as error:
+            return status.read(error).reason
+        return "answered"
+
+    present(in_folder(folder, Role.VIEWER, "one"))
+    async with open_channel(address, TOKEN) as channel:
+        found: list[str] = []
+        # gRPC itself refuses some of more than a thousand at once, and on a busy machine the bucket
+        # fills again meanwhile.
+        while len(found) < calls or ("TOO_MANY_CALLS" not in found and len(found) < 20 * calls):
+            found += await asyncio.gather(*(outcome(channel) for _ in range(200)))
+    assert set(found) == {"answered", "TOO_MANY_CALLS"}
+    assert found.count("answered") >= BURST_CALLS
+    present(in_folder(folder, Role.OPERATOR, "one"))
+    async with open_channel(address, TOKEN) as channel:
+        assert await outcome(channel) == "answered"
 
 
 async def test_who_shows_no_certificate_gets_no_connection(

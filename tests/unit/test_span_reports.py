@@ -20,7 +20,8 @@ from megascale_common.node.spans.record import SPAN, Span, from_columns
 from megascale_common.node.spans.ring import CAPACITY, SpanRingWriter
 from megascale_driver.link_service import MAX_BATCH_BYTES, MAX_BATCH_SPANS
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
+from megascale_executor.agent.config import addresses_from
+from megascale_executor.agent.link import DriverLink, NodeSide
 from megascale_executor.agent.span_reports import BATCH_SPANS, SpanReports, unix_offset
 from megascale_executor.agent.step_reports import StepReports
 

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -296,17 +295,6 @@ def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
             if item.HasField("failure"):
                 item.failure.error = item.failure.error[:200]
     return beat
-
-
-def addresses_from(drivers: tuple[str, ...], driver_file: Path | None) -> list[str]:
-    """Addresses to try: the given ones, or those in the file now (none without a file)."""
-    if driver_file is None:
-        return list(drivers)
-    try:
-        text = driver_file.read_text()
-    except OSError:
-        return []
-    return [address for address in text.replace(",", " ").split() if address]
 
 
 async def _first_of(tasks: list[asyncio.Task[None]]) -> None:

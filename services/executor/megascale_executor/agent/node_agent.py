@@ -10,6 +10,7 @@ import signal
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
 from megascale_common.node import host
+from megascale_common.node.addresses import joined
 from megascale_common.node.files import replace_file
 from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.node.socket_folder import create_socket_folder
@@ -23,10 +24,10 @@ from megascale_executor.agent import asyncio_tasks, attempt, folders
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
-from megascale_executor.agent.config import AgentConfig
+from megascale_executor.agent.config import AgentConfig, addresses_from
 from megascale_executor.agent.group_checks import GroupChecks
 from megascale_executor.agent.heartbeat import build_heartbeat, build_hello
-from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
+from megascale_executor.agent.link import DriverLink, NodeSide
 from megascale_executor.agent.metrics import AgentMetrics
 from megascale_executor.agent.service import SERVICE_NAME, ExecutorService
 from megascale_executor.agent.span_reports import SpanReports
@@ -145,7 +146,7 @@ class NodeAgent:
             ),
         )
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, self._server.server)
-        self._endpoint = await self._server.start(f"{config.host}:0", [SERVICE_NAME])
+        self._endpoint = await self._server.start(joined(config.host, 0), [SERVICE_NAME])
         if config.metrics_bind:
             await self._metrics.start(config.metrics_bind, self._metrics_file)
         self._templates.begin()

@@ -54,6 +54,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     _CHECKPOINT + "CheckStorage": frozenset({_D, _E, _O}),
     # What every gRPC server has.
     "/grpc.health.v1.Health/Check": _ALL,
+    "/grpc.health.v1.Health/List": _ALL,
     "/grpc.health.v1.Health/Watch": _ALL,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
 }
