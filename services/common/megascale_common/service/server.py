@@ -24,6 +24,7 @@ from megascale_common.service.errors import OptionError, UnauthenticatedError
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.gate import Gate
 from megascale_common.service.identity.people import People
+from megascale_common.service.identity.rates import CallRate
 from megascale_common.service.requests import RequestReader
 from megascale_common.service.start import require_bindable
 from megascale_common.service.status import abort
@@ -102,6 +103,7 @@ class RpcServer:
     Use: construct, register servicers on :attr:`server`, ``start``. ``insecure_network``: whoever
     started the process has said that nobody else reads or writes on the network that it listens on.
     ``people``: callers are people with tokens of their own, and the cluster's token is not taken.
+    ``rate``: how many calls one identified caller may begin; None: as usual.
     """
 
     def __init__(
@@ -111,12 +113,14 @@ class RpcServer:
         tls: Certificates | None = None,
         insecure_network: bool = False,
         people: People | None = None,
+        rate: CallRate | None = None,
     ) -> None:
         gate: grpc.aio.ServerInterceptor
         if people is not None:
-            gate = Gate(people)
+            gate = Gate(people, rate)
         else:
-            gate = Gate() if tls is not None and tls.mutual else TokenInterceptor(token)
+            mutual = tls is not None and tls.mutual
+            gate = Gate(rate=rate) if mutual else TokenInterceptor(token)
         self.server = grpc.aio.server(interceptors=[gate, RequestReader()], options=_OPTIONS)
         self._tls, self._insecure_network = tls, insecure_network
         self._health = health.aio.HealthServicer()

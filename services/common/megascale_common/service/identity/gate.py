@@ -52,7 +52,8 @@ class Gate(grpc.aio.ServerInterceptor):
         identify: Callable[[Context], Awaitable[Peer]] = of_certificate,
         rate: CallRate | None = None,
     ) -> None:
-        self._identify, self._rate = identify, rate or CallRate()
+        self._identify = identify
+        self._rate = CallRate() if rate is None else rate
 
     async def intercept_service(
         self,
@@ -74,6 +75,7 @@ class Gate(grpc.aio.ServerInterceptor):
         async def enter(context: Context) -> None:
             try:
                 peer = await self._identify(context)
+                self._rate.take(str(peer))
                 if not allows(method, peer.role):
                     raise _refusal(method, peer)
             except ServiceError as error:
