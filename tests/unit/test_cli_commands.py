@@ -61,6 +61,7 @@ COMMANDS = [
     "version",
     "up",
     "certs",
+    "dashboard",
     "data",
     "generate",
     "pipeline",
