@@ -178,6 +178,12 @@ async def test_a_driver_that_is_away_is_reported_and_comes_back() -> None:
     assert browser.streams.open == 0
 
 
+async def test_a_job_that_is_gone_is_not_a_driver_that_is_away() -> None:
+    reader = ClusterReader(RecordedCluster(nodes=2))
+    stream = LiveStreams(interval_s=0.01).stream(lambda: reader.job("other"))
+    assert (await anext(stream)).startswith("event: changed")
+
+
 async def test_streams_are_bounded() -> None:
     browser = await Browser().log_in()
     stream = browser.streams.stream(browser.reader.fleet)

@@ -132,6 +132,8 @@ async def test_a_switch_that_dies_is_one_incident_and_the_job_says_what_to_do() 
     assert len(dead) == 1 and dead[0]["title"].startswith("64 nodes of switch s6 are dead: n384")
     waits = next(each for each in page["incidents"] if "waits for nodes" in each["title"])
     assert waits["may_do"][0]["command"] == "megascale nodes"
+    assert waits["urgency"] == "act"  # it waits for somebody
+    assert "64 nodes of switch s6 are dead" in dead[0]["doing"][0]
 
 
 def test_a_quiet_cluster_and_an_empty_one_say_so() -> None:
@@ -164,4 +166,7 @@ def test_a_node_name_within_another_is_not_that_node() -> None:
         types_pb2.Event(seq=2, subject="jobs/a", message="spare n3 takes over for n1."),
     ]
     page = incident_view.now(driver_pb2.GetClusterInfoResponse(), [dead], [], {}, lines, 0.0)
-    assert page["incidents"][0]["doing"] == ["spare n3 takes over for n1."]
+    assert page["incidents"][0]["doing"] == [
+        "spare n3 takes over for n1.",
+        "gives it no work until it is back",
+    ]

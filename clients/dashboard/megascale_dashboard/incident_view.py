@@ -19,6 +19,12 @@ SHOWN_INCIDENTS = 50
 SHOWN_DOINGS = 6
 URGENCY = ("act", "watch", "handled")
 # Nodes in these states are reported together, by switch: a switch that dies takes all of its own.
+_NODE_DOING = {
+    "dead": "gives it no work until it is back",
+    "suspect": "probes it",
+    "unknown": "waits for it to connect",
+    "quarantined": "gives it no work until it is uncordoned",
+}
 _NODE_URGENCY = {"dead": "watch", "suspect": "watch", "unknown": "watch", "quarantined": "act"}
 
 
@@ -121,7 +127,7 @@ def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) ->
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         why = found[0].disposition_reason
         one = f"Node {names[0]} is {state}" + (f": {why}" if why else "")
-        lines = _about(names, events)
+        lines = _about(names, switch if len(names) > 1 else "", events)
         beats = [shown.time_s(node.last_heartbeat_at) or 0.0 for node in found]
         since_s = max(beats) if state != "quarantined" else _newest(lines, "NODE_QUARANTINED")
         yield _incident(
@@ -129,7 +135,7 @@ def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) ->
             one if len(names) == 1 else many + more,
             since_s or None,
             f"/nodes/{names[0]}" if len(names) == 1 else "/fleet",
-            [line.message for line in lines],
+            [*(line.message for line in lines[1 - SHOWN_DOINGS :]), _NODE_DOING[state]],
             _node_remedies(state, names[0]),
         )
 
@@ -191,12 +197,17 @@ def _job_incidents(
             title = f"Job {name} has recovered: {cause['message']}"
             yield _incident("handled", title, since_s, page, doing, [])
     elif job.phase not in (*TERMINAL_PHASES, JobPhase.SUSPENDED):
-        yield _incident("watch", why["sentence"], since_s, page, doing, may_do)
+        # A job that waits although one may do something waits for somebody.
+        urgency = "act" if job.phase == JobPhase.QUEUED and may_do else "watch"
+        yield _incident(urgency, why["sentence"], since_s, page, doing, may_do)
 
 
-def _about(names: Sequence[str], events: Sequence[types_pb2.Event]) -> list[types_pb2.Event]:
-    """The newest lines that name one of the nodes, oldest first."""
-    word = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?![\w-])")
+def _about(
+    names: Sequence[str], switch: str, events: Sequence[types_pb2.Event]
+) -> list[types_pb2.Event]:
+    """The newest lines that name one of the nodes, or their switch, oldest first."""
+    either = [*map(re.escape, names), *([f"switch {re.escape(switch)}"] if switch else [])]
+    word = re.compile(rf"(?<![\w.-])(?:{'|'.join(either)})(?![\w-])")
     found = [
         line
         for line in events

@@ -14,6 +14,8 @@ CURVE_POINTS = 1_000  # of each curve; a screen has no more columns
 SPEED_STEPS = 50  # the newest steps, whose median time the estimate of the end uses
 SHOWN_CHECKPOINTS = 20
 SHOWN_EVENTS = 200
+# A job without checkpoints has no ATTEMPT_OPENED.
+_BEGINNINGS = ("ATTEMPT_PREPARING", "ATTEMPT_OPENED")
 _ENDS = ("ATTEMPT_STOPPED", "JOB_SUCCEEDED", "JOB_FAILED", "JOB_CANCELLED", "JOB_SUSPENDED")
 
 
@@ -165,7 +167,7 @@ def attempts(events: Sequence[types_pb2.Event]) -> list[Page]:
     found: dict[int, Page] = {}
     for line in events:
         at_s = shown.time_s(line.time)
-        if line.reason == "ATTEMPT_OPENED":
+        if line.reason in _BEGINNINGS and line.attempt and line.attempt not in found:
             for earlier in found.values():
                 earlier["ended_s"] = earlier["ended_s"] or at_s
             found[line.attempt] = {
@@ -173,14 +175,15 @@ def attempts(events: Sequence[types_pb2.Event]) -> list[Page]:
                 "opened_s": at_s,
                 "running_s": None,
                 "ended_s": None,
-                "opening": line.message,
+                "opening": "",
                 "ending": "",
             }
-            continue
         current = found.get(line.attempt)
         if current is None or current["ended_s"] is not None:
             continue
-        if line.reason == "ATTEMPT_STARTED":
+        if line.reason in _BEGINNINGS:
+            current["opening"] = line.message
+        elif line.reason == "ATTEMPT_STARTED":
             current["running_s"] = at_s
         elif line.reason in _ENDS:
             current["ended_s"], current["ending"] = at_s, line.message

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from megascale_client import MegascaleError
+from megascale_client import MegascaleError, Unavailable
 from megascale_dashboard.shown import Page
 
 INTERVAL_S = 2.0
@@ -48,8 +48,10 @@ class LiveStreams:
             while loop.time() < until_s:
                 try:
                     notice = f"event: changed\ndata: {digest(await read())}\n\n"
-                except MegascaleError as error:
+                except Unavailable as error:
                     notice = f"event: away\ndata: {json.dumps(str(error))}\n\n"
+                except MegascaleError as error:  # the twin says what it is
+                    notice = f"event: changed\ndata: {digest({'error': str(error)})}\n\n"
                 rounds += 1
                 if notice != last:
                     yield notice

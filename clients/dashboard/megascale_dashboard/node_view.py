@@ -22,31 +22,32 @@ STATES = (
     *("dead", "suspect", "unknown", "quarantined", "draining", "cordoned"),
     *("active", "spare", "idle"),
 )
-_LIVENESS = {
+_LIVENESS: dict[int, str] = {
     NodeLiveness.DEAD: "dead",
     NodeLiveness.SUSPECT: "suspect",
     NodeLiveness.UNKNOWN: "unknown",
 }
-_DISPOSITION = {
+_DISPOSITION: dict[int, str] = {
     NodeDisposition.QUARANTINED: "quarantined",
     NodeDisposition.DRAINING: "draining",
     NodeDisposition.CORDONED: "cordoned",
 }
-_ASSIGNMENT = {NodeAssignment.ACTIVE: "active", NodeAssignment.SPARE: "spare"}
+_ASSIGNMENT: dict[int, str] = {NodeAssignment.ACTIVE: "active", NodeAssignment.SPARE: "spare"}
 
 
 def state(node: Node) -> str:
     """One word of STATES: liveness before disposition before assignment, the worse one counts."""
+    axes = node.proto  # its plain numbers: a fleet has thousands of nodes
     return (
-        _LIVENESS.get(node.liveness)
-        or _DISPOSITION.get(node.disposition)
-        or _ASSIGNMENT.get(node.assignment, "idle")
+        _LIVENESS.get(axes.liveness)
+        or _DISPOSITION.get(axes.disposition)
+        or _ASSIGNMENT.get(axes.assignment, "idle")
     )
 
 
 def health(node: Node) -> str:
     """The worst verdict of the node's newest checks: fail, degraded, pass, or "" without any."""
-    verdicts = {check.verdict for check in node.checks}
+    verdicts: set[int] = {check.verdict for check in node.proto.checks}
     for verdict in (CheckVerdict.FAIL, CheckVerdict.DEGRADED, CheckVerdict.PASS):
         if verdict in verdicts:
             return verdict.name.lower()
@@ -68,20 +69,22 @@ def fleet(nodes: Iterable[Node]) -> Page:
     """The fleet: counts by state and health, nodes by switch, and those that need attention."""
     listed = sorted(nodes, key=lambda node: in_order(node.name))
     by_switch: dict[str, list[Page]] = {}
+    unhealthy = []
     for node in listed:
-        by_switch.setdefault(switch(node), []).append(_cell(node))
-    unhealthy = [
-        {**_cell(node), "switch": switch(node), "why": _why(node)} for node in listed if _why(node)
-    ]
-    devices = sum(len(node.devices) for node in listed)
+        cell, below = _cell(node), switch(node)
+        by_switch.setdefault(below, []).append(cell)
+        if why := _why(node, cell["state"], cell["health"]):
+            unhealthy.append({**cell, "switch": below, "why": why})
+    cells = [cell for each in by_switch.values() for cell in each]
+    devices = sum(len(node.proto.devices) for node in listed)
     return {
         "nodes": len(listed),
         "devices": devices,
-        "states": _counted((state(node) for node in listed), STATES),
-        "health": _counted((health(node) for node in listed), ("fail", "degraded", "pass")),
+        "states": _counted((cell["state"] for cell in cells), STATES),
+        "health": _counted((cell["health"] for cell in cells), ("fail", "degraded", "pass")),
         "switches": [
-            {"name": name, "nodes": cells}
-            for name, cells in sorted(by_switch.items(), key=lambda item: in_order(item[0]))
+            {"name": name, "nodes": inside}
+            for name, inside in sorted(by_switch.items(), key=lambda item: in_order(item[0]))
         ],
         "unhealthy": unhealthy,
     }
@@ -91,8 +94,9 @@ def one(node: Node, events: Sequence[types_pb2.Event]) -> Page:
     """One node: its axes, devices, newest checks beside their baselines, and its events."""
     return {
         **_cell(node),
+        "ranks": list(node.ranks),
         "switch": switch(node),
-        "why": _why(node),
+        "why": _why(node, state(node), health(node)),
         "liveness": str(node.liveness).lower(),
         "disposition": str(node.disposition).lower(),
         "assignment": str(node.assignment).lower(),
@@ -128,20 +132,18 @@ def _cell(node: Node) -> Page:
         "name": node.name,
         "state": state(node),
         "health": health(node),
-        "job": node.job,
-        "ranks": list(node.ranks),
+        "job": node.proto.job,
     }
 
 
-def _why(node: Node) -> str:
-    """Why the node needs attention; "" where it does not."""
-    found = state(node)
+def _why(node: Node, found: str, worst: str) -> str:
+    """Why a node of this state and health needs attention; "" where it does not."""
     if found in STATES[: STATES.index("active")]:
         return node.disposition_reason or f"the node is {found}"
-    bad = [check for check in node.checks if check.verdict.name.lower() == health(node)]
-    if health(node) in ("fail", "degraded") and bad:
-        return f"{bad[0].name} {bad[0].target}: {bad[0].detail}".replace(" : ", ": ")
-    return ""
+    if worst not in ("fail", "degraded"):
+        return ""
+    check = next(each for each in node.checks if each.verdict.name.lower() == worst)
+    return f"{check.name} {check.target}".strip() + f": {check.detail}"
 
 
 def _commands(node: Node) -> list[Page]:

@@ -25,7 +25,7 @@ export function curves(data) {
     const known = values.filter((value) => value !== null && Number.isFinite(value));
     if (!known.length) continue;
     const last = known[known.length - 1];
-    const figure = h("figure", {}, h("figcaption", {}, title, h("b", {}, ` ${show(last)}`)));
+    const figure = h("figure", {}, h("figcaption", {}, title, h("b", {}, ` ${show(last)}`), h("span", {})));
     const plot = h("div", { class: "plot", role: "img", "aria-label": `${title} over ${steps.length} steps: from ${show(known[0])} to ${show(last)}, lowest ${show(Math.min(...known))}, highest ${show(Math.max(...known))}` });
     figure.append(plot);
     box.append(figure);

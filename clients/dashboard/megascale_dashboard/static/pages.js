@@ -33,7 +33,7 @@ function incident(each) {
     h("h3", {}, chip(each.urgency), " ", h("a", { href: each.page }, each.title)),
     h("dl", {},
       h("dt", {}, "Since"), h("dd", {}, each.since_s ? [clock(each.since_s), ", ", ago(each.since_s)] : "not recorded"),
-      h("dt", {}, "The system"), h("dd", {}, each.doing.length ? h("ul", {}, each.doing.map((text) => h("li", {}, text))) : "does nothing about it"),
+      h("dt", {}, "The system"), h("dd", {}, each.doing.length ? h("ul", {}, each.doing.map((text) => h("li", {}, text))) : "has not done anything yet"),
       h("dt", {}, "You may"), h("dd", {}, each.may_do.length
         ? commands(each.may_do, "").querySelector("ul") : "leave it")));
 }

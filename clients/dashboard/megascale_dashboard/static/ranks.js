@@ -136,9 +136,9 @@ function paint(canvas, data) {
     const loud = word === "lost" || word === "silent" || chosen.has(rank);
     pen.globalAlpha = loud ? 1 : 0.34;
     pen.fillStyle = fills[word];
-    const size = word === "lost" ? side * 1.35 : side;
+    const size = word === "lost" ? Math.max(5, side * 1.35) : word === "silent" ? Math.max(4, side) : side;
     pen.fillRect(x - size / 2, y - size / 2, size, size);
-    if (word === "lost" || word === "silent") {
+    if (size > 8 && (word === "lost" || word === "silent")) {
       pen.fillStyle = colour("--page"); pen.font = `bold ${Math.max(8, size * 0.8)}px system-ui`; pen.textAlign = "center"; pen.textBaseline = "middle";
       pen.fillText(sign(word), x, y + 0.5);
     }
