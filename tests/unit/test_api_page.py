@@ -35,6 +35,7 @@ INNER = (
     "/retention/retire",
     "megascale_driver/journal/",
     "__main__.py",
+    "/telemetry/opening.py",
     "/executor/",
     "/reshard",
     "/megascale_checkpoint/export/",

@@ -38,6 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_driver.analysis.spans": ("megascale_driver.analysis.spans", "numpy", *PURE),
     "megascale_driver.placement": ("megascale_driver.placement", *PURE),
     "megascale_driver.planner": ("megascale_driver.planner", "numpy", *PURE),
+    "megascale_driver.network": ("megascale_driver.network", "numpy", *PURE),
     "megascale_driver.core": (
         *("megascale_driver.core", "megascale_driver.analysis", "megascale_driver.placement"),
         *PURE,

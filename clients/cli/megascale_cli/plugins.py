@@ -69,6 +69,11 @@ KNOWN = {
     "pipeline": Plugin(
         "Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"
     ),
+    "sim": Plugin(
+        "Simulate routing and congestion in the network of a cluster that you do not have.",
+        "megascale_driver.commands.sim:app",
+        "plan",
+    ),
 }
 CHECKPOINT = Plugin("", "megascale_checkpoint.commands:app", "checkpoint")
 # Commands of that one plug-in, by name.

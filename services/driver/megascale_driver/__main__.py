@@ -42,6 +42,7 @@ from megascale_driver.metrics import DriverMetrics
 from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
 from megascale_driver.queue_options import add_queue_options
 from megascale_driver.service import DriverService
+from megascale_driver.telemetry import opening
 
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
 STOP_GRACE_S = 1.0
@@ -127,9 +128,13 @@ async def _serve_until(
         retention=_retention(options),
         sweep_every_s=options.sweep_every_s,
     )
-    service = DriverService(engine, leader, options.cluster)
+    telemetry = opening.opened(options, engine)
+    service = DriverService(
+        engine, leader, options.cluster, telemetry.views if telemetry is not None else None
+    )
     driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
-    LinkService(engine, leader, options.cluster).add_to(server.server)
+    spans = telemetry.intake if telemetry is not None else None
+    LinkService(engine, leader, options.cluster, spans).add_to(server.server)
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         metrics = await _serve_metrics(engine, options)
@@ -148,6 +153,8 @@ async def _serve_until(
     await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
     collecting.cancel()
     await _shut_down(server, engine, term)
+    if telemetry is not None:
+        await telemetry.close()
     await metrics.stop()
 
 
@@ -250,6 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     certificates.add_options(parser)
     _add_etcd_tls(parser)
     _add_retention(parser)
+    opening.add_options(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
 

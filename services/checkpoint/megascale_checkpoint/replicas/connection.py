@@ -54,7 +54,14 @@ class PeerError(ConnectionError):
 
 
 class RefusedError(PeerError):
-    """The peer refuses, which it would do on another connection, too."""
+    """The peer refuses, which it would do on another connection, too.
+
+    ``superseded``: it would do so at any later time, because it has what comes after.
+    """
+
+    def __init__(self, problem: str, *, superseded: bool = False) -> None:
+        super().__init__(problem)
+        self.superseded = superseded
 
 
 class Activity:

@@ -28,7 +28,7 @@ from megascale_checkpoint.replicas.protocol import (
 )
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_common.service import logs
-from megascale_common.service.errors import DamagedError, ServiceError
+from megascale_common.service.errors import DamagedError, ServiceError, SupersededError
 
 T = TypeVar("T")
 log = logs.get("replicas")
@@ -109,7 +109,10 @@ class ReplicaServer:
             except (ServiceError, PeerError) as error:
                 log.info("replica connection ended", error=str(error))
                 with contextlib.suppress(ServiceError, PeerError):
-                    connection.send({"verb": "refused", "error": str(error)})
+                    superseded = isinstance(error, SupersededError)
+                    connection.send(
+                        {"verb": "refused", "error": str(error), "superseded": superseded}
+                    )
             except Exception:
                 # A defect costs this connection only: the daemon has the snapshots of all ranks.
                 log.exception("defect while serving a peer")

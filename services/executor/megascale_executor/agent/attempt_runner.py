@@ -34,6 +34,7 @@ from megascale_executor.agent.leave_orders import LeaveOrders
 from megascale_executor.agent.log_scanner import LogScanner
 from megascale_executor.agent.profiles import Profiles, part_of
 from megascale_executor.agent.self_check import SelfChecks
+from megascale_executor.agent.span_reports import SpanReports
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
 from megascale_executor.agent.worker_status import stopped_attempt
@@ -63,6 +64,7 @@ class AttemptRunner:
         templates: TemplateKeeper,
         daemon: CheckpointDaemon,
         reports: StepReports,
+        spans: SpanReports,
         socket_folder: Path,
         changed: Callable[[], None],
     ) -> None:
@@ -73,6 +75,7 @@ class AttemptRunner:
         self.stopped: link_pb2.StoppedAttempt | None = None  # what had failed when it was stopped
         self._config, self._devices = config, {device.index for device in devices}
         self._templates, self._daemon, self._reports = templates, daemon, reports
+        self._spans = spans
         registry = load_registry()
         self._checks = SelfChecks(registry, devices, config.node_folder, daemon)
         self.diagnosis = Diagnosis(registry, devices, config.node_folder, templates, daemon)
@@ -233,6 +236,7 @@ class AttemptRunner:
         self._workers = WorkerSet(template, events)
         logs = {message["rank"]: log for message, log in assignments}
         self.scanner.watch(self.state.key, logs)
+        self._spans.watch(self.state.key, {rank: folder.spans(rank) for rank in logs})
         await self._workers.start(
             assignments, self._store.fileno() if self._store is not None else None
         )
@@ -306,6 +310,7 @@ class AttemptRunner:
             )
             await asyncio.sleep(_STOP_RETRY_S)
         await self.scanner.scan(last=True)  # before the report that the node is idle
+        await self._spans.end()
         self.stopped = stopped_attempt(self.state.key, self.state.failure, self.workers)
         self._workers, self._job = None, None
         self.profiles.forget(self.folder.path)

@@ -22,6 +22,7 @@ from megascale_common.service.backoff import Backoff
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import LinkError, StaleStateError
 from megascale_executor.agent.attempt import EpochNumber
+from megascale_executor.agent.span_reports import SpanReports
 from megascale_executor.agent.step_reports import StepReports
 
 _log = logs.get(__name__)
@@ -74,9 +75,10 @@ class DriverLink:
         addresses: Callable[[], list[str]],
         node: NodeSide,
         reports: StepReports,
+        spans: SpanReports,
     ) -> None:
         self._cluster, self._token, self._addresses = cluster, token, addresses
-        self._node, self._reports = node, reports
+        self._node, self._reports, self._spans = node, reports, spans
         self._change = asyncio.Event()
         self._hello_change = asyncio.Event()
         self._greeted = asyncio.Event()
@@ -152,6 +154,10 @@ class DriverLink:
             tasks.append(asyncio.create_task(self._await_hello(), name="link-hello-timeout"))
             await _first_of(tasks)
             tasks.append(asyncio.create_task(self._reports.send_forever(stub), name="link-steps"))
+            sending = self._spans.send_forever(
+                lambda: open_channel(address, self._token, shares=False)
+            )
+            tasks.append(asyncio.create_task(sending, name="link-spans"))
             tasks.append(asyncio.create_task(self._await_end(), name="link-watch"))
             await _first_of([task for task in tasks if not task.done()])
         finally:

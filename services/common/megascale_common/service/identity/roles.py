@@ -41,6 +41,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     **_driver_methods(),
     _LINK + "Connect": _NODES,
     _LINK + "ReportSteps": _NODES,
+    _LINK + "ReportSpans": _NODES,
     # Operators reach a node without a driver, too: when there is none, they need it most.
     _EXECUTOR + "GetNodeStatus": _LOOK,
     _EXECUTOR + "RunNodeDiagnostics": _ORDER,
