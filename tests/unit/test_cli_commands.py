@@ -62,6 +62,7 @@ COMMANDS = [
     "version",
     "up",
     "certs",
+    "dashboard",
     "data",
     "generate",
     "pipeline",

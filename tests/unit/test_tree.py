@@ -150,6 +150,11 @@ WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
         ("megascale_client", ["megascale_client"], ["torch", "triton", "numpy", "structlog"]),
         ("megascale_cli", ["megascale_cli", "megascale_client"], ["torch", "triton", "structlog"]),
         (
+            "megascale_dashboard",
+            ["megascale_dashboard", "megascale_client"],
+            ["torch", "triton", "numpy", "structlog"],
+        ),
+        (
             "megascale_driver",
             ["megascale_driver", "megascale_common"],
             ["torch", "triton", "numpy"],

@@ -51,6 +51,11 @@ KNOWN = {
         "Make a private certificate authority, and certificates for drivers, nodes and people.",
         "megascale_driver.commands.certs:app",
     ),
+    "dashboard": Plugin(
+        "Serve pages on the cluster for a browser; they only read.",
+        "megascale_dashboard.command:app",
+        "dashboard",
+    ),
     "data": Plugin(
         "Tokenise your own text, and inspect tokenised data.",
         "megascale_trainer.commands.data:app",
