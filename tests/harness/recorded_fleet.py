@@ -1,8 +1,8 @@
 """A fleet of 1,536 nodes with a job on 12,160 devices, as the driver's messages report it.
 
 :class:`RecordedCluster` answers the calls that the dashboard makes with messages of
-``megascale.v1``, in one of three situations: healthy, a node lost and replaced, a job that starts
-again after the loss of a whole switch.
+``megascale.v1``, in one of four situations: healthy, a node lost and replaced, a job that waits
+after the loss of a whole switch, a host that is slow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client import Job, Node, NotFound
 from megascale_client.messages import WatchJobResponse
 
-Situation = Literal["healthy", "node lost", "switch lost"]
+Situation = Literal["healthy", "node lost", "switch lost", "slow host"]
 NODES, NODES_PER_SWITCH, DEVICES = 1536, 64, 8
 TP, PP, DP = 8, 8, 190
 IN_USE = TP * PP * DP // DEVICES  # nodes
@@ -25,6 +25,15 @@ JOB = "gpt-175b"
 STEPS, STEP, STEP_S = 120_000, 41_876, 6.31
 LOST = 417  # index of the node that dies
 RECORDS = 2_500
+SLOW, SLOW_RATIO = 311, 1.118  # index of the slow host, and how many times as long it takes
+OPERATIONS = (
+    ("backward", "compute", 3391.0),
+    ("forward", "compute", 1680.0),
+    ("gradient_reduce_scatter", "collective", 212.0),
+    ("receive_activation", "p2p", 187.0),
+    ("optimizer", "compute", 61.0),
+    ("data_wait", "host", 2.1),
+)
 
 
 class RecordedCluster:
@@ -61,14 +70,13 @@ class RecordedCluster:
 
     async def explain(self, name: str) -> driver_pb2.ExplainJobResponse:
         await self.get(name)
-        lost = self.situation != "healthy"
+        lost = self.situation in ("node lost", "switch lost")
         sentence = {
-            "healthy": f"Job {JOB} runs: step {STEP} of {STEPS}.",
             "node lost": f"Job {JOB} runs again after the loss of node n{LOST}: spare "
             f"n{IN_USE + 1} has taken its ranks.",
             "switch lost": f"Job {JOB} waits for nodes: 64 nodes of switch s6 are gone and only "
             "12 spares are free.",
-        }[self.situation]
+        }.get(self.situation, f"Job {JOB} runs: step {STEP} of {STEPS}.")
         answer = driver_pb2.ExplainJobResponse(explanation=sentence)
         if lost:
             mine = [line for line in self._events if line.seq >= 90]
@@ -80,6 +88,33 @@ class RecordedCluster:
                 ("run on fewer nodes until they are back", f"megascale update {JOB} JOB.yaml"),
             ):
                 answer.suggestions.add(text=text, command=command)
+        return answer
+
+    async def heat_map(self, name: str) -> driver_pb2.GetHeatMapResponse:
+        await self.get(name)
+        answer = driver_pb2.GetHeatMapResponse(attempt=4, first_step=STEP - 49, last_step=STEP)
+        world = TP * PP * DP
+        answer.rank_nodes.extend(f"n{rank // DEVICES}" for rank in range(world))
+        slow = self.situation == "slow host"
+        for index, (operation, kind, usual_ms) in enumerate(OPERATIONS):
+            row = answer.rows.add(operation=operation, kind=kind)
+            wave = (math.sin((rank // DEVICES + 1) * (index + 3.7)) for rank in range(world))
+            ratio = [1 + 0.012 * each for each in wave]
+            if slow and kind == "compute":
+                for rank in range(SLOW * DEVICES, (SLOW + 1) * DEVICES):
+                    ratio[rank] = SLOW_RATIO
+            ratio[0] = math.nan  # not measured
+            row.ratio.extend(ratio)
+            row.median_ms.extend(usual_ms * each for each in ratio)
+        if slow:
+            answer.slow_nodes.add(
+                node=f"n{SLOW}",
+                rank=SLOW * DEVICES + 3,
+                operation="forward",
+                ratio=SLOW_RATIO,
+                since_step=41_790,
+                sentence=self._slow_sentence,
+            )
         return answer
 
     async def jobs(self) -> AsyncIterator[Job]:
@@ -117,6 +152,14 @@ class RecordedCluster:
         yield WatchJobResponse(driver_pb2.WatchJobResponse(job=self._job()))
         for step in range(STEP - RECORDS + 1, STEP + 1):
             yield WatchJobResponse(driver_pb2.WatchJobResponse(step=self.record(step)))
+
+    @property
+    def _slow_sentence(self) -> str:
+        more = 100 * (SLOW_RATIO - 1)
+        return (
+            f"Node n{SLOW} takes {more:.1f} % longer for forward than those that do the same work, "
+            "since step 41790."
+        )
 
     def record(self, step: int) -> types_pb2.StepRecord:
         """The record of one step."""
@@ -160,7 +203,7 @@ class RecordedCluster:
             ("all-to-all", 362.0, "GB/s", 364.0),
             ("disk-write", 3.1, "GB/s", 3.0),
         ):
-            slow = index == 903 and name == "all-to-all" and self.situation != "healthy"
+            slow = index == 903 and name == "all-to-all" and self.situation.endswith("lost")
             node.checks.add(
                 name=name,
                 target="host",
@@ -174,11 +217,11 @@ class RecordedCluster:
             )
 
     def _assign(self, node: driver_pb2.Node, index: int) -> None:
-        gone = {"healthy": set[int](), "node lost": {LOST}, "switch lost": set(range(384, 448))}
+        gone = {"node lost": {LOST}, "switch lost": set(range(384, 448))}
         place = index
         if self.situation == "node lost" and index == IN_USE:
             place = LOST  # the spare that took over
-        if index in gone[self.situation]:
+        if index in gone.get(self.situation, set()):
             node.liveness = types_pb2.NODE_LIVENESS_DEAD
             node.last_heartbeat_at.FromSeconds(int(self.now_s - 544))
             if self.situation == "node lost":
@@ -188,7 +231,7 @@ class RecordedCluster:
             node.ranks.extend(range(place * DEVICES, (place + 1) * DEVICES))
         elif index < IN_USE + SPARES:
             node.assignment, node.job = types_pb2.NODE_ASSIGNMENT_SPARE, JOB
-        elif index == NODES - 1 and self.situation != "healthy":
+        elif index == NODES - 1 and self.situation.endswith("lost"):
             node.disposition = types_pb2.NODE_DISPOSITION_QUARANTINED
             node.disposition_reason = "an uncorrectable memory error (Xid 94) on device 3"
 
@@ -250,7 +293,13 @@ class RecordedCluster:
         for index in range(8, 0, -1):
             text = f"the checkpoint of step {STEP - 50 * index} is complete"
             self._line(lines, index * 315, "CHECKPOINT_COMMITTED", text, 4)
-        if self.situation == "healthy":
+        if self.situation == "slow host":
+            self._line(lines, 500, "STRAGGLER", self._slow_sentence, 4)
+            lines[-1].subject, lines[-1].policy, lines[-1].mode = (
+                *(f"nodes/n{SLOW}", "straggler"),
+                "OBSERVE",
+            )
+        if self.situation in ("healthy", "slow host"):
             return lines
         lines[-1].seq = 89
         what = f"node n{LOST} is dead: its link broke and its port refuses connections"

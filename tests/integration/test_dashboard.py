@@ -71,6 +71,13 @@ def test_pages_of_a_real_cluster(tmp_path: Path) -> None:
         assert job["events"][0]["reason"] and job["why"]["sentence"]
         assert browser.twin("/jobs/pages/ranks.json")["world"] >= 1
 
+        heat = until(
+            lambda: (each := browser.twin("/jobs/pages/heat.json"))["operations"] and each,
+            "spans of the job",
+        )
+        assert "forward" in {each["operation"] for each in heat["operations"]}
+        assert [each["name"] for each in heat["nodes"]] == ["n1"]
+
         # A node that is lost stands on the first page, with what one may do.
         up.kill_node("n2")
         lost = until(

@@ -38,7 +38,7 @@ FLAGS = (
 LOADED_S = 1.0
 PAGES = (
     *("/", "/fleet", "/jobs", f"/jobs/{JOB}", f"/jobs/{JOB}/ranks?rank=3336"),
-    *(f"/nodes/n{LOST}", "/nodes/n903", "/events"),
+    *(f"/jobs/{JOB}/heat", f"/nodes/n{LOST}", "/nodes/n903", "/events"),
 )
 SHOTS: dict[Situation, dict[str, tuple[str, str]]] = {
     "healthy": {
@@ -51,6 +51,7 @@ SHOTS: dict[Situation, dict[str, tuple[str, str]]] = {
         "fleet": ("/fleet", "light"),
         "node": (f"/nodes/n{LOST}", "light"),
     },
+    "slow host": {"heat": (f"/jobs/{JOB}/heat?operation=forward", "light")},
     "switch lost": {"now": ("/", "light"), "ranks": (f"/jobs/{JOB}/ranks?rank=3336", "dark")},
 }
 

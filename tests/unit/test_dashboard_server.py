@@ -20,7 +20,16 @@ from megascale_dashboard.cluster_reader import MAX_FOLLOWED, ClusterReader
 from megascale_dashboard.live import LiveStreams
 
 TOKEN = "a-token-of-the-cluster"
-PAGES = ("/", "/fleet", "/jobs", f"/jobs/{JOB}", f"/jobs/{JOB}/ranks", "/nodes/n3", "/events")
+PAGES = (
+    "/",
+    "/fleet",
+    "/jobs",
+    f"/jobs/{JOB}",
+    f"/jobs/{JOB}/ranks",
+    f"/jobs/{JOB}/heat",
+    "/nodes/n3",
+    "/events",
+)
 
 
 class Browser:

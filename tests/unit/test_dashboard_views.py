@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from tests.harness.recorded_fleet import DP, JOB, LOST, PP, STEP, STEPS, TP, RecordedCluster
+from tests.harness.recorded_fleet import (
+    DP,
+    JOB,
+    LOST,
+    PP,
+    SLOW,
+    SLOW_RATIO,
+    STEP,
+    STEPS,
+    TP,
+    RecordedCluster,
+)
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import Job, Node
 from megascale_common.job.rank_layout import RankLayout
-from megascale_dashboard import incident_view, job_view, node_view
+from megascale_dashboard import heat_view, incident_view, job_view, node_view
 from megascale_dashboard.cluster_reader import ClusterReader
 from megascale_dashboard.shown import Page
 
@@ -170,3 +181,35 @@ def test_a_node_name_within_another_is_not_that_node() -> None:
         "spare n3 takes over for n1.",
         "gives it no work until it is back",
     ]
+
+
+async def test_the_heat_map_shows_the_slow_host_and_what_was_not_measured() -> None:
+    page = await ClusterReader(RecordedCluster("slow host")).heat(JOB)
+    names = [each["name"] for each in page["nodes"]]
+    assert names == [f"n{index}" for index in range(1520)]
+    assert page["nodes"][SLOW]["switch"] == f"s{SLOW // 64}"
+    assert page["worst"].index(max(page["worst"])) == SLOW
+    by_operation = {each["operation"]: each for each in page["operations"]}
+    assert by_operation["forward"]["ratios"][SLOW] == pytest.approx(SLOW_RATIO)
+    assert by_operation["data_wait"]["ratios"][SLOW] < 1.02
+    assert page["slow"][0]["node"] == f"n{SLOW}"
+
+
+def test_a_node_without_figures_is_not_measured_in_the_heat_map() -> None:
+    nan = float("nan")
+    answer = driver_pb2.GetHeatMapResponse(rank_nodes=["n1", "n1", "n2"])
+    answer.rows.add(operation="forward", ratio=[nan, 1.25, nan], median_ms=[nan, 5.0, nan])
+    page = heat_view.heat(Job(), answer, [])
+    assert page["operations"][0]["ratios"] == [1.25, None] and page["worst"] == [1.25, None]
+    empty = heat_view.heat(Job(), driver_pb2.GetHeatMapResponse(), [])
+    assert (empty["operations"], empty["worst"]) == ([], [])
+
+
+async def test_a_slow_host_stands_on_the_first_page_for_an_hour() -> None:
+    source = RecordedCluster("slow host")
+    page = await ClusterReader(source).now()
+    (slow,) = page["incidents"]
+    assert (slow["urgency"], slow["page"]) == ("watch", f"/jobs/{JOB}/heat")
+    assert "OBSERVE" in slow["doing"][0]
+    later = ClusterReader(source, clock=lambda: source.now_s + 3600)
+    assert (await later.now())["incidents"] == []

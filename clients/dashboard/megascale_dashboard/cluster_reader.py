@@ -13,11 +13,12 @@ from typing import Any, TypeVar, cast
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, Job, JobPhase, MegascaleError, NotFound
-from megascale_dashboard import grid_view, incident_view, job_view, node_view, shown
+from megascale_dashboard import grid_view, heat_view, incident_view, job_view, node_view, shown
 from megascale_dashboard.shown import Page
 from megascale_dashboard.source import Source
 
 KEPT_S = 1.0  # an answer is used again so long
+HEAT_KEPT_S = 10.0  # the driver reads files of spans for it
 KEPT_ANSWERS = 256
 MAX_NODES = 20_000
 MAX_JOBS = 2_000
@@ -90,6 +91,12 @@ class ClusterReader:
         """The ranks of one job in their block. Raises NotFound."""
         return grid_view.grid(await self._job(name), await self._nodes())
 
+    async def heat(self, name: str) -> Page:
+        """How long each node of a job takes. Raises NotFound, NotPossible (no spans are kept)."""
+        job, nodes = await self._job(name), await self._nodes()
+        answer = await self._kept(f"heat {name}", lambda: self._source.heat_map(name), HEAT_KEPT_S)
+        return heat_view.heat(job, answer, nodes)
+
     async def events(self, subject: str) -> Page:
         """The newest lines of the audit log, newest first. Raises NotFound."""
         lines = await self._events(subject)
@@ -141,11 +148,13 @@ class ClusterReader:
             await oldest.stop()
         return await follower.records()
 
-    async def _kept(self, key: str, ask: Callable[[], Awaitable[Answer]]) -> Answer:
-        """The answer to ``ask``, which all who want it within KEPT_S share."""
+    async def _kept(
+        self, key: str, ask: Callable[[], Awaitable[Answer]], kept_s: float = KEPT_S
+    ) -> Answer:
+        """The answer to ``ask``, which all who want it within ``kept_s`` share."""
         loop = asyncio.get_running_loop()
         asked_s, answer = self._answers.get(key, (0.0, None))
-        if answer is None or (answer.done() and loop.time() - asked_s > KEPT_S):
+        if answer is None or (answer.done() and loop.time() - asked_s > kept_s):
             answer = asyncio.ensure_future(ask())
             self._answers[key] = (loop.time(), answer)
             self._answers.move_to_end(key)

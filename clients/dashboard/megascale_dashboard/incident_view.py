@@ -44,6 +44,7 @@ def now(
         *_breaker(info),
         *_node_incidents(nodes, events),
         *_check_incidents(nodes),
+        *_straggler_incidents(nodes, events, now_s),
         *(
             incident
             for job in jobs
@@ -164,6 +165,32 @@ def _check_incidents(nodes: Sequence[Node]) -> Iterable[Page]:
             f"/nodes/{node.name}",
             [],
             [("move its work to a spare", f"megascale evict {node.name} --reason REASON")],
+        )
+
+
+def _straggler_incidents(
+    nodes: Sequence[Node], events: Sequence[types_pb2.Event], now_s: float
+) -> Iterable[Page]:
+    """Nodes in use that spans have named as slow within the last hour."""
+    newest = {line.subject: line for line in events if line.reason == "STRAGGLER"}
+    for node in nodes:
+        line = newest.get(f"nodes/{node.name}")
+        since_s = shown.time_s(line.time) if line is not None else None
+        if line is None or since_s is None or now_s - since_s > RECENT_S:
+            continue
+        if node_view.state(node) != "active":
+            continue
+        observed = line.mode == "OBSERVE"
+        yield _incident(
+            "watch",
+            line.message,
+            since_s,
+            f"/jobs/{node.job}/heat",
+            ["only writes it down: the rule straggler is in mode OBSERVE"] if observed else [],
+            [
+                ("measure it when it is idle", f"megascale diagnose {node.name} --set full"),
+                ("move its work to a spare", f"megascale evict {node.name} --reason REASON"),
+            ],
         )
 
 

@@ -1,6 +1,7 @@
 """The pages and their JSON twins over HTTP, to whoever has the cluster's token.
 
-    /  /fleet  /nodes/NAME  /jobs  /jobs/NAME  /jobs/NAME/ranks  /events?subject=SUBJECT
+    /  /fleet  /nodes/NAME  /jobs  /jobs/NAME  /jobs/NAME/ranks  /jobs/NAME/heat
+    /events?subject=SUBJECT
 
 The twin of a page is its path with .json (``/now.json`` of the first). All of it only reads.
 """
@@ -24,7 +25,14 @@ from starlette.routing import Match, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megascale_client import InvalidRequest, MegascaleError, NotAllowed, NotFound, Unavailable
+from megascale_client import (
+    InvalidRequest,
+    MegascaleError,
+    NotAllowed,
+    NotFound,
+    NotPossible,
+    Unavailable,
+)
 from megascale_dashboard import shell
 from megascale_dashboard.access import COOKIE, SESSION_S, Access, TooManyAttempts
 from megascale_dashboard.cluster_reader import ClusterReader
@@ -48,6 +56,7 @@ _STATES: tuple[tuple[type[MegascaleError], str, int], ...] = (
     (NotFound, "missing", 404),
     (NotAllowed, "not-permitted", 403),
     (InvalidRequest, "refused", 400),
+    (NotPossible, "not-possible", 409),
     (Unavailable, "away", 503),
     (MegascaleError, "failed", 502),
 )
@@ -115,6 +124,7 @@ class _Pages:
             ("/fleet", "Fleet", lambda request: read.fleet()),
             ("/jobs", "Jobs", lambda request: read.jobs()),
             ("/jobs/{name}/ranks", "Ranks of {name}", lambda request: read.grid(_name(request))),
+            ("/jobs/{name}/heat", "Heat of {name}", lambda request: read.heat(_name(request))),
             ("/jobs/{name}", "Job {name}", lambda request: read.job(_name(request))),
             ("/nodes/{name}", "Node {name}", lambda request: read.node(_name(request))),
             ("/events", "Events", lambda request: read.events(_subject(request))),

@@ -12,6 +12,7 @@ let again = false;
 const states = {
   "not-permitted": ["Not permitted", "Log in again."],
   missing: ["There is no such thing", "It may have been deleted, or its name is another."],
+  "not-possible": ["Not possible now", ""],
   away: ["The driver does not answer", "Training goes on without it. This page looks again every few seconds."],
 };
 

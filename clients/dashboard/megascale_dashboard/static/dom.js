@@ -107,3 +107,13 @@ export function eventRows(events) {
         event.outcome ? [h("dt", {}, "outcome"), h("dd", {}, event.outcome)] : null,
         event.evidence.map((piece) => [h("dt", {}, piece.kind), h("dd", {}, [piece.source, piece.text, piece.uri].filter(Boolean).join(": "))]))) : null)));
 }
+
+// One stop of the tab key for each switch; arrows move inside.
+export function moves(event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 8, ArrowUp: -8 }[event.key];
+  if (!step) return;
+  const cells = [...event.currentTarget.querySelectorAll(".cell")];
+  const at = Math.max(0, cells.indexOf(document.activeElement));
+  cells[Math.min(cells.length - 1, Math.max(0, document.activeElement.classList.contains("cell") ? at + step : 0))].focus();
+  event.preventDefault();
+}

@@ -1,6 +1,7 @@
 // What each page shows, from its JSON twin.
-import { ago, bytes, chip, clock, commands, eventRows, h, number, percent, short, sign, span, table } from "./dom.js";
+import { ago, bytes, chip, clock, commands, eventRows, h, moves, number, percent, short, sign, span, table } from "./dom.js";
 import { curves } from "./charts.js";
+import { heat } from "./heat.js";
 import { block } from "./ranks.js";
 
 const tile = (name, value, more) =>
@@ -59,16 +60,6 @@ function cell(node, shown) {
   const text = `${node.name}: ${node.state}${node.health ? `, checks ${node.health}` : ""}${node.job ? `, job ${node.job}` : ""}`;
   return h("a", { href: `/nodes/${node.name}`, class: `cell tone-${mark}${shown ? "" : " dim"}`, title: text, "aria-label": text, tabindex: "-1" },
     plain ? "" : sign(mark));
-}
-
-// One stop of the tab key for each switch; arrows move inside.
-function moves(event) {
-  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 8, ArrowUp: -8 }[event.key];
-  if (!step) return;
-  const cells = [...event.currentTarget.querySelectorAll(".cell")];
-  const at = Math.max(0, cells.indexOf(document.activeElement));
-  cells[Math.min(cells.length - 1, Math.max(0, document.activeElement.classList.contains("cell") ? at + step : 0))].focus();
-  event.preventDefault();
 }
 
 function fleet(data) {
@@ -162,7 +153,8 @@ function job(data) {
       tile("checkpoint", data.committed_step ? `step ${number(data.committed_step)}` : "none yet", data.committed_at_s ? [" ", ago(data.committed_at_s)] : ""),
       tile("replica in memory", data.replicated_step ? `step ${number(data.replicated_step)}` : "\u2013", data.replica_problem ? ` ${data.replica_problem}` : "")),
     data.conditions.map((each) => h("p", { class: "problem" }, each.message, " (", ago(each.since_s), ")")),
-    h("p", {}, h("a", { href: `/jobs/${data.name}/ranks`, class: "button" }, `Ranks: ${Object.entries(data.layout).filter(([, size]) => size > 1).map(([axis, size]) => `${axis} ${size}`).join(" \u00d7 ") || "one"}`)),
+    h("p", {}, h("a", { href: `/jobs/${data.name}/ranks`, class: "button" }, `Ranks: ${Object.entries(data.layout).filter(([, size]) => size > 1).map(([axis, size]) => `${axis} ${size}`).join(" \u00d7 ") || "one"}`), " ",
+      h("a", { href: `/jobs/${data.name}/heat`, class: "button" }, "Heat map: who is slow")),
     h("section", {}, h("h2", {}, "Attempts"), ribbon(data.attempts)),
     h("section", {}, h("h2", {}, "Steps"), data.curves.step.length ? curves(data.curves) : nothing("No step has been completed yet.")),
     whySection(data.why),
@@ -216,5 +208,6 @@ export function view(path) {
   if (path === "/jobs") return jobs;
   if (path === "/events") return events;
   if (path.startsWith("/nodes/")) return node;
+  if (path.endsWith("/heat")) return heat;
   return path.endsWith("/ranks") ? block : job;
 }
