@@ -38,6 +38,17 @@ REASONS = {
     "a node's start, needs tens",
     "megascale_common/service/metrics:MAX_REQUEST_BYTES": "a scrape's request has some hundred",
     "megascale_common/service/metrics:MAX_CONNECTIONS": "scrapers at once; there are one or two",
+    "megascale_dashboard/cluster_reader:KEPT_ANSWERS": "of the driver, shared by all who look "
+    "within a second",
+    "megascale_dashboard/cluster_reader:MAX_CHECKPOINTS": "of a job that a page shows, the newest",
+    "megascale_dashboard/cluster_reader:MAX_FOLLOWED": "jobs whose steps are followed; the one "
+    "looked at longest ago is let go",
+    "megascale_dashboard/cluster_reader:MAX_JOBS": "that a page shows",
+    "megascale_dashboard/cluster_reader:MAX_NODES": "that a page shows, above the largest fleet "
+    "that was simulated",
+    "megascale_dashboard/live:MAX_STREAMS": "open pages that are told of changes; further ones ask "
+    "every few seconds",
+    "megascale_dashboard/server:MAX_FORM_BYTES": "the form has a token, nothing else",
     "megascale_driver/analysis/baselines:MAX_KEYS": "checks by device model and target; the one "
     "that was measured longest ago is forgotten",
     "megascale_driver/analysis/baselines:MAX_NODES": "nodes with figures, above the largest fleet "
@@ -65,8 +76,8 @@ REASONS = {
     "megascale_driver/link_service:MAX_BATCH_SPANS": "32 KiB before they are compressed",
     "megascale_driver/service_spans:MAX_NAMES": "operations that a heat map is asked for",
     "megascale_driver/service_spans:MAX_STEPS": "that a heat map reads, in the store's one thread",
-    "megascale_driver/telemetry/intake:MAX_WAITING_BYTES": "spans that wait for the store's thread; "
-    "the newest are dropped and counted",
+    "megascale_driver/telemetry/intake:MAX_WAITING_BYTES": "spans that wait for the store's "
+    "thread; the newest are dropped and counted",
     "megascale_driver/link_service:MAX_HEARTBEAT_BYTES": "a larger one is dropped, and still "
     "proves its agent alive",
     "megascale_driver/planner/search:MAX_DEVICES": "the search is still exact and quick there",
