@@ -21,7 +21,7 @@ JOBS ?= 1
 # Of `make simulate`: the seed to replay, if one is given (SEED is also that of `make crash`).
 REPLAYED := $(if $(filter command line environment,$(origin SEED)),$(SEED))
 
-ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
+ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli clients/dashboard
 # Every generator of a part of a page or module, such as docs.generate_api.
 PAGES := $(basename $(notdir $(wildcard docs/generate_*.py)))
 empty :=
@@ -55,7 +55,7 @@ RGW_TOOLS := $(CURDIR)/.tools/ceph
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -101,6 +101,15 @@ test-gpu: $(READY) ## run the tests that need CUDA devices
 test-system system-tools: export PATH := $(PATH):$(TOOLS)/usr/bin
 test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, a Prometheus or systemd-analyze
 	$(PY) -m pytest -m system -rs tests/system $(PYTEST_ARGS)
+
+test-netns: $(READY) ## a job on hosts of its own (network namespaces): partitions, loss, delay, IPv6 (root, iptables; 3 minutes)
+	unshare --net $(PY) -m pytest -m netns -rs tests/netns $(PYTEST_ARGS)
+
+bench-hosts: $(READY) ## the same faults, with times (root, iptables; RUNS=1)
+	@unshare --net $(PY) benchmarks/hosts.py --runs $(or $(RUNS),1)
+
+test-browser: $(READY) ## run the tests of the dashboard in a real Chromium: 1,536 nodes, accessibility (SCREENSHOTS=1 renews docs/images)
+	MEGASCALE_SCREENSHOTS=$(SCREENSHOTS) $(PY) -m pytest -m browser -rs tests/system/test_dashboard_pages.py $(PYTEST_ARGS)
 
 test-s3: $(READY) ## run the contract of storages on an S3 server (also part of `make test`)
 	$(PY) -m pytest -m s3 -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)

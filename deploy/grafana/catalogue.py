@@ -36,6 +36,7 @@ from megascale_driver.engine import Engine, Term
 from megascale_driver.metrics import DriverMetrics
 from megascale_executor.agent.link import DriverLink
 from megascale_executor.agent.metrics import AgentMetrics
+from megascale_executor.agent.span_reports import SpanReports
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.counters.sampler import Sample
 
@@ -110,8 +111,9 @@ def executor_registry() -> CollectorRegistry:
     beat.workers.add(state=link_pb2.WORKER_STATE_RUNNING)
     beat.checks.add(verdict=types_pb2.CHECK_VERDICT_PASS)
     reports = StepReports()
-    link = DriverLink("cluster", "token", list, cast(Any, None), reports)
-    return registry_of("executor", AgentMetrics(lambda: beat, link, reports, Sample, dict))
+    spans = SpanReports("n1")
+    link = DriverLink("cluster", "token", list, cast(Any, None), reports, spans)
+    return registry_of("executor", AgentMetrics(lambda: beat, link, reports, spans, Sample, dict))
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """A crash case of replicas: snapshots of one rank are copied to a peer, and fetched from there.
 
 Sender, server, store and reader are the daemon's own, over real sockets; the connections between
-them are cut and their bits flipped, the peer's memory is damaged, the peer is lost, an attempt
-follows another, and the sender of an earlier one goes on. The oracle: what is fetched is what was
-sealed, and what a peer reports as whole, and nothing has damaged, can be fetched.
+them are cut or refused and their bits flipped, the peer's memory is damaged, the peer is lost, an
+attempt follows another, and the sender of an earlier one goes on. The oracle: what is fetched is
+what was sealed, and what a peer reports as whole, and nothing has damaged, can be fetched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.crash.oracle import Oracle
-from tests.crash.wire import CUT, FLIP_ON_THE_WAY, Wire, WireFault
+from tests.crash.wire import CUT, FLIP_ON_THE_WAY, REFUSED, Wire, WireFault
 from tests.harness.checkpoint_files import registration_of
 
 from megascale_checkpoint.checksums import piece_checksums
@@ -37,7 +37,8 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 TOKEN, JOB, VALUES, SLOTS = "token-of-the-tests", "job", 8_192, 4
 RETRY_AFTER_S = (0.001, 0.001)
 FLIP_REPLICA, LOSE_PEER, OLD_SENDER = "flip a replica", "lose the peer", "an old sender goes on"
-REPLICA_KINDS = (CUT, FLIP_ON_THE_WAY, FLIP_REPLICA, LOSE_PEER, OLD_SENDER)
+REPLICA_KINDS = (CUT, FLIP_ON_THE_WAY, REFUSED, FLIP_REPLICA, LOSE_PEER, OLD_SENDER)
+MOST_REFUSED = 12  # connections in a row; a copy dials one, and several more once it is answered
 OPERATIONS = ("seal", "seal", "seal", "settle", "fetch", "attempt", "fault", "fault")
 COUNT, STREAMS = 6, 3  # of pieces, with padding between them, and of the connections of a transfer
 BOX = ("float32", (COUNT * VALUES,))
@@ -137,7 +138,7 @@ class ReplicaCase:
                 self._check_held()
                 if self.oracle.failed:
                     break
-            self.wire.fault = None
+            self.wire.fault, self.wire.refused = None, 0
             await self._fetch()
             self.oracle.found = True
         finally:
@@ -233,6 +234,8 @@ class ReplicaCase:
             # Within the request now and then, mostly within the bytes.
             at = self.rng.choice((self.rng.randrange(600), self.rng.randrange(2 * COUNT * VALUES)))
             self.wire.fault = WireFault(kind, self.rng.random() < 0.7, at)
+        elif kind == REFUSED:
+            self.wire.refused = self.rng.randint(1, MOST_REFUSED)
         elif kind == LOSE_PEER:
             await self.peer.close()
             self.peers += 1
@@ -242,6 +245,7 @@ class ReplicaCase:
             self.machine.hits.add((kind, "", "replica"))
         elif kind == FLIP_REPLICA and held:
             await self._settle()
+            self._check_held()  # what is damaged below was whole at both
             slot = self.peer.store.lend(key := self.rng.choice(self.peer.store.sealed(JOB)))
             piece = self.rng.choice(LAYOUT.pieces)
             at = piece.slot_offset_bytes + self.rng.randrange(piece.size_bytes)
@@ -288,7 +292,7 @@ class ReplicaCase:
             return
         key = max(held, key=lambda each: (each.attempt, each.step))
         into = bytearray(b"\xff" * LAYOUT.slot_bytes)
-        faulty = self.wire.fault is not None
+        faulty = self.wire.fault is not None or self.wire.refused > 0
         beside = not faulty and self.rng.random() < 0.5
         reading = asyncio.create_task(
             asyncio.to_thread(

@@ -13,7 +13,7 @@ import pytest
 from tests.crash.case import FLIP, REMOVE_RECORD, SWAP_FILE, SWAP_MANIFEST, SWAP_RECORD
 from tests.crash.machine import FAILED_SYNC, LOST_REPLY, STALL, Process
 from tests.crash.replica_case import FLIP_REPLICA, REPLICA_KINDS
-from tests.crash.wire import CUT, FLIP_ON_THE_WAY
+from tests.crash.wire import CUT, FLIP_ON_THE_WAY, REFUSED
 
 from megascale_checkpoint import (
     commit_log,
@@ -26,6 +26,7 @@ from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.commit_record import LogState, Record
 from megascale_checkpoint.concurrency import Lane
+from megascale_checkpoint.replicas import sender
 from megascale_checkpoint.replicas import store as replica_store
 from megascale_checkpoint.replicas.connection import Connection
 from megascale_checkpoint.replicas.protocol import SealedState
@@ -309,6 +310,11 @@ def replicated_slot_reused(patch: Patch) -> None:
     patch.setattr(slots, "HELD_FOR_REPLICAS", 0)
 
 
+def copy_given_up(patch: Patch) -> None:
+    """A copy that failed is not tried again, and the ranks decide on the next step."""
+    patch.setattr(sender, "RETRY_FOR_S", 0.0)
+
+
 def part_of_a_replica_kept(patch: Patch) -> None:
     """A copy that was cut off counts as whole."""
 
@@ -379,6 +385,7 @@ SABOTAGES: dict[Callable[[Patch], None], tuple[str, ...]] = {
     replicated_slot_reused: REPLICA_KINDS,
     part_of_a_replica_kept: (CUT,),
     damaged_replica_offered_again: (FLIP_REPLICA,),
+    copy_given_up: (REFUSED,),
     newest_collected: (),
     collected_before_the_record: (),
 }

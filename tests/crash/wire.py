@@ -1,7 +1,7 @@
-"""A relay between two daemons that breaks their connections: cut, or with a bit flipped on the way.
+"""A relay between two daemons that breaks their connections: cut, refused, or with a flipped bit.
 
 Real sockets on both sides; one thread per direction. Faults are armed one at a time and hit the
-next connection.
+next connection; several in a row are refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import socket
 import threading
 from dataclasses import dataclass
 
-CUT, FLIP_ON_THE_WAY = "cut", "flip on the way"
+CUT, FLIP_ON_THE_WAY, REFUSED = "cut", "flip on the way", "connections refused"
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class Wire:
     def __init__(self, target: str) -> None:
         self.target = target
         self.fault: WireFault | None = None
+        self.refused = 0  # so many connections from now on
         self.hits: list[WireFault] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -45,6 +46,11 @@ class Wire:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            if self.refused:
+                self.refused -= 1
+                self.hits.append(WireFault(REFUSED, forth=True, at=0))
+                near.close()
+                continue
             host, _, port = self.target.rpartition(":")
             try:
                 far = socket.create_connection((host, int(port)))

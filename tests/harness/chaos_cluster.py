@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class ChaosCluster:
         interval_steps: int,
         spares: int = 0,
         pace_s: float = PACE_S,
+        dp: int = 0,
+        optimizer: Mapping[str, Any] | None = None,
     ) -> job_pb2.JobSpec:
         """A job of two ranks on two nodes; a step takes about 20 ms, and for most of it sleeps.
 
@@ -81,7 +83,10 @@ class ChaosCluster:
 
         Args:
             pace_s: how long each step sleeps.
+            dp: so many data-parallel ranks, in place of two pipeline stages.
+            optimizer: the section of the job, in place of one that sleeps.
         """
+        stages = {"pp": 2, "overlap": {"pp": True}}
         return parse_job(
             {
                 "name": name,
@@ -93,9 +98,13 @@ class ChaosCluster:
                         "vocab_size": 257,
                         "sequence_length": 16,
                     },
-                    "parallelism": {"pp": 2, "overlap": {"pp": True}},
-                    "training": {"steps": steps, "global_batch_size": 1, "precision": "fp32"},
-                    "optimizer": paced(pace_s),
+                    "parallelism": {"dp": dp} if dp else stages,
+                    "training": {
+                        "steps": steps,
+                        "global_batch_size": dp or 1,
+                        "precision": "fp32",
+                    },
+                    "optimizer": dict(optimizer or paced(pace_s)),
                     "data": {"sources": [{"prefix": str(self._corpus)}]},
                 },
                 "checkpoint": {

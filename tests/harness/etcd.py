@@ -69,11 +69,11 @@ class CuttableProxy:
 
     `swallow_replies`: requests arrive and take effect, answers are lost. `swallow_requests`:
     nothing arrives. Both keep connections open, as a network partition does; `reset` breaks them.
-    With `tls` the proxy speaks TLS to the client and plain text to the server.
+    With `tls` the proxy speaks TLS to the client and plain text to the server. `port` 0: any.
     """
 
-    def __init__(self, endpoint: str, *, tls: ssl.SSLContext | None = None) -> None:
-        self._tls = tls
+    def __init__(self, endpoint: str, *, tls: ssl.SSLContext | None = None, port: int = 0) -> None:
+        self._tls, self._port = tls, port
         host, port = endpoint.rsplit(":", 1)
         self._target = (host, int(port))
         self._server: asyncio.Server | None = None
@@ -97,7 +97,9 @@ class CuttableProxy:
             writer.transport.abort()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
+        self._server = await asyncio.start_server(
+            self._accept, "127.0.0.1", self._port, ssl=self._tls
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -43,7 +43,7 @@ class UpProcess:
     Its jobs may have the optimizer of :mod:`tests.harness.paced`.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, dashboard: bool = False) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
         self._marked = {
@@ -61,6 +61,7 @@ class UpProcess:
             "--json",
             "--run-folder",
             str(folder),
+            *([] if dashboard else ["--no-dashboard"]),
             *options,
         ]
         with self._output.open("wb") as output, self._errors.open("wb") as errors:

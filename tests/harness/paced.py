@@ -24,6 +24,8 @@ _CODE = f"""
 import time
 from pathlib import Path
 
+from torch import distributed
+
 from megascale_trainer.optimizer.adamw import AdamW
 
 RELEASED = Path(__file__).with_name({_RELEASED!r})
@@ -35,9 +37,12 @@ class PacedAdamW(AdamW):
         options = setup.config.options
         self._pace_s = options.get("pace_s", {PACE_S})
         self._held_from_step = options.get("held_from_step", float("inf"))
+        self._slow_rank, self._slow_s = options.get("slow_rank", -1), options.get("slow_s", 0.0)
 
     def update(self, gradients, parameters, control, learning_rate, number):
         time.sleep(min(self._pace_s, {PACE_S}) if RELEASED.exists() else self._pace_s)
+        if distributed.is_initialized() and distributed.get_rank() == self._slow_rank:
+            time.sleep(self._slow_s)
         end_s = time.monotonic() + {HELD_S}
         while number >= self._held_from_step and not RELEASED.exists():
             if time.monotonic() > end_s:
@@ -45,6 +50,11 @@ class PacedAdamW(AdamW):
             time.sleep(0.01)
         super().update(gradients, parameters, control, learning_rate, number)
 """
+
+
+def slow(rank: int, slow_s: float) -> dict[str, Any]:
+    """The section ``optimizer`` of a job of which one rank sleeps ``slow_s`` more a step."""
+    return {"name": OPTIMIZER, "options": {"slow_rank": rank, "slow_s": slow_s}}
 
 
 def paced(pace_s: float = PACE_S, *, held_from_step: int | None = None) -> dict[str, Any]:

@@ -52,6 +52,9 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
         self.connections = 0
         self.refusal: grpc.StatusCode | None = None
         self.refused = 0
+        self.spans: list[link_pb2.ReportSpansRequest] = []
+        self.reads_spans = asyncio.Event()
+        self.reads_spans.set()
         self._version = 0
         self._news = asyncio.Condition()
         self._outbox: asyncio.Queue[link_pb2.ConnectResponse] | None = None
@@ -105,6 +108,18 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
             self.steps += taken
             self._news.notify_all()
         return link_pb2.ReportStepsResponse(accepted=len(taken))
+
+    async def ReportSpans(
+        self, request_iterator: AsyncIterator[link_pb2.ReportSpansRequest], context: Any
+    ) -> link_pb2.ReportSpansResponse:
+        """Keep all batches, but read none while ``reads_spans`` is cleared."""
+        await self.reads_spans.wait()
+        async for batch in request_iterator:
+            async with self._news:
+                self.spans.append(batch)
+                self._news.notify_all()
+            await self.reads_spans.wait()
+        return link_pb2.ReportSpansResponse()
 
     async def _read(
         self,

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -29,8 +30,7 @@ from megascale.v1 import (
     types_pb2,
 )
 from megascale_common.job import config as job_config
-from megascale_common.node.spans.record import SPAN, Span
-from megascale_common.node.spans.ring import SpanRingReader
+from megascale_common.node.spans.record import SPAN, Span, from_columns
 from megascale_common.service.channel import open_channel
 
 IDLE, PREPARE, START = (
@@ -498,22 +498,30 @@ async def test_real_training_resumes_from_the_memory_of_its_node(
             record for record in driver.steps if record.attempt == 2 and record.step in before
         ]
         assert all(record.loss == before[record.step] for record in repeated)
-        measured_spans(tmp_path, ranks=2)
+        await measured_spans(driver, ranks=2)
     finally:
         agent.end()
 
 
-def measured_spans(folder: Path, ranks: int) -> None:
-    """Each rank of attempt 1 has measured its steps into a ring."""
-    paths = sorted(folder.rglob("attempt-000001/spans-*.ring"))
-    assert len(paths) == ranks
-    for rank, path in enumerate(paths):
-        reader = SpanRingReader(path)
-        spans = [Span(*fields) for fields in SPAN.iter_unpack(reader.take(1 << 16))]
-        names = {reader.ops()[span.op].name for span in spans if span.step == 2}
-        assert reader.rank == rank
-        assert {"step", "forward", "backward", "optimizer", "data_wait", "snapshot"} <= names
-        reader.close()
+async def measured_spans(driver: RecordingDriver, ranks: int) -> None:
+    """The driver gets what each rank of attempt 1 has measured, in Unix time."""
+
+    def names(rank: int) -> set[str]:
+        found = set()
+        for batch in driver.spans:
+            if (batch.node, batch.rank, batch.attempt) == ("n0", rank, 1):
+                records = from_columns(zlib.decompress(batch.columns))
+                assert len(records) == batch.count * SPAN.size
+                spans = [Span(*fields) for fields in SPAN.iter_unpack(records)]
+                found |= {batch.operations[span.op].name for span in spans if span.step == 2}
+                unix_s = (spans[0].start_ns + batch.unix_offset_ns) / 1e9
+                assert abs(time.time() - unix_s) < 600 and batch.unix_offset_error_ns < 1e9
+        return found
+
+    expected = {"step", "forward", "backward", "optimizer", "data_wait", "snapshot"}
+    await driver.until(
+        lambda: all(expected <= names(rank) for rank in range(ranks)), "spans of all ranks"
+    )
 
 
 async def open_and_start(

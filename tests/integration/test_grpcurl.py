@@ -165,6 +165,8 @@ def test_jobs_are_shown_followed_and_explained(cluster: Cluster) -> None:
     assert explained["explanation"].startswith("job demo runs attempt 1 on n1")
     assert {event["reason"] for event in explained["events"]} >= {"CHECKPOINT_COMMITTED"}
     assert explained["text"].startswith(explained["explanation"]) and "cause" not in explained
+    heat = cluster.one("driver/get_heat_map.sh", "demo")
+    assert heat["rank_nodes"] == ["n1"] and heat["attempt"] == "1", heat
     info = cluster.one("driver/get_cluster_info.sh")
     address = (cluster.run_folder / "driver.address").read_text().strip()
     assert (info["cluster"], info["leader"], info["nodes_alive"], info["jobs_running"]) == (
@@ -280,6 +282,7 @@ def test_the_link_is_shown_without_joining(cluster: Cluster) -> None:
     assert len(cluster.one("driver/list_nodes.sh")["nodes"]) == 2
     before = int(cluster.job()["step"])
     assert cluster.one("link/report_steps.sh", "demo") == {"accepted": "1"}
+    assert cluster.one("link/report_spans.sh", "demo", "n1") == {}
     assert int(cluster.job()["step"]) >= before
 
 

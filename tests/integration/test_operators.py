@@ -48,6 +48,7 @@ REQUESTS: dict[str, Any] = {
     "ProfileJob": driver_pb2.ProfileJobRequest(job="x", steps=1),
     "CancelProfile": driver_pb2.CancelProfileRequest(job="x"),
     "ExplainJob": driver_pb2.ExplainJobRequest(name="x"),
+    "GetHeatMap": driver_pb2.GetHeatMapRequest(job="x"),
     "ListNodes": driver_pb2.ListNodesRequest(),
     "EvictNode": driver_pb2.EvictNodeRequest(name="n1", reason="r"),
     "DrainNode": driver_pb2.DrainNodeRequest(name="n1", reason="r"),

@@ -110,7 +110,7 @@ async def test_the_example_of_the_page_runs_on_demand_through_its_entry_point_al
     assert verdicts([found]) == [("scratch_mounted", str(tmp_path), "CHECK_VERDICT_FAIL")]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await diagnose("gpu_burn")
-    assert "rdma_pairs, scratch_mounted" in str(caught.value.details())
+    assert "path_mtu, scratch_mounted" in str(caught.value.details())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from tests.harness.agent_process import TOKEN
 from tests.harness.recording_driver import RecordingDriver
 
 from megascale.v1 import link_pb2
-from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
+from megascale_executor.agent.config import addresses_from
+from megascale_executor.agent.link import DriverLink, NodeSide
+from megascale_executor.agent.span_reports import SpanReports
 from megascale_executor.agent.step_reports import StepReports
 
 
@@ -30,7 +32,14 @@ async def test_a_hello_or_heartbeat_that_cannot_be_built_is_built_again(tmp_path
         return link_pb2.Heartbeat()
 
     side = NodeSide(hello, heartbeat, see_epoch=lambda epoch: None, desired=lambda desired: None)
-    link = DriverLink("test", TOKEN, lambda: addresses_from((), address_file), side, StepReports())
+    link = DriverLink(
+        "test",
+        TOKEN,
+        lambda: addresses_from((), address_file),
+        side,
+        StepReports(),
+        SpanReports("n0"),
+    )
     await driver.start(address_file)
     running = asyncio.create_task(link.run())
     try:

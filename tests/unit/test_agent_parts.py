@@ -30,9 +30,9 @@ from megascale_executor.agent import (
 from megascale_executor.agent.assignment import check_assignment
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.child_processes import RestartBudget
-from megascale_executor.agent.config import parse_devices, parse_topology
+from megascale_executor.agent.config import addresses_from, parse_devices, parse_topology
 from megascale_executor.agent.heartbeat import host_counters
-from megascale_executor.agent.link import MAX_HEARTBEAT_BYTES, addresses_from, fit
+from megascale_executor.agent.link import MAX_HEARTBEAT_BYTES, fit
 from megascale_executor.agent.step_reports import StepReports, to_proto
 from megascale_executor.agent.template_keeper import TemplateKeeper
 

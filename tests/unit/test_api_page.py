@@ -35,6 +35,8 @@ INNER = (
     "/retention/retire",
     "megascale_driver/journal/",
     "__main__.py",
+    "/telemetry/opening.py",
+    "/people_port.py",
     "/executor/",
     "/reshard",
     "/megascale_checkpoint/export/",

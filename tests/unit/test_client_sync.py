@@ -64,6 +64,7 @@ METHODS = {
         "wait",
         "cancel",
         "explain",
+        "heat_map",
         "logs",
         "checkpoints",
         "fetch_checkpoint",

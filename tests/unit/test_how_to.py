@@ -67,7 +67,14 @@ def blocks(page: Path) -> list[tuple[str, str]]:
         ("add-a-job-field.md", "min_ratio", set()),
         ("add-an-event.md", "SPARE_ASSIGNED", {"docs/operations.md"}),
         # The module of the sentence itself names the call that it serves.
-        ("add-an-rpc.md", "ExplainJob", {"services/driver/megascale_driver/core/explain.py"}),
+        (
+            "add-an-rpc.md",
+            "ExplainJob",
+            {
+                "services/driver/megascale_driver/core/explain.py",
+                "clients/dashboard/megascale_dashboard/job_view.py",
+            },
+        ),
     ],
 )
 def test_a_page_lists_every_file_that_its_example_takes(

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2
+from megascale_common.service import status
 from megascale_common.service.channel import open_channel, present
 from megascale_common.service.errors import (
     ExistsError,
@@ -27,6 +28,7 @@ from megascale_common.service.errors import (
 from megascale_common.service.identity import authority, roles
 from megascale_common.service.identity.certificates import Certificates, in_folder
 from megascale_common.service.identity.peers import Peer, Role, peer_of, spiffe_id
+from megascale_common.service.identity.rates import CallRate
 from megascale_common.service.server import RpcServer
 
 TOKEN = "a-token-of-enough-characters"
@@ -177,6 +179,56 @@ async def test_half_replaced_files_do_not_stop_a_server(
         async with open_channel(address, TOKEN) as channel:
             assert await check_health(channel)
     assert "the old ones stay" in lines[0]["event"]
+
+
+async def test_a_caller_that_calls_too_often_waits_and_the_others_do_not(folder: Path) -> None:
+    rate = CallRate(calls_per_s=0.001, burst_calls=20)
+    running = RpcServer(TOKEN, tls=in_folder(folder, Role.DRIVER, "one"), rate=rate)
+    address = await running.start("127.0.0.1:0", [])
+
+    async def outcomes(role: Role) -> list[str]:
+        present(in_folder(folder, role, "one"))
+        found = []
+        async with open_channel(address, TOKEN) as channel:
+            for _ in range(22):
+                try:
+                    await check_health(channel)
+                    found.append("answered")
+                except grpc.aio.AioRpcError as error:
+                    found.append(status.read(error).reason)
+        return found
+
+    try:
+        for role in (Role.VIEWER, Role.OPERATOR):
+            assert await outcomes(role) == ["answered"] * 20 + ["TOO_MANY_CALLS"] * 2
+    finally:
+        present(None)
+        await running.stop(0)
+
+
+@pytest.mark.parametrize("shape", ["unary_unary", "unary_stream", "stream_stream"])
+async def test_a_request_that_cannot_be_read_gets_a_clear_answer(shape: str) -> None:
+    name = {
+        "unary_unary": "/grpc.health.v1.Health/Check",
+        "unary_stream": "/grpc.health.v1.Health/Watch",
+        "stream_stream": "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    }[shape]
+    running = RpcServer(TOKEN)
+    address = await running.start("127.0.0.1:0", [])
+    present(None)
+    try:
+        async with open_channel(address, TOKEN) as channel:
+            sent = iter([b"\xff"]) if shape == "stream_stream" else b"\xff"
+            call = getattr(channel, shape)(name)(sent, timeout=5.0)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                if shape == "unary_unary":
+                    await call
+                async for _ in call:
+                    pass
+    finally:
+        await running.stop(0)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert status.read(refused.value).reason == "BAD_MESSAGE"
 
 
 async def test_who_shows_no_certificate_gets_no_connection(

@@ -19,7 +19,7 @@ from megascale_trainer.launch import command
 from megascale_trainer.launch.display import Display, duration
 from megascale_trainer.launch.host_services import ServiceFailed
 from megascale_trainer.launch.job_file import load_config
-from megascale_trainer.launch.place import LOOPBACK, Place, is_loopback, own_address
+from megascale_trainer.launch.place import LOOPBACK, Place, own_address
 from megascale_trainer.launch.run import _refuse_unreachable
 
 TORCHRUN = {
@@ -169,7 +169,6 @@ def test_rank_0_listens_where_other_hosts_reach_it() -> None:
     assert own_address(Place(**two, master=("127.0.0.2", 29500))).startswith("127.")
     with pytest.raises(JobError, match=r"MASTER_ADDR: .* --local-addr"):
         own_address(Place(**two, master=("no host", 29500)))
-    assert is_loopback("127.0.0.2") and is_loopback("::1") and not is_loopback("10.0.0.1")
 
 
 def test_hosts_without_a_common_loopback_are_refused_what_listens_there() -> None:

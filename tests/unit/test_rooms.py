@@ -30,10 +30,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_cli", "megascale_client", "megascale.v1", "google.protobuf"),
         *("typer", "rich", "matplotlib"),
     ),
+    "megascale_dashboard": (
+        *("megascale_dashboard", "megascale_client", "megascale.v1", "google.protobuf"),
+        *("starlette", "uvicorn", "typer", "rich"),
+    ),
     "megascale_driver.analysis": ("megascale_driver.analysis", *PURE),
     "megascale_driver.analysis.spans": ("megascale_driver.analysis.spans", "numpy", *PURE),
     "megascale_driver.placement": ("megascale_driver.placement", *PURE),
     "megascale_driver.planner": ("megascale_driver.planner", "numpy", *PURE),
+    "megascale_driver.network": ("megascale_driver.network", "numpy", *PURE),
     "megascale_driver.core": (
         *("megascale_driver.core", "megascale_driver.analysis", "megascale_driver.placement"),
         *PURE,

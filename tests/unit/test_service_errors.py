@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from urllib.parse import quote
 
+import pytest
+from google.rpc import error_details_pb2
+
+from megascale.v1 import types_pb2
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.service.errors import (
     LimitError,
@@ -14,7 +18,8 @@ from megascale_common.service.errors import (
     invalid,
     on_the_wire,
 )
-from megascale_common.service.status import of_code
+from megascale_common.service.status import of_code, to_status
+from megascale_common.service.wire_text import enum_name
 
 
 @pytest.mark.parametrize(
@@ -59,3 +64,29 @@ def test_every_refused_field_has_a_remedy_that_a_client_can_find() -> None:
         [(field, description)] = refused.fields
         problem, _, remedy = description.partition("; ")
         assert (field, problem, remedy) == ("name", "7 is odd, it must be even", "give 8")
+
+
+@pytest.mark.parametrize("char", ["x", "é", "%", "\n", "\U0001f600"])
+def test_an_error_fits_the_metadata_of_a_call_however_long_it_is(char: str) -> None:
+    fields = [(char * 900, f"{number} {char * 900}") for number in range(50)]
+    found = to_status(RequestError(char * 100_000, fields=fields))
+    # The message in the header as gRPC escapes it, and again in the details, in base 64.
+    escaped = len(quote(found.message, safe=" !\"#$&'()*+,-./:;<=>?@[]^_`{|}~\\"))
+    assert escaped + found.ByteSize() * 4 / 3 < 8000
+    refused = error_details_pb2.BadRequest()
+    found.details[1].Unpack(refused)
+    assert refused.field_violations[0].description.startswith("0 ")
+    assert found.message.endswith("...")
+
+
+def test_an_error_of_ordinary_size_is_whole() -> None:
+    found = to_status(RequestError("a sentence", fields=[("spec.name", "missing")]))
+    assert found.message == "a sentence"
+    refused = error_details_pb2.BadRequest()
+    found.details[1].Unpack(refused)
+    assert refused.field_violations[0].field == "spec.name"
+
+
+def test_a_value_of_a_newer_build_is_unspecified() -> None:
+    assert enum_name(types_pb2.DeviceKind, 77, "DEVICE_KIND_") == "UNSPECIFIED"
+    assert enum_name(types_pb2.DeviceKind, types_pb2.DEVICE_KIND_CPU, "DEVICE_KIND_") == "CPU"

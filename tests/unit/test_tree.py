@@ -106,7 +106,8 @@ def test_the_trainers_package_imports_nothing_before_it_is_asked() -> None:
         ("megascale_executor.agent.__main__", ["torch", "triton", "grpc"]),
         ("megascale_driver.__main__", ["torch", "triton", "numpy"]),
         (
-            "megascale_driver.commands.scale, megascale_driver.planner.__main__",
+            "megascale_driver.commands.scale, megascale_driver.commands.sim, "
+            "megascale_driver.planner.__main__",
             ["torch", "triton", "grpc", "google", "structlog"],
         ),
         ("megascale_checkpoint.__main__", ["torch", "triton"]),
@@ -134,7 +135,9 @@ NUMPY = (
     "driver/megascale_driver/analysis/spans/",
     "driver/megascale_driver/telemetry/",
     "driver/megascale_driver/planner/",
+    "driver/megascale_driver/network/",
     "driver/megascale_driver/commands/scale.py",
+    "driver/megascale_driver/commands/sim",
 )
 WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
 
@@ -146,6 +149,11 @@ WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
         ("megascale_common", ["megascale_common"], ["torch", "triton"]),
         ("megascale_client", ["megascale_client"], ["torch", "triton", "numpy", "structlog"]),
         ("megascale_cli", ["megascale_cli", "megascale_client"], ["torch", "triton", "structlog"]),
+        (
+            "megascale_dashboard",
+            ["megascale_dashboard", "megascale_client"],
+            ["torch", "triton", "numpy", "structlog"],
+        ),
         (
             "megascale_driver",
             ["megascale_driver", "megascale_common"],

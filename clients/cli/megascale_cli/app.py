@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from megascale_cli import checkpoints, jobfile, joblist, jobs, logs, nodes, orders, profile, specs
+from megascale_cli import (
+    checkpoints,
+    heat,
+    jobfile,
+    joblist,
+    jobs,
+    logs,
+    nodes,
+    orders,
+    profile,
+    specs,
+)
 from megascale_cli.demo.command import demo
 from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
@@ -85,6 +96,7 @@ def _panels() -> dict[str, tuple[Callable[..., None], ...]]:
             jobs.watch,
             logs.logs,
             jobs.explain,
+            heat.heat,
             jobs.events,
             profile.profile,
             specs.clone,

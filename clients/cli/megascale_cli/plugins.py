@@ -51,6 +51,11 @@ KNOWN = {
         "Make a private certificate authority, and certificates for drivers, nodes and people.",
         "megascale_driver.commands.certs:app",
     ),
+    "dashboard": Plugin(
+        "Serve pages on the cluster for a browser; they only read.",
+        "megascale_dashboard.command:app",
+        "dashboard",
+    ),
     "data": Plugin(
         "Tokenise your own text, and inspect tokenised data.",
         "megascale_trainer.commands.data:app",
@@ -63,6 +68,11 @@ KNOWN = {
     ),
     "pipeline": Plugin(
         "Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"
+    ),
+    "sim": Plugin(
+        "Simulate routing and congestion in the network of a cluster that you do not have.",
+        "megascale_driver.commands.sim:app",
+        "plan",
     ),
 }
 CHECKPOINT = Plugin("", "megascale_checkpoint.commands:app", "checkpoint")

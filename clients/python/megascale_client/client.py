@@ -295,6 +295,16 @@ class AsyncClient(OrderCalls):
         request = driver_pb2.ExplainJobRequest(name=name)
         return await self._connection.unary("ExplainJob", request, driver_pb2.ExplainJobResponse)
 
+    async def heat_map(
+        self, name: str, operations: Sequence[str] = (), *, steps: int = 0
+    ) -> driver_pb2.GetHeatMapResponse:
+        """What each rank takes for each operation in the newest ``steps`` steps (default 50).
+
+        Raises NotFound, NotPossible (the driver keeps no spans).
+        """
+        request = driver_pb2.GetHeatMapRequest(job=name, operations=operations, steps=steps)
+        return await self._connection.unary("GetHeatMap", request, driver_pb2.GetHeatMapResponse)
+
     async def nodes(self) -> AsyncIterator[Node]:
         """All nodes."""
         request = driver_pb2.ListNodesRequest(page_size=PAGE_SIZE)

@@ -180,6 +180,15 @@ class Client:
         """Why a job is where it is: the cause, what was done, what may be done. Raises NotFound."""
         return self._loop.run(self._client.explain(name))
 
+    def heat_map(
+        self, name: str, operations: Sequence[str] = (), *, steps: int = 0
+    ) -> driver_pb2.GetHeatMapResponse:
+        """What each rank takes for each operation in the newest ``steps`` steps (default 50).
+
+        Raises NotFound, NotPossible (the driver keeps no spans).
+        """
+        return self._loop.run(self._client.heat_map(name, operations, steps=steps))
+
     def nodes(self) -> Iterator[Node]:
         """All nodes."""
         return self._loop.iterate(self._client.nodes())

@@ -1118,6 +1118,146 @@ class CancelProfileResponse(google.protobuf.message.Message):
 Global___CancelProfileResponse: typing_extensions.TypeAlias = CancelProfileResponse
 
 @typing.final
+class GetHeatMapRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    OPERATIONS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """Name of the job."""
+    steps: builtins.int
+    """How many of the newest steps; default 50, at most 500."""
+    @property
+    def operations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of operations (forward, backward, optimizer, ...); empty: all. At most 64."""
+
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        operations: collections.abc.Iterable[builtins.str] | None = ...,
+        steps: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "operations", b"operations", "steps", b"steps"]) -> None: ...
+
+Global___GetHeatMapRequest: typing_extensions.TypeAlias = GetHeatMapRequest
+
+@typing.final
+class GetHeatMapResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    FIRST_STEP_FIELD_NUMBER: builtins.int
+    LAST_STEP_FIELD_NUMBER: builtins.int
+    RANK_NODES_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    SLOW_NODES_FIELD_NUMBER: builtins.int
+    attempt: builtins.int
+    """The attempt that was measured."""
+    first_step: builtins.int
+    """The first of its steps that is in the figures; 0 without spans."""
+    last_step: builtins.int
+    """The last one."""
+    @property
+    def rank_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Node of each rank."""
+
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HeatMapRow]:
+        """Operations, the longest first."""
+
+    @property
+    def slow_nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SlowNode]:
+        """Nodes that are slow by these spans, the slowest first."""
+
+    def __init__(
+        self,
+        *,
+        attempt: builtins.int = ...,
+        first_step: builtins.int = ...,
+        last_step: builtins.int = ...,
+        rank_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        rows: collections.abc.Iterable[Global___HeatMapRow] | None = ...,
+        slow_nodes: collections.abc.Iterable[Global___SlowNode] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "first_step", b"first_step", "last_step", b"last_step", "rank_nodes", b"rank_nodes", "rows", b"rows", "slow_nodes", b"slow_nodes"]) -> None: ...
+
+Global___GetHeatMapResponse: typing_extensions.TypeAlias = GetHeatMapResponse
+
+@typing.final
+class HeatMapRow(google.protobuf.message.Message):
+    """One operation on all ranks; NaN where nothing is known."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    MEDIAN_MS_FIELD_NUMBER: builtins.int
+    RATIO_FIELD_NUMBER: builtins.int
+    operation: builtins.str
+    """Name of the operation."""
+    kind: builtins.str
+    """compute, collective, p2p or host."""
+    @property
+    def median_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Time in a step in milliseconds, the median over the steps, by rank."""
+
+    @property
+    def ratio(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """That time over the median of the ranks that do the same work, the median over the steps, by rank."""
+
+    def __init__(
+        self,
+        *,
+        operation: builtins.str = ...,
+        kind: builtins.str = ...,
+        median_ms: collections.abc.Iterable[builtins.float] | None = ...,
+        ratio: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "median_ms", b"median_ms", "operation", b"operation", "ratio", b"ratio"]) -> None: ...
+
+Global___HeatMapRow: typing_extensions.TypeAlias = HeatMapRow
+
+@typing.final
+class SlowNode(google.protobuf.message.Message):
+    """A node whose ranks take longer than others for the same work."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    OPERATION_FIELD_NUMBER: builtins.int
+    RATIO_FIELD_NUMBER: builtins.int
+    SINCE_STEP_FIELD_NUMBER: builtins.int
+    SENTENCE_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """Name of the node."""
+    rank: builtins.int
+    """Its slowest rank."""
+    operation: builtins.str
+    """The operation that shows it most."""
+    ratio: builtins.float
+    """How many times as long that takes."""
+    since_step: builtins.int
+    """First step of the first window that shows it."""
+    sentence: builtins.str
+    """The verdict in one sentence, with its numbers."""
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        rank: builtins.int = ...,
+        operation: builtins.str = ...,
+        ratio: builtins.float = ...,
+        since_step: builtins.int = ...,
+        sentence: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node", "operation", b"operation", "rank", b"rank", "ratio", b"ratio", "sentence", b"sentence", "since_step", b"since_step"]) -> None: ...
+
+Global___SlowNode: typing_extensions.TypeAlias = SlowNode
+
+@typing.final
 class ExplainJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -108,6 +108,11 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ExplainJobRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.ExplainJobResponse.FromString,
                 _registered_method=True)
+        self.GetHeatMap = channel.unary_unary(
+                '/megascale.v1.DriverService/GetHeatMap',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapResponse.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/megascale.v1.DriverService/ListNodes',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ListNodesRequest.SerializeToString,
@@ -436,6 +441,22 @@ class DriverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetHeatMap(self, request, context):
+        """Returns what each rank of a job takes for each operation of a step, beside the ranks that do the
+        same work, and the nodes that are slow by that. It reads the spans of the newest steps of the
+        newest attempt; without spans there are no rows.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): steps is out of range, or there are too many operations.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+        - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodes(self, request, context):
         """Lists all nodes by name, page by page; nodes that are down are included.
 
@@ -722,6 +743,11 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.ExplainJob,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.ExplainJobRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.ExplainJobResponse.SerializeToString,
+            ),
+            'GetHeatMap': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHeatMap,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapResponse.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -1154,6 +1180,33 @@ class DriverService(object):
             '/megascale.v1.DriverService/ExplainJob',
             megascale_dot_v1_dot_driver__pb2.ExplainJobRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.ExplainJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHeatMap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/GetHeatMap',
+            megascale_dot_v1_dot_driver__pb2.GetHeatMapRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.GetHeatMapResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -233,6 +233,22 @@ _DriverServiceExplainJobType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceGetHeatMapType = typing_extensions.TypeVar(
+    '_DriverServiceGetHeatMapType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetHeatMapRequest,
+        megascale.v1.driver_pb2.GetHeatMapResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetHeatMapRequest,
+        megascale.v1.driver_pb2.GetHeatMapResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetHeatMapRequest,
+        megascale.v1.driver_pb2.GetHeatMapResponse,
+    ],
+)
+
 _DriverServiceListNodesType = typing_extensions.TypeVar(
     '_DriverServiceListNodesType',
     grpc.UnaryUnaryMultiCallable[
@@ -457,7 +473,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -522,6 +538,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ExplainJobRequest,
             megascale.v1.driver_pb2.ExplainJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.GetHeatMapRequest,
+            megascale.v1.driver_pb2.GetHeatMapResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ListNodesRequest,
@@ -634,6 +654,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ExplainJobRequest,
             megascale.v1.driver_pb2.ExplainJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.GetHeatMapRequest,
+            megascale.v1.driver_pb2.GetHeatMapResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ListNodesRequest,
@@ -898,6 +922,19 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     """
 
+    GetHeatMap: _DriverServiceGetHeatMapType
+    """Returns what each rank of a job takes for each operation of a step, beside the ranks that do the
+    same work, and the nodes that are slow by that. It reads the spans of the newest steps of the
+    newest attempt; without spans there are no rows.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): steps is out of range, or there are too many operations.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+    - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
+    """
+
     ListNodes: _DriverServiceListNodesType
     """Lists all nodes by name, page by page; nodes that are down are included.
 
@@ -1127,6 +1164,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ExplainJobRequest,
         megascale.v1.driver_pb2.ExplainJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetHeatMapRequest,
+        megascale.v1.driver_pb2.GetHeatMapResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ListNodesRequest,
@@ -1466,6 +1507,24 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+        """
+
+    @abc.abstractmethod
+    def GetHeatMap(
+        self,
+        request: megascale.v1.driver_pb2.GetHeatMapRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.GetHeatMapResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.GetHeatMapResponse]]:
+        """Returns what each rank of a job takes for each operation of a step, beside the ranks that do the
+        same work, and the nodes that are slow by that. It reads the spans of the newest steps of the
+        newest attempt; without spans there are no rows.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): steps is out of range, or there are too many operations.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+        - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
         """
 
     @abc.abstractmethod

@@ -1339,3 +1339,101 @@ class ReportStepsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["accepted", b"accepted"]) -> None: ...
 
 Global___ReportStepsResponse: typing_extensions.TypeAlias = ReportStepsResponse
+
+@typing.final
+class ReportSpansRequest(google.protobuf.message.Message):
+    """Spans of one rank; at most 64 KiB."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    OPERATIONS_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    UNIX_OFFSET_NS_FIELD_NUMBER: builtins.int
+    UNIX_OFFSET_ERROR_NS_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """Node on which the rank runs."""
+    job: builtins.str
+    """Name of the job."""
+    attempt: builtins.int
+    """The attempt."""
+    rank: builtins.int
+    """The rank."""
+    count: builtins.int
+    """Number of spans; at most 1,024."""
+    columns: builtins.bytes
+    """The spans as records of 32 bytes, little-endian: start in ns of the node's monotonic clock (8),
+    duration in ns (8), step (4), operation (2), micro-batch, 65,535 for none (2), number of the span
+    among those of its operation and step (4), chunk, stream and flags (4). The first bytes of all
+    records stand first, then all second bytes, and so on; the whole is compressed by zlib.
+    """
+    unix_offset_ns: builtins.int
+    """What is to be added to a start for Unix time on the node's clock."""
+    unix_offset_error_ns: builtins.int
+    """Bound of the error of unix_offset_ns."""
+    @property
+    def operations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SpanOperation]:
+        """What the spans are of; a span names its operation by the place in this list."""
+
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        job: builtins.str = ...,
+        attempt: builtins.int = ...,
+        rank: builtins.int = ...,
+        operations: collections.abc.Iterable[Global___SpanOperation] | None = ...,
+        count: builtins.int = ...,
+        columns: builtins.bytes = ...,
+        unix_offset_ns: builtins.int = ...,
+        unix_offset_error_ns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "columns", b"columns", "count", b"count", "job", b"job", "node", b"node", "operations", b"operations", "rank", b"rank", "unix_offset_error_ns", b"unix_offset_error_ns", "unix_offset_ns", b"unix_offset_ns"]) -> None: ...
+
+Global___ReportSpansRequest: typing_extensions.TypeAlias = ReportSpansRequest
+
+@typing.final
+class SpanOperation(google.protobuf.message.Message):
+    """What a span is of."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name: forward, backward, optimizer and so on."""
+    kind: builtins.str
+    """compute, collective, p2p or host."""
+    group: builtins.str
+    """Communication group of a collective or transfer: world, tp, dp and so on; empty otherwise."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        kind: builtins.str = ...,
+        group: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "kind", b"kind", "name", b"name"]) -> None: ...
+
+Global___SpanOperation: typing_extensions.TypeAlias = SpanOperation
+
+@typing.final
+class ReportSpansResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    accepted: builtins.int
+    """Number of spans that the driver took."""
+    def __init__(
+        self,
+        *,
+        accepted: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted"]) -> None: ...
+
+Global___ReportSpansResponse: typing_extensions.TypeAlias = ReportSpansResponse

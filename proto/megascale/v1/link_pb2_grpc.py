@@ -50,6 +50,11 @@ class ExecutorLinkServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_link__pb2.ReportStepsRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_link__pb2.ReportStepsResponse.FromString,
                 _registered_method=True)
+        self.ReportSpans = channel.stream_unary(
+                '/megascale.v1.ExecutorLinkService/ReportSpans',
+                request_serializer=megascale_dot_v1_dot_link__pb2.ReportSpansRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_link__pb2.ReportSpansResponse.FromString,
+                _registered_method=True)
 
 
 class ExecutorLinkServiceServicer(object):
@@ -95,6 +100,20 @@ class ExecutorLinkServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportSpans(self, request_iterator, context):
+        """Sends the spans that the ranks of this node measure, on a connection of its own. Both sides drop
+        what they have no room for: nothing is sent again. Spans of an attempt that is not the job's
+        newest are dropped as well.
+
+        Callers: node agent
+        Errors:
+        - INVALID_ARGUMENT (BAD_SPANS): a batch has more than 1,024 spans, or more than 64 KiB.
+        - PERMISSION_DENIED (NOT_ITS_NODE): the certificate is that of another node.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExecutorLinkServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +126,11 @@ def add_ExecutorLinkServiceServicer_to_server(servicer, server):
                     servicer.ReportSteps,
                     request_deserializer=megascale_dot_v1_dot_link__pb2.ReportStepsRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_link__pb2.ReportStepsResponse.SerializeToString,
+            ),
+            'ReportSpans': grpc.stream_unary_rpc_method_handler(
+                    servicer.ReportSpans,
+                    request_deserializer=megascale_dot_v1_dot_link__pb2.ReportSpansRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_link__pb2.ReportSpansResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -169,6 +193,33 @@ class ExecutorLinkService(object):
             '/megascale.v1.ExecutorLinkService/ReportSteps',
             megascale_dot_v1_dot_link__pb2.ReportStepsRequest.SerializeToString,
             megascale_dot_v1_dot_link__pb2.ReportStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportSpans(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/megascale.v1.ExecutorLinkService/ReportSpans',
+            megascale_dot_v1_dot_link__pb2.ReportSpansRequest.SerializeToString,
+            megascale_dot_v1_dot_link__pb2.ReportSpansResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,7 +57,23 @@ _ExecutorLinkServiceReportStepsType = typing_extensions.TypeVar(
     ],
 )
 
-class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _ExecutorLinkServiceReportStepsType]):
+_ExecutorLinkServiceReportSpansType = typing_extensions.TypeVar(
+    '_ExecutorLinkServiceReportSpansType',
+    grpc.StreamUnaryMultiCallable[
+        megascale.v1.link_pb2.ReportSpansRequest,
+        megascale.v1.link_pb2.ReportSpansResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        megascale.v1.link_pb2.ReportSpansRequest,
+        megascale.v1.link_pb2.ReportSpansResponse,
+    ],
+    default=grpc.StreamUnaryMultiCallable[
+        megascale.v1.link_pb2.ReportSpansRequest,
+        megascale.v1.link_pb2.ReportSpansResponse,
+    ],
+)
+
+class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _ExecutorLinkServiceReportStepsType, _ExecutorLinkServiceReportSpansType]):
     """Used by node agents only, served by the leader of the drivers.
 
     Errors:
@@ -76,6 +92,10 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
             megascale.v1.link_pb2.ReportStepsRequest,
             megascale.v1.link_pb2.ReportStepsResponse,
         ],
+        grpc.StreamUnaryMultiCallable[
+            megascale.v1.link_pb2.ReportSpansRequest,
+            megascale.v1.link_pb2.ReportSpansResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -87,6 +107,10 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
         grpc.aio.StreamUnaryMultiCallable[
             megascale.v1.link_pb2.ReportStepsRequest,
             megascale.v1.link_pb2.ReportStepsResponse,
+        ],
+        grpc.aio.StreamUnaryMultiCallable[
+            megascale.v1.link_pb2.ReportSpansRequest,
+            megascale.v1.link_pb2.ReportSpansResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -118,6 +142,17 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
     - PERMISSION_DENIED (NOT_ITS_JOB): the certificate's node runs no rank of the job.
     """
 
+    ReportSpans: _ExecutorLinkServiceReportSpansType
+    """Sends the spans that the ranks of this node measure, on a connection of its own. Both sides drop
+    what they have no room for: nothing is sent again. Spans of an attempt that is not the job's
+    newest are dropped as well.
+
+    Callers: node agent
+    Errors:
+    - INVALID_ARGUMENT (BAD_SPANS): a batch has more than 1,024 spans, or more than 64 KiB.
+    - PERMISSION_DENIED (NOT_ITS_NODE): the certificate is that of another node.
+    """
+
 ExecutorLinkServiceAsyncStub: typing_extensions.TypeAlias = ExecutorLinkServiceStub[
     grpc.aio.StreamStreamMultiCallable[
         megascale.v1.link_pb2.ConnectRequest,
@@ -126,6 +161,10 @@ ExecutorLinkServiceAsyncStub: typing_extensions.TypeAlias = ExecutorLinkServiceS
     grpc.aio.StreamUnaryMultiCallable[
         megascale.v1.link_pb2.ReportStepsRequest,
         megascale.v1.link_pb2.ReportStepsResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        megascale.v1.link_pb2.ReportSpansRequest,
+        megascale.v1.link_pb2.ReportSpansResponse,
     ],
 ]
 
@@ -174,6 +213,22 @@ class ExecutorLinkServiceServicer(metaclass=abc.ABCMeta):
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - UNAVAILABLE (JOB_UNREADABLE): its stored rows cannot be read by this driver; send them again.
         - PERMISSION_DENIED (NOT_ITS_JOB): the certificate's node runs no rank of the job.
+        """
+
+    @abc.abstractmethod
+    def ReportSpans(
+        self,
+        request_iterator: _MaybeAsyncIterator[megascale.v1.link_pb2.ReportSpansRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.link_pb2.ReportSpansResponse, collections.abc.Awaitable[megascale.v1.link_pb2.ReportSpansResponse]]:
+        """Sends the spans that the ranks of this node measure, on a connection of its own. Both sides drop
+        what they have no room for: nothing is sent again. Spans of an attempt that is not the job's
+        newest are dropped as well.
+
+        Callers: node agent
+        Errors:
+        - INVALID_ARGUMENT (BAD_SPANS): a batch has more than 1,024 spans, or more than 64 KiB.
+        - PERMISSION_DENIED (NOT_ITS_NODE): the certificate is that of another node.
         """
 
 def add_ExecutorLinkServiceServicer_to_server(servicer: ExecutorLinkServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -28,6 +28,7 @@ from megascale_checkpoint.replicas.streams import MOST_STREAMS, STREAMS
 from megascale_checkpoint.service import SERVICE, CheckpointService
 from megascale_checkpoint.staging import StagingFolder, default_base
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.addresses import joined
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.channel import present, presented
@@ -81,7 +82,7 @@ async def _serve(
     jobs = Jobs(staging, pools, committers)
     replicas = jobs.replicas = NodeReplicas(jobs, staging, pools, token, options.replica_streams)
     # Unencrypted they stay on this host, even where somebody has said to trust the network.
-    host = options.host if presented() is not None else REPLICA_HOST
+    host = options.host.strip("[]") if presented() is not None else REPLICA_HOST
     replicas.start(host, options.address_file.with_suffix(".replicas"))
     server = RpcServer(token, tls=tls, insecure_network=options.insecure_network)
     committer = Committer(jobs.registration)
@@ -131,7 +132,7 @@ async def _start(server: RpcServer, options: argparse.Namespace) -> str:
         if previous:
             with contextlib.suppress(OptionError):
                 address = await server.start(previous, [SERVICE])
-    address = address or await server.start(f"{options.host}:0", [SERVICE])
+    address = address or await server.start(joined(options.host, 0), [SERVICE])
     write_address("--address-file", address_file, address)
     return address
 

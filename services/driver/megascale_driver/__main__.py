@@ -39,9 +39,11 @@ from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
 from megascale_driver.loop_watch import LoopWatch, collect_now_and_then, freeze_all
 from megascale_driver.metrics import DriverMetrics
+from megascale_driver.people_port import PeoplePort, add_people_options
 from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
 from megascale_driver.queue_options import add_queue_options
 from megascale_driver.service import DriverService
+from megascale_driver.telemetry import opening
 
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
 STOP_GRACE_S = 1.0
@@ -118,6 +120,7 @@ async def _serve_until(
             freeze_all()
         for name in SERVICES:
             await server.set_serving(name, leads)
+        await people.set_serving(leads)
 
     leader = Leader(
         client,
@@ -127,17 +130,23 @@ async def _serve_until(
         retention=_retention(options),
         sweep_every_s=options.sweep_every_s,
     )
-    service = DriverService(engine, leader, options.cluster)
+    telemetry = opening.opened(options, engine)
+    service = DriverService(
+        engine, leader, options.cluster, telemetry.views if telemetry is not None else None
+    )
     driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
-    LinkService(engine, leader, options.cluster).add_to(server.server)
+    spans = telemetry.intake if telemetry is not None else None
+    LinkService(engine, leader, options.cluster, spans).add_to(server.server)
+    people = PeoplePort(options, token, tls, service)
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
+        await people.start()
         metrics = await _serve_metrics(engine, options)
-        await require_etcd("--etcd", client.endpoints)
+        await require_etcd("--etcd", client.endpoints, tls=client.tls)
         if options.address_file is not None:
             write_address("--address-file", options.address_file, engine.address)
     except ServiceError:
-        await server.stop(0)
+        await asyncio.gather(server.stop(0), people.stop(0))
         raise
     _log.info("the driver serves", address=engine.address, build=build_version())
     freeze_all()  # what start-up created lives as long as the process: never collect it
@@ -147,7 +156,9 @@ async def _serve_until(
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
     collecting.cancel()
-    await _shut_down(server, engine, term)
+    await _shut_down(server, people, engine, term)
+    if telemetry is not None:
+        await telemetry.close()
     await metrics.stop()
 
 
@@ -163,7 +174,9 @@ async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> Metrics
     return server
 
 
-async def _shut_down(server: RpcServer, engine: Engine, term: asyncio.Task[None]) -> None:
+async def _shut_down(
+    server: RpcServer, people: PeoplePort, engine: Engine, term: asyncio.Task[None]
+) -> None:
     """Report NOT_SERVING, resign so that a standby leads at once, let calls end."""
     for name in ("", *SERVICES):
         await server.set_serving(name, False)
@@ -173,7 +186,7 @@ async def _shut_down(server: RpcServer, engine: Engine, term: asyncio.Task[None]
         await term
     engine.links.close_all()
     await engine.close()
-    await server.stop(STOP_GRACE_S)
+    await asyncio.gather(server.stop(STOP_GRACE_S), people.stop(STOP_GRACE_S))
     if failed:
         raise failed
 
@@ -249,7 +262,9 @@ def _parser() -> argparse.ArgumentParser:
     add_queue_options(parser)
     certificates.add_options(parser)
     _add_etcd_tls(parser)
+    add_people_options(parser)
     _add_retention(parser)
+    opening.add_options(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
 

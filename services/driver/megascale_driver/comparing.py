@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from megascale.v1 import types_pb2
+from megascale_common.service.wire_text import enum_name
 from megascale_driver.analysis.baselines import (
     MAX_NODES,
     REPEATS,
@@ -51,7 +52,7 @@ class FleetFigures:
     def counts(self) -> Counter[tuple[str, str]]:
         """Targets of all nodes by (test, verdict), of each node's newest diagnostics."""
         return Counter(
-            (check.name, types_pb2.CheckVerdict.Name(check.verdict).removeprefix("CHECK_VERDICT_"))
+            (check.name, enum_name(types_pb2.CheckVerdict, check.verdict, "CHECK_VERDICT_"))
             for checks in self._newest.values()
             for check in checks
         )

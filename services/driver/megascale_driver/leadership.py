@@ -19,6 +19,7 @@ from megascale_common.etcd.lease import now_s
 from megascale_common.etcd.protocol import Etcd
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, NotLeaderError
+from megascale_common.service.identity.gate import caller
 from megascale_common.service.rhythm import Rhythm
 from megascale_driver.engine import Engine
 from megascale_driver.journal.older import OlderLines
@@ -92,7 +93,10 @@ class Leader:
             if self.etcd_answers
             else "; etcd does not answer, so no driver may change anything now"
         )
-        metadata = {"leader": self.known_address} if self.known_address else {}
+        # People with tokens are served at another port, which only their own list of drivers has.
+        peer = caller()
+        known = self.known_address and not (peer is not None and peer.by_token)
+        metadata = {"leader": self.known_address} if known else {}
         return NotLeaderError(f"this driver does not lead{where}{why}", metadata=metadata)
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""ExecutorLinkService: the RPCs that agents call, for their node's link and its step records.
+"""ExecutorLinkService: what agents call, for their node's link, its step records and spans.
 
 The node dials; the driver never needs an address to command it. What is to be sent on a link waits
 in :mod:`megascale_driver.open_links`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -44,15 +44,30 @@ BEGINNING_S = 4.0
 # Open links, and those whose hello has not come yet: each costs some 55 KiB of memory.
 MAX_LINKS = 32_768
 MAX_HEARTBEAT_BYTES = 64 << 10
+MAX_BATCH_BYTES = 64 << 10
+MAX_BATCH_SPANS = 1024
 
 _log = logs.get(__name__)
 
 
-class LinkService:
-    """Turns the messages of nodes into events for the engine, and sends what their links hold."""
+class SpanSink(Protocol):
+    """Where spans go: :class:`megascale_driver.telemetry.intake.SpanIntake`."""
 
-    def __init__(self, engine: Engine, leader: Leader, cluster: str) -> None:
+    def take(self, batch: link_pb2.ReportSpansRequest) -> bool:
+        """Take a batch; False if there is no room for it. Never waits."""
+
+
+class LinkService:
+    """Turns the messages of nodes into events for the engine, and sends what their links hold.
+
+    Without ``spans`` the spans that nodes send are dropped.
+    """
+
+    def __init__(
+        self, engine: Engine, leader: Leader, cluster: str, spans: SpanSink | None = None
+    ) -> None:
         self._engine = engine
+        self._spans = spans
         self._leader = leader
         self._cluster = cluster
         self._long_lived = LongLived()
@@ -60,7 +75,7 @@ class LinkService:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have the server serve it; requests of Connect come as bytes."""
-        handlers = {
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Connect": grpc.stream_stream_rpc_method_handler(
                 self.Connect,
                 response_serializer=link_pb2.ConnectResponse.SerializeToString,
@@ -69,6 +84,11 @@ class LinkService:
                 self.ReportSteps,
                 request_deserializer=link_pb2.ReportStepsRequest.FromString,
                 response_serializer=link_pb2.ReportStepsResponse.SerializeToString,
+            ),
+            "ReportSpans": grpc.stream_unary_rpc_method_handler(
+                self.ReportSpans,
+                request_deserializer=link_pb2.ReportSpansRequest.FromString,
+                response_serializer=link_pb2.ReportSpansResponse.SerializeToString,
             ),
         }
         name = link_pb2.DESCRIPTOR.services_by_name["ExecutorLinkService"].full_name
@@ -143,6 +163,32 @@ class LinkService:
                 self._engine.step_done(request.job, record)
                 accepted += 1
         return link_pb2.ReportStepsResponse(accepted=accepted)
+
+    async def ReportSpans(
+        self,
+        request_iterator: AsyncIterator[link_pb2.ReportSpansRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> link_pb2.ReportSpansResponse:
+        """Take in spans that ranks of one node have measured, those of other attempts aside."""
+        accepted = 0
+        async for batch in request_iterator:
+            if not self._leader.shows_state:
+                await abort(context, self._leader.not_leading())
+            if (peer := caller()) is not None and peer.name != batch.node:
+                text = f"the certificate is that of node {peer.name}, and the spans {batch.node}'s"
+                await abort(context, ForbiddenError(text, reason="NOT_ITS_NODE"))
+            if batch.ByteSize() > MAX_BATCH_BYTES or not 0 <= batch.count <= MAX_BATCH_SPANS:
+                text = f"a batch has at most {MAX_BATCH_SPANS} spans in {MAX_BATCH_BYTES} bytes"
+                await abort(context, RequestError(text, reason="BAD_SPANS"))
+            job = self._engine.state.jobs.get(batch.job)
+            if job is None or job.attempt != batch.attempt:
+                continue
+            slot = job.slot_of(batch.node)
+            if slot is None or batch.rank not in slot.ranks:
+                continue
+            if self._spans is not None and self._spans.take(batch):
+                accepted += batch.count
+        return link_pb2.ReportSpansResponse(accepted=accepted)
 
     async def _hello(self, requests: AsyncIterator[bytes]) -> link_pb2.ExecutorHello:
         beginning = self._leader.beginning

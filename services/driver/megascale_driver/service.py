@@ -30,9 +30,12 @@ from megascale_driver.service_base import (
 from megascale_driver.service_nodes import NodeMethods
 from megascale_driver.service_orders import OrderMethods
 from megascale_driver.service_queue import QueueMethods
+from megascale_driver.service_spans import SpanMethods
 
 
-class DriverService(NodeMethods, QueueMethods, OrderMethods, driver_pb2_grpc.DriverServiceServicer):
+class DriverService(
+    NodeMethods, QueueMethods, OrderMethods, SpanMethods, driver_pb2_grpc.DriverServiceServicer
+):
     """Jobs, nodes, audit log: everything that clients may ask of the driver."""
 
     @answers

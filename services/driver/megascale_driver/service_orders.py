@@ -122,8 +122,10 @@ class OrderMethods(WatchMethods):
         if request.rule not in RULES:
             known = ", ".join(RULES)
             raise invalid("rule", f"there is no rule {request.rule!r}", f"give one of {known}")
-        if not request.mode:
-            raise invalid("mode", "missing", "give POLICY_MODE_ENFORCE or POLICY_MODE_OBSERVE")
+        if not request.mode or request.mode not in types_pb2.PolicyMode.values():
+            raise invalid(
+                "mode", "missing or unknown", "give POLICY_MODE_ENFORCE or POLICY_MODE_OBSERVE"
+            )
         mode = types_pb2.PolicyMode.Name(request.mode).removeprefix("POLICY_MODE_")
         event = PolicyRequested(rule=request.rule, mode=mode, **asked)
         consequence = await self._carried_out(

@@ -13,6 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
+from megascale_common.service.wire_text import enum_name
 from megascale_driver.analysis.divergence import StepSample
 from megascale_driver.core import events, goodput, log_roots, quotas, replicas, unreadable
 from megascale_driver.core.explain import Explanation
@@ -63,7 +64,7 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
         hostname=hello.hostname[:MAX_LABEL],
         build=hello.build[:MAX_LABEL],
         devices=tuple(
-            Device(d.index, types_pb2.DeviceKind.Name(d.kind).removeprefix("DEVICE_KIND_").lower(),
+            Device(d.index, enum_name(types_pb2.DeviceKind, d.kind, "DEVICE_KIND_").lower(),
                    d.uuid[:MAX_LABEL], d.model[:MAX_LABEL], d.memory_bytes)
             for d in hello.devices[:MAX_DEVICES]
         ),

@@ -90,6 +90,8 @@ class Operators:
                     orders.answered(order, "UNSURE" if unsure and code != "OK" else code)
                     if world.random.random() < self.repeats:
                         await asyncio.sleep(world.draw(0.0, 20.0))
+                        if code != "OK":  # what was refused may be in order by now
+                            orders.answered(order, "UNSURE")
                         await self._repeat(driver, method, request, code)
                     self.answers.append((method, code))
                     world.touched()

@@ -105,6 +105,7 @@ class DemoCluster:
         arguments = [
             "up",
             "--json",
+            "--no-dashboard",
             "--cluster",
             CLUSTER,
             "--nodes",

@@ -26,6 +26,7 @@ from megascale_checkpoint.replicas.protocol import (
     SealedState,
     mapping_of,
 )
+from megascale_common.node.addresses import split
 from megascale_common.service.channel import presented
 from megascale_common.service.errors import (
     DamagedError,
@@ -54,7 +55,14 @@ class PeerError(ConnectionError):
 
 
 class RefusedError(PeerError):
-    """The peer refuses, which it would do on another connection, too."""
+    """The peer refuses, which it would do on another connection, too.
+
+    ``superseded``: it would do so at any later time, because it has what comes after.
+    """
+
+    def __init__(self, problem: str, *, superseded: bool = False) -> None:
+        super().__init__(problem)
+        self.superseded = superseded
 
 
 class Activity:
@@ -104,15 +112,15 @@ class Connection:
         Raises:
             PeerError: it cannot be reached.
         """
-        host, _, port = endpoint.rpartition(":")
         try:
-            sock = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
+            host, port = split(endpoint)
+            sock = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
         except (OSError, ValueError) as error:
             raise PeerError(f"{endpoint} cannot be reached: {error}") from error
         connection = cls(sock, cancelled)
         if (files := presented()) is not None:
             try:
-                connection._sock = as_client(sock, host.strip("[]"), files, SILENCE_S)
+                connection._sock = as_client(sock, host, files, SILENCE_S)
             except (OSError, ServiceError) as error:
                 sock.close()
                 raise PeerError(f"{endpoint} cannot be trusted: {error}") from error

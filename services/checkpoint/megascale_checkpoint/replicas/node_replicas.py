@@ -18,6 +18,7 @@ from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import ReplicaStore
 from megascale_checkpoint.replicas.streams import STREAMS
 from megascale_checkpoint.staging import StagingFolder
+from megascale_common.node.addresses import split
 from megascale_common.service.start import write_address
 
 
@@ -61,9 +62,9 @@ class NodeReplicas:
             OSError: no port is free.
         """
         with contextlib.suppress(OSError, ValueError):
-            before, _, port = address_file.read_text().strip().rpartition(":")
+            before, port = split(address_file.read_text().strip())
             if before == host:
-                self.endpoint = self._server.start(host, int(port))
+                self.endpoint = self._server.start(host, port)
         self.endpoint = self.endpoint or self._server.start(host)
         write_address("--address-file", address_file, self.endpoint)
         self._following = asyncio.create_task(self._follow(), name="replicas")

@@ -7,7 +7,7 @@ streams, between which its pieces are shared (:mod:`megascale_checkpoint.replica
 
     sender  Hello {version, token}, Request {verb: store, attempt, state}
     server  Reply {verb: wait}, while it makes room, {verb: go, transfer} | {verb: kept} (it has
-            this state) | {verb: refused, error}
+            this state) | {verb: refused, error, superseded}
     sender  again and again: {verb: pieces, numbers}, and the bytes of those pieces
     server  each time: {verb: have} | {verb: refused, error}
     sender  {verb: end}, when all pieces are there

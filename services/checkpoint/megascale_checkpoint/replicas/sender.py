@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +47,8 @@ SENDERS = 16  # threads: the ranks of a node
 MAX_ERROR_CHARS = 500
 MOST_PATIENCE_S = 120.0  # for a peer that makes room
 STILL_S = 1.0  # a copy of which nothing has gone out for so long keeps no slot
-RETRY_AFTER_S = (0.5, 2.0)  # pauses before a copy that failed is tried again
+RETRY_AFTER_S = (0.5, 2.0, 5.0)  # pauses before a copy that failed is tried again; the last stays
+RETRY_FOR_S = 90.0  # a node that is silent is dead after 60 s, and the attempt has ended
 
 
 class SealedRank(Protocol):
@@ -101,11 +103,16 @@ class _Transfer:
     stopped: bool = False
     overtaken: bool = False
     failed: bool = False
+    superseded: bool = False  # the peer has a later state, and will never take this one
     ends: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is stopped
 
     def must_end(self) -> bool:
         """Whether the slot is kept for it: the copy before had to give its own up."""
         return self.keeps and not self.stopped and time.monotonic() - self.moved_s < STILL_S
+
+    def may_repeat(self) -> bool:
+        """Whether it failed, and might not do so once more."""
+        return self.failed and not self.stopped and not self.superseded
 
     def stop(self) -> None:
         self.stopped = True
@@ -172,25 +179,21 @@ class ReplicaSender:
         slot.copied = transfer.must_end
         # A view of its own: while it is there, the memory stays mapped.
         image = memoryview(snapshots.memories[slot.index].view)
-        pauses_s = () if last is not None and last.failed else self.retry_after_s
-        transfer.task = asyncio.create_task(self._send_all(snapshots, image, transfer, pauses_s))
+        transfer.task = asyncio.create_task(self._send_all(snapshots, image, transfer))
 
     async def _send_all(
-        self,
-        snapshots: SealedRank,
-        image: memoryview,
-        transfer: _Transfer,
-        pauses_s: tuple[float, ...],
+        self, snapshots: SealedRank, image: memoryview, transfer: _Transfer
     ) -> None:
-        """One state, tried again after each pause."""
+        """One state, tried again after each pause until it is whole at the peer."""
         given, slot = snapshots.registration, transfer.slot
+        until_s = time.monotonic() + RETRY_FOR_S
+        pauses_s = itertools.chain(self.retry_after_s, itertools.repeat(self.retry_after_s[-1]))
         try:
             await self._send(given, image, transfer)
-            for pause_s in pauses_s:
-                if transfer.failed and not transfer.stopped:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(transfer.ends.wait(), pause_s)
-                if transfer.failed and not transfer.stopped:
+            while transfer.may_repeat() and time.monotonic() < until_s:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(transfer.ends.wait(), next(pauses_s))
+                if transfer.may_repeat():
                     await self._send(given, image, transfer)
         finally:
             transfer.task = None
@@ -267,6 +270,7 @@ class ReplicaSender:
         self, totals: SentTotals, key: StateKey, transfer: _Transfer, error: Exception
     ) -> None:
         transfer.failed = True
+        transfer.superseded = isinstance(error, RefusedError) and error.superseded
         if transfer.stopped and not transfer.overtaken:
             return  # the attempt, or the daemon, ends
         text = str(error)
@@ -292,7 +296,8 @@ def _answer(
     while (reply := connection.receive()).get("verb") == "wait" and time.monotonic() < until_s:
         pass
     if problem := refusal(reply, *verbs):
-        raise RefusedError(f"{peer} refuses: {problem}")
+        superseded = reply.get("superseded") is True
+        raise RefusedError(f"{peer} refuses: {problem}", superseded=superseded)
     return reply
 
 

@@ -27,8 +27,9 @@ from megascale_checkpoint.replicas.protocol import (
     numbers_of,
 )
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
+from megascale_common.node.addresses import joined, listen
 from megascale_common.service import logs
-from megascale_common.service.errors import DamagedError, ServiceError
+from megascale_common.service.errors import DamagedError, ServiceError, SupersededError
 
 T = TypeVar("T")
 log = logs.get("replicas")
@@ -56,10 +57,10 @@ class ReplicaServer:
         Raises:
             OSError: the address cannot be used.
         """
-        self._listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+        self._listener = listen(host, port, backlog=MAX_CONNECTIONS)
         self._listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(), name="replica server")
-        return f"{host}:{self._listener.getsockname()[1]}"
+        return joined(host, self._listener.getsockname()[1])
 
     async def close(self) -> None:
         """End all connections."""
@@ -109,7 +110,10 @@ class ReplicaServer:
             except (ServiceError, PeerError) as error:
                 log.info("replica connection ended", error=str(error))
                 with contextlib.suppress(ServiceError, PeerError):
-                    connection.send({"verb": "refused", "error": str(error)})
+                    superseded = isinstance(error, SupersededError)
+                    connection.send(
+                        {"verb": "refused", "error": str(error), "superseded": superseded}
+                    )
             except Exception:
                 # A defect costs this connection only: the daemon has the snapshots of all ranks.
                 log.exception("defect while serving a peer")

@@ -66,11 +66,11 @@ class EtcdClient:
         self.keys = KeySpace(prefix)
         self.timeout_s = timeout_s
         self.endpoints = tuple(endpoints)
-        self._tls = tls
+        self.tls = tls
         self._members: EtcdMembers | None = None
 
     async def __aenter__(self) -> Self:
-        self._members = EtcdMembers(self.endpoints, self._tls)
+        self._members = EtcdMembers(self.endpoints, self.tls)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -51,9 +51,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+Stamp = tuple[tuple[int, int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """PEM files for a TLS connection: the authority to trust and, for mutual TLS, our own pair."""
+    """PEM files for a TLS connection: the authority to trust and, for mutual TLS, our own pair.
+
+    Files that are replaced count from the next connection on.
+    """
 
     ca_path: Path
     certificate_path: Path | None = None
@@ -72,12 +78,25 @@ class TlsConfig:
         chain = None if self.certificate_path is None else self.certificate_path.read_bytes()
         return grpc.ssl_channel_credentials(self.ca_path.read_bytes(), key, chain)
 
+    def stamp(self) -> Stamp:
+        """What changes when a file is replaced; empty while one of them is not there."""
+        try:
+            found = [
+                path.stat()
+                for path in (self.ca_path, self.certificate_path, self.key_path)
+                if path is not None
+            ]
+        except OSError:
+            return ()
+        return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
+
 
 class Member:
     """One endpoint: its channel and the stubs on it."""
 
     def __init__(self, endpoint: str, tls: TlsConfig | None) -> None:
-        self.endpoint = endpoint
+        self.endpoint, self._tls = endpoint, tls
+        self._stamp = () if tls is None else tls.stamp()
         self.channel = (
             grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
             if tls is None
@@ -89,6 +108,12 @@ class Member:
         self.maintenance: rpc_pb2_grpc.MaintenanceAsyncStub = rpc_pb2_grpc.MaintenanceStub(
             self.channel
         )
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the files were replaced since, all of them there."""
+        found = () if self._tls is None else self._tls.stamp()
+        return found not in ((), self._stamp)
 
     async def connected(self) -> bool:
         """Wait until the current attempt to connect ends; whether it succeeded."""
@@ -111,6 +136,7 @@ class EtcdMembers:
                     f"endpoints: {endpoint!r} must be host:port without a scheme"
                 )
         self._members = [Member(endpoint, tls) for endpoint in endpoints]
+        self._tls = tls
         self._current = 0
         self.endpoints = tuple(endpoints)
 
@@ -134,7 +160,7 @@ class EtcdMembers:
             async with asyncio.timeout(timeout_s):
                 while True:
                     for _ in self._members:
-                        member = self._members[self._current]
+                        member = await self._fresh()
                         # A member that drops packets must not use up the time of the others.
                         if await _within(member.connected(), share_s):
                             return member
@@ -145,6 +171,20 @@ class EtcdMembers:
             raise EtcdUnavailable(
                 f"no etcd endpoint of {names} could be reached in {timeout_s:g} s"
             ) from None
+
+    async def _fresh(self) -> Member:
+        """The current member, which has no connection: with new files as another channel."""
+        number = self._current
+        before = self._members[number]
+        if not before.outdated:
+            return before
+        try:
+            member = Member(before.endpoint, self._tls)
+        except OSError:  # one of them is being replaced now
+            return before
+        self._members[number] = member
+        await before.channel.close()
+        return member
 
     async def read(
         self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]

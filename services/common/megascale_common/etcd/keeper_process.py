@@ -167,15 +167,10 @@ class _Renewing:
         silence_limit_s: float,
     ) -> None:
         self._connection, self._silence_limit_s = connection, silence_limit_s
-        self._channels = [
-            grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-            if tls is None
-            else grpc.secure_channel(endpoint, tls.credentials(), options=CHANNEL_OPTIONS)
-            for endpoint in endpoints
-        ]
-        self._stubs: list[rpc_pb2_grpc.LeaseStub] = [
-            rpc_pb2_grpc.LeaseStub(channel) for channel in self._channels
-        ]
+        self._endpoints, self._tls = list(endpoints), tls
+        self._channels: list[grpc.Channel] = []
+        self._stubs: list[rpc_pb2_grpc.LeaseStub] = []
+        self._dial()
         self._lease: tuple[int, int] | None = None
         self._ticked_s = self._due_s = now_s()
 
@@ -189,6 +184,30 @@ class _Renewing:
                 select.select([self._connection], [], [], RETRY_S)
             else:
                 self._renew(*self._lease)
+
+    def _dial(self) -> None:
+        """Channels to all members, with the files as they are now."""
+        tls = self._tls
+        self._stamp = () if tls is None else tls.stamp()
+        credentials = None if tls is None else tls.credentials()
+        before, self._channels = (
+            self._channels,
+            [
+                grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+                if credentials is None
+                else grpc.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
+                for endpoint in self._endpoints
+            ],
+        )
+        self._stubs = [rpc_pb2_grpc.LeaseStub(channel) for channel in self._channels]
+        for channel in before:
+            channel.close()
+
+    def _dial_with_new_files(self) -> None:
+        """After a failure: dial again if the files were replaced, all of them there."""
+        if self._tls is not None and self._tls.stamp() not in ((), self._stamp):
+            with contextlib.suppress(OSError):  # one of them is being replaced now
+                self._dial()
 
     def _take(self) -> bool:
         """Take in what the owner has sent; False when it has gone."""
@@ -217,6 +236,7 @@ class _Renewing:
         except (grpc.RpcError, StopIteration) as error:
             print(f"lease {lease_id:x} not renewed: {_reason(error)}", file=sys.stderr, flush=True)
             self._stubs.append(self._stubs.pop(0))
+            self._dial_with_new_files()
             self._due_s = now_s() + RETRY_S
             return
         self._due_s = sent_s + interval_s

@@ -44,8 +44,11 @@ def presented() -> Certificates | None:
     return _presented[0] if _presented else None
 
 
-def open_channel(address: str, token: str) -> grpc.aio.Channel:
+def open_channel(address: str, token: str, *, shares: bool = True) -> grpc.aio.Channel:
     """An asyncio channel whose calls carry ``token``; reconnects with a back-off of 0.2 to 2 s.
+
+    Channels of a process to one address share a connection, unless one of them ``shares`` none:
+    what is sent on it then holds up nothing else.
 
     Raises:
         OptionError: the certificates of this process can no longer be used.
@@ -56,10 +59,11 @@ def open_channel(address: str, token: str) -> grpc.aio.Channel:
         _StreamUnary(token),
         _StreamStream(token),
     ]
+    options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", int(not shares))]
     if not _presented:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     credentials = _presented[0].channel_credentials()
-    return grpc.aio.secure_channel(address, credentials, _OPTIONS, None, interceptors)
+    return grpc.aio.secure_channel(address, credentials, options, None, interceptors)
 
 
 class _TokenSender:

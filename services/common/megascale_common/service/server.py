@@ -10,7 +10,6 @@ stranger on the host learns nothing.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,10 +18,14 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from megascale_common.node.addresses import is_loopback
 from megascale_common.service.channel import MAX_MESSAGE_BYTES
 from megascale_common.service.errors import OptionError, UnauthenticatedError
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.gate import Gate
+from megascale_common.service.identity.people import People
+from megascale_common.service.identity.rates import CallRate
+from megascale_common.service.requests import RequestReader
 from megascale_common.service.start import require_bindable
 from megascale_common.service.status import abort
 from megascale_common.service.token import HEADER, bearer, check_token
@@ -99,14 +102,26 @@ class RpcServer:
 
     Use: construct, register servicers on :attr:`server`, ``start``. ``insecure_network``: whoever
     started the process has said that nobody else reads or writes on the network that it listens on.
+    ``people``: callers are people with tokens of their own, and the cluster's token is not taken.
+    ``rate``: how many calls one identified caller may begin; None: as usual.
     """
 
     def __init__(
-        self, token: str, *, tls: Certificates | None = None, insecure_network: bool = False
+        self,
+        token: str,
+        *,
+        tls: Certificates | None = None,
+        insecure_network: bool = False,
+        people: People | None = None,
+        rate: CallRate | None = None,
     ) -> None:
-        mutual = tls is not None and tls.mutual
-        gate = Gate() if mutual else TokenInterceptor(token)
-        self.server = grpc.aio.server(interceptors=[gate], options=_OPTIONS)
+        gate: grpc.aio.ServerInterceptor
+        if people is not None:
+            gate = Gate(people, rate)
+        else:
+            mutual = tls is not None and tls.mutual
+            gate = Gate(rate=rate) if mutual else TokenInterceptor(token)
+        self.server = grpc.aio.server(interceptors=[gate, RequestReader()], options=_OPTIONS)
         self._tls, self._insecure_network = tls, insecure_network
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -152,14 +167,7 @@ class RpcServer:
 
 
 def _require_loopback(host: str) -> None:
-    name = host.strip("[]")
-    if name == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise OptionError(
             f"refusing to listen on {host} without TLS: bind to 127.0.0.1, or give --tls-key and "
             "--tls-certificate"

@@ -14,20 +14,28 @@ from grpc_status import rpc_status
 from megascale_common.service.errors import ServiceError
 
 DOMAIN = "megascale.v1"
+# A call's metadata has 8 KiB; gRPC drops the answer with more, and its caller never sees a reason.
+# The message is in it twice, once with nine characters for one that is not ASCII; the details are
+# a third longer there.
+MAX_MESSAGE_BYTES, MAX_FIELDS_BYTES, MAX_FIELD_BYTES = 2000, 2200, 600
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """The google.rpc.Status of ``error``."""
+    """The google.rpc.Status of ``error``, cut to what the trailing metadata of a call takes."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     details = [_packed(info)]
+    refused = error_details_pb2.BadRequest()
+    for field, description in error.fields:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_cut(field, MAX_FIELD_BYTES), description=_cut(description, MAX_FIELD_BYTES)
+        )
+        if refused.ByteSize() + violation.ByteSize() > MAX_FIELDS_BYTES:
+            break  # the first ones have to be corrected before the others in any case
+        refused.field_violations.append(violation)
     if error.fields:
-        violations = [
-            error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
-            for field, description in error.fields
-        ]
-        details.append(_packed(error_details_pb2.BadRequest(field_violations=violations)))
-    number = code_pb2.Code.Value(error.code)
-    return status_pb2.Status(code=number, message=error.message, details=details)
+        details.append(_packed(refused))
+    message = _cut(error.message, MAX_MESSAGE_BYTES)
+    return status_pb2.Status(code=code_pb2.Code.Value(error.code), message=message, details=details)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:
@@ -74,3 +82,19 @@ def _packed(message: Any) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed
+
+
+def _cut(text: str, size: int) -> str:
+    """The text, cut with three dots to so many bytes as gRPC escapes them."""
+    if _escaped_bytes(text) <= size:
+        return text
+    kept = text[: size - 3]
+    while _escaped_bytes(kept) > size - 3:
+        kept = kept[: min(len(kept) - 1, len(kept) * size // _escaped_bytes(kept))]
+    return f"{kept}..."
+
+
+def _escaped_bytes(text: str) -> int:
+    """Bytes of the text in a header: %XX for each byte that is not printable ASCII, and for %."""
+    plain = sum(" " <= char <= "~" and char != "%" for char in text)
+    return plain + 3 * (len(text.encode(errors="replace")) - plain)

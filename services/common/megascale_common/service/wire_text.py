@@ -1,6 +1,11 @@
-"""Text from outside (paths, output of programs) on its way into a protobuf message."""
+"""Text from outside (paths, output of programs) on its way into a protobuf message, and names out.
+
+A message may come from a newer build, whose enums have more values than ours.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 def encodable(text: str) -> str:
@@ -9,3 +14,12 @@ def encodable(text: str) -> str:
     Python reads such bytes, of a file name for instance, as lone surrogates, and protobuf raises.
     """
     return text.encode(errors="replace").decode()
+
+
+def enum_name(kind: Any, number: int, prefix: str) -> str:
+    """The name of an enum's value without ``prefix``; that of value 0 for one of a newer build.
+
+    ``kind`` is the enum of the generated code. Its own ``Name`` raises for such a value.
+    """
+    name: str = kind.Name(number if number in kind.values() else 0)
+    return name.removeprefix(prefix)

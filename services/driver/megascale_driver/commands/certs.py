@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from megascale_common.job.names import is_dns_label
-from megascale_common.service.identity import authority
+from megascale_common.service.identity import authority, people
 from megascale_common.service.identity.certificates import CA_FILE
 from megascale_common.service.identity.peers import Role
 
@@ -77,6 +77,25 @@ def issue_certificate(
         print(json.dumps({name: str(path) for name, path in files.items()} | {"days": days}))
         return
     _console.print(f"{found.certificate} and {found.key}, valid for {days} days")
+
+
+@app.command("person")
+def add_person(
+    role: Annotated[Role, typer.Option(help="viewer or operator.")],
+    name: Annotated[str, typer.Option(help="The name in the audit log.")],
+    file: Annotated[Path, typer.Option(help="The driver's --people-tokens.")] = Path("people"),
+    as_json: Json = False,
+) -> None:
+    """Give a person a token, in place of the one before; it is printed once and stored nowhere.
+
+    Example: [bold]megascale certs person --role operator --name ada[/bold]
+    """
+    token = people.add_person(file, name, role)
+    if as_json:
+        print(json.dumps({"name": name, "role": role, "token": token, "file": str(file)}))
+        return
+    print(token)
+    _console.print(f"{file} has the digest of this token: drivers read it when it changes")
 
 
 def _check(cluster: str) -> None:

@@ -16,6 +16,7 @@ from rich.markup import escape
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_driver.commands.node import reporter, run_node
+from megascale_driver.platform.dashboard_process import DashboardProcess
 from megascale_driver.platform.devices import choose_device, count_gpus
 from megascale_driver.platform.joining import RunningCluster
 from megascale_driver.platform.local import LocalCluster, LocalOptions
@@ -41,6 +42,10 @@ _SENTENCES = {
     "metrics_ready": "metrics at {url}; Prometheus reads all targets from {targets_file}",
     "ready": "[green]ready[/green]: {nodes_count} nodes with {devices_per_node} {device} devices "
     "each in {run_folder}; stop with Ctrl-C. Next: megascale submit job.yaml --watch",
+    "dashboard_ready": "dashboard at {url}",
+    "dashboard_absent": "no dashboard: {remedy}",
+    "dashboard_failed": "[yellow]the dashboard has ended[/yellow], the cluster has not: see {log}; "
+    "start it again with `megascale dashboard`",
     "stopping": "stopping",
     "stopped": "stopped",
 }
@@ -83,6 +88,9 @@ AddNode = Annotated[
         "as `megascale node start` does.",
     ),
 ]
+Dashboard = Annotated[
+    bool, typer.Option(help="Also serve pages for a browser, as `megascale dashboard` does.")
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be started, start nothing.")
 ]
@@ -103,6 +111,7 @@ def up(
     hang_floor_s: HangFloor = 60.0,
     tls: Tls = False,
     add_node: AddNode = False,
+    dashboard: Dashboard = True,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -147,7 +156,7 @@ def up(
     if dry_run:
         _print_plan(options, as_json)
         return
-    raise typer.Exit(asyncio.run(_run(options, as_json)))
+    raise typer.Exit(asyncio.run(_run(options, dashboard, as_json)))
 
 
 def _print_plan(options: LocalOptions, as_json: bool) -> None:
@@ -165,7 +174,7 @@ def _print_plan(options: LocalOptions, as_json: bool) -> None:
         _console.print(f"{name}: {value}")
 
 
-async def _run(options: LocalOptions, as_json: bool) -> int:
+async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> int:
     """Start, supervise until a signal or a failure, stop; returns the exit status."""
 
     def report(kind: str, fields: dict[str, Any]) -> None:
@@ -182,20 +191,26 @@ async def _run(options: LocalOptions, as_json: bool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
     cluster = LocalCluster(options, report)
+    dashboard = DashboardProcess(cluster.folder, report)
+    showing: list[asyncio.Task[None]] = []
 
     async def live() -> None:
         await cluster.start()
         report("ready", {**cluster.state(), "nodes_count": options.nodes})
+        if with_dashboard:
+            showing.append(asyncio.create_task(dashboard.run()))
         await cluster.supervise()
 
     living = asyncio.create_task(live())
     stopping = asyncio.create_task(asked_to_stop.wait())
     await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
     failure = living.exception() if living.done() and not living.cancelled() else None
-    for task in (living, stopping):
+    tasks = (living, stopping, *showing)
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(living, stopping, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
     report("stopping", {})
+    await dashboard.stop()
     await cluster.stop()
     report("stopped", {})
     if failure is not None:

@@ -211,6 +211,8 @@ class Attempt:
     observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
     # First step of the newest divergence that was logged; 0 without one.
     diverged_from: int = field(default=0, metadata=VOLATILE)
+    # Nodes of which the log says that they are slow.
+    slow_nodes: tuple[str, ...] = field(default=(), metadata=VOLATILE)
     # Its values were not finite, and it ends for that: a device may have computed them wrong.
     suspects_devices: bool = False
     # The search for the node that broke it, if no fault names one, and what is stored of it.

@@ -128,6 +128,7 @@ class AttemptChanges(TypedDict, total=False):
     failed_copies: FailedCopies
     observed_hang_s: float
     diverged_from: int
+    slow_nodes: tuple[str, ...]
     suspects_devices: bool
     searching: Searching | None
     search_log: SearchLog

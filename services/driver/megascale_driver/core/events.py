@@ -355,6 +355,20 @@ class LossDiverged:
     found: Divergence
 
 
+@dataclass(frozen=True, slots=True)
+class StragglerFound:
+    """Spans of an attempt show a slow node; ``rank`` is its slowest one."""
+
+    now_s: float
+    job: str
+    attempt: int
+    node: str
+    rank: int
+    operation: str
+    ratio: float
+    sentence: str
+
+
 Event = (
     LeaderStarted
     | Tick
@@ -368,6 +382,7 @@ Event = (
     | OpenFailed
     | GroupChecked
     | LossDiverged
+    | StragglerFound
     | RecordRefused
 )
 

@@ -27,6 +27,7 @@ from megascale_driver.core import (
     profiles,
     quotas,
     searching,
+    stragglers,
     suspending,
 )
 from megascale_driver.core.draft import Draft
@@ -57,6 +58,7 @@ from megascale_driver.core.events import (
     RequestKey,
     RestartRequested,
     ResumeRequested,
+    StragglerFound,
     StreamReset,
     SuspendRequested,
     Tick,
@@ -161,6 +163,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         nodes.message_refused(draft, f"jobs/{event.job}", event.problem)
     elif isinstance(event, LossDiverged):
         divergence.diverged(draft, event)
+    elif isinstance(event, StragglerFound):
+        stragglers.found(draft, event)
     elif isinstance(event, LeaderStarted):
         _leader_started(draft, event)
     elif isinstance(event, Mutation):

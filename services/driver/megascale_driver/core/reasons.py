@@ -20,6 +20,7 @@ Reason = Literal[
     "LOG_ROOT_FOUND",
     "HANG_SUSPECTED",
     "LOSS_DIVERGED",
+    "STRAGGLER",
     "SPARE_ASSIGNED",
     "SPARES_SHORT",
     "CHECKPOINT_COMMITTED",

@@ -20,12 +20,13 @@ RULES: Mapping[str, str] = {
     "group-check": "a node that fails checks with good partners is quarantined",
     "kernel-log": "a node whose kernel log has a fatal fault of its hardware is quarantined",
     "log-root": "a job leaves a node whose workers' logs show a fault of its hardware or driver",
+    "straggler": "a job leaves a node whose ranks take longer than others for the same work",
     "over-eviction": "a job leaves the group of nodes that shares an unknown culprit",
     "repeated-failure": "a job leaves a node on which it fails again and again",
     "stop-deadline": "a node that does not stop an attempt is quarantined",
 }
 # Rules that are observed unless an operator has them enforced.
-OBSERVED: frozenset[str] = frozenset({"over-eviction", "log-root"})
+OBSERVED: frozenset[str] = frozenset({"over-eviction", "log-root", "straggler"})
 
 
 def mode_of(modes: Mapping[str, str], rule: str) -> Mode:

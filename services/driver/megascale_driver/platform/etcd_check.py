@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
 
@@ -23,7 +24,12 @@ def check_endpoints(option: str, endpoints: Sequence[str]) -> None:
             raise OptionError(f"{option}: {endpoint!r} is not host:port, such as 127.0.0.1:2379")
 
 
-async def require_etcd(option: str, endpoints: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
+async def require_etcd(
+    option: str,
+    endpoints: Sequence[str],
+    timeout_s: float = TIMEOUT_S,
+    tls: TlsConfig | None = None,
+) -> None:
     """Return once a member of etcd answers.
 
     Raises:
@@ -34,7 +40,7 @@ async def require_etcd(option: str, endpoints: Sequence[str], timeout_s: float =
     check_endpoints(option, endpoints)
     names = ",".join(endpoints)
     try:
-        async with EtcdClient(endpoints, timeout_s=timeout_s) as client:
+        async with EtcdClient(endpoints, timeout_s=timeout_s, tls=tls) as client:
             await client.status()
     except EtcdUnavailable:
         raise UnavailableError(

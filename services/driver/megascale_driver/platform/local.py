@@ -44,6 +44,7 @@ from megascale_driver.platform.local_node import (
     running_nodes,
     start_node,
 )
+from megascale_driver.telemetry import opening
 
 POLL_INTERVAL_S = 0.1
 TARGETS_INTERVAL_S = 5.0
@@ -264,6 +265,8 @@ class LocalCluster:
         command += ["--heartbeat-interval-s", f"{options.heartbeat_interval_s:g}"]
         command += ["--hang-floor-s", f"{options.hang_floor_s:g}"]
         command += ["--audit-export", str(self.folder / "audit")]
+        if opening.available():
+            command += ["--telemetry-folder", str(self.folder / "telemetry")]
         command += ["--metrics-bind", "127.0.0.1:0"]
         command += ["--metrics-address-file", str(self.folder / metrics_targets.DRIVER_FILE)]
         if (files := certificates.of_cluster(self.folder, Role.DRIVER, DRIVER_NAME)) is not None:

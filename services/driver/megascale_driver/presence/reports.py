@@ -8,6 +8,7 @@ from __future__ import annotations
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node.logs.categories import Kind
 from megascale_common.node.logs.matcher import Finding
+from megascale_common.service.wire_text import enum_name
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
@@ -61,7 +62,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         finished_step=max(0, beat.finished_step),
         workers=tuple(_worker(item, clock_offset_s) for item in beat.workers),
         checks=tuple(
-            Check(c.name, types_pb2.CheckVerdict.Name(c.verdict).removeprefix("CHECK_VERDICT_"),
+            Check(c.name, enum_name(types_pb2.CheckVerdict, c.verdict, "CHECK_VERDICT_"),
                   c.target, c.detail[:MAX_TEXT], c.elapsed.ToNanoseconds() / 1e9)
             for c in beat.checks
         ),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvloop
 
+from megascale_common.node.addresses import on_route_to, split
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
@@ -17,7 +18,13 @@ from megascale_common.service.identity import certificates
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.metrics import bind_option
 from megascale_common.service.start import ends_with_a_sentence
-from megascale_executor.agent.config import AgentConfig, parse_devices, parse_topology
+from megascale_executor.agent.config import (
+    LOOPBACK,
+    AgentConfig,
+    addresses_from,
+    parse_devices,
+    parse_topology,
+)
 from megascale_executor.agent.kernel_log import KERNEL_LOG, KERNEL_LOG_VARIABLE
 
 _EPILOG = """\
@@ -76,8 +83,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--host",
-        default="127.0.0.1",
-        help="address of this node for its peers (default %(default)s)",
+        default="",
+        help="address of this node for its peers; default: the one from which the route to the "
+        "driver starts",
     )
     _add_metrics(made)
     add(
@@ -140,6 +148,24 @@ def _daemon_tls(options: argparse.Namespace, agent: Certificates | None) -> Cert
     return found
 
 
+def _own_address(options: argparse.Namespace) -> str:
+    """The address on the route to the drivers; loopback while nobody knows where they are."""
+    known = addresses_from(_drivers(options), options.driver_file)
+    if not known:
+        return LOOPBACK
+    try:
+        return on_route_to(*split(known[0]))
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"--host: no route to the driver {known[0]} tells the address of this node ({error}): "
+            "give the one at which its peers reach it"
+        ) from None
+
+
+def _drivers(options: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(address for address in options.driver.split(",") if address)
+
+
 def config_from(options: argparse.Namespace) -> AgentConfig:
     """Checked options.
 
@@ -150,7 +176,7 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
     return AgentConfig(
         cluster=options.cluster,
         node=options.node,
-        drivers=tuple(address for address in options.driver.split(",") if address),
+        drivers=_drivers(options),
         driver_file=options.driver_file,
         token_file=options.token_file,
         device_kind=options.device,
@@ -158,7 +184,7 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
         run_folder=options.run_folder.absolute(),
         topology=parse_topology(options.topology),
         address_file=options.address_file.absolute(),
-        host=options.host,
+        host=options.host.strip("[]") or _own_address(options),
         template_command=tuple(shlex.split(options.template_command)),
         metrics_bind=options.metrics_bind,
         tls=tls,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.rank_layout import readers_of
 from megascale_common.job.wire import restore
 from megascale_common.node import framing
+from megascale_common.node.addresses import split
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import Assignment
 from megascale_common.service.errors import AssignmentError
@@ -63,6 +65,15 @@ def check_assignment(
         )
 
 
+def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
+    """The hosts of those that are host:port, each once."""
+    found = []
+    for endpoint in endpoints:
+        with contextlib.suppress(ValueError):
+            found.append(split(endpoint)[0])
+    return tuple(dict.fromkeys(found))
+
+
 def worker_assignments(
     assignment: link_pb2.AttemptAssignment,
     config: JobConfig,
@@ -75,9 +86,10 @@ def worker_assignments(
     Raises:
         AssignmentError: the store's endpoint is not host:port.
     """
-    host, _, port = assignment.store_endpoint.rpartition(":")
-    if not host or not port.isdecimal():
-        raise AssignmentError(f"store_endpoint {assignment.store_endpoint!r} is not host:port")
+    try:
+        host, port = split(assignment.store_endpoint)
+    except ValueError as error:
+        raise AssignmentError(f"store_endpoint {error}") from None
     ranks = list(assignment.ranks)
     readers = readers_of(ranks, config.layout)
     values = job_config.to_mapping(config)
@@ -101,7 +113,7 @@ def worker_assignments(
             "device_index": device,
             "config": values,
             "store_host": host,
-            "store_port": int(port),
+            "store_port": port,
             "status_page": str(folder.status_page(rank)),
             "spans": str(folder.spans(rank)),
             "loader_socket": str(sockets.loader),

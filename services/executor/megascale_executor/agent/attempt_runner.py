@@ -19,21 +19,28 @@ from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire.spec import from_accepted_proto
+from megascale_common.node.addresses import joined, listen
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs
 from megascale_common.service.errors import AssignmentError, TemplateError
 from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders, job_code
-from megascale_executor.agent.assignment import Sockets, check_assignment, worker_assignments
+from megascale_executor.agent.assignment import (
+    Sockets,
+    check_assignment,
+    hosts_of,
+    worker_assignments,
+)
 from megascale_executor.agent.attempt import AttemptAction, AttemptState
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
-from megascale_executor.agent.config import AgentConfig
+from megascale_executor.agent.config import AgentConfig, addresses_from
 from megascale_executor.agent.diagnosis import Diagnosis
 from megascale_executor.agent.kernel_log import KernelLog
 from megascale_executor.agent.leave_orders import LeaveOrders
 from megascale_executor.agent.log_scanner import LogScanner
 from megascale_executor.agent.profiles import Profiles, part_of
 from megascale_executor.agent.self_check import SelfChecks
+from megascale_executor.agent.span_reports import SpanReports
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
 from megascale_executor.agent.worker_status import stopped_attempt
@@ -63,6 +70,7 @@ class AttemptRunner:
         templates: TemplateKeeper,
         daemon: CheckpointDaemon,
         reports: StepReports,
+        spans: SpanReports,
         socket_folder: Path,
         changed: Callable[[], None],
     ) -> None:
@@ -73,9 +81,13 @@ class AttemptRunner:
         self.stopped: link_pb2.StoppedAttempt | None = None  # what had failed when it was stopped
         self._config, self._devices = config, {device.index for device in devices}
         self._templates, self._daemon, self._reports = templates, daemon, reports
+        self._spans = spans
         registry = load_registry()
         self._checks = SelfChecks(registry, devices, config.node_folder, daemon)
-        self.diagnosis = Diagnosis(registry, devices, config.node_folder, templates, daemon)
+        self._met: tuple[str, ...] = ()  # hosts of the last attempt
+        self.diagnosis = Diagnosis(
+            registry, devices, config.node_folder, templates, daemon, self._peers
+        )
         self._socket_folder, self._changed = socket_folder, changed
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
@@ -209,11 +221,20 @@ class AttemptRunner:
         Bound here and passed to rank 0 with its assignment: so the endpoint is known before any
         worker runs, and ranks that connect early wait in the backlog.
         """
-        self._store = socket.create_server((self._config.host, 0), backlog=_STORE_BACKLOG)
-        return f"{self._config.host}:{self._store.getsockname()[1]}"
+        self._store = listen(self._config.host, backlog=_STORE_BACKLOG)
+        return joined(self._config.host, self._store.getsockname()[1])
+
+    def _peers(self) -> list[str]:
+        """Hosts with which this node talks."""
+        config = self._config
+        drivers = addresses_from(config.drivers, config.driver_file)
+        return [*hosts_of(drivers), *self._met]
 
     async def _start(self, assignment: link_pb2.AttemptAssignment) -> None:
         assert self._job is not None
+        self._met = hosts_of(
+            [assignment.store_endpoint, assignment.committer_endpoint, assignment.replica_target]
+        )
         folder = self.folder
         sockets = Sockets(
             self._socket_folder / f"loader-{assignment.attempt}.sock", self._daemon.socket_path
@@ -233,6 +254,7 @@ class AttemptRunner:
         self._workers = WorkerSet(template, events)
         logs = {message["rank"]: log for message, log in assignments}
         self.scanner.watch(self.state.key, logs)
+        self._spans.watch(self.state.key, {rank: folder.spans(rank) for rank in logs})
         await self._workers.start(
             assignments, self._store.fileno() if self._store is not None else None
         )
@@ -306,6 +328,7 @@ class AttemptRunner:
             )
             await asyncio.sleep(_STOP_RETRY_S)
         await self.scanner.scan(last=True)  # before the report that the node is idle
+        await self._spans.end()
         self.stopped = stopped_attempt(self.state.key, self.state.failure, self.workers)
         self._workers, self._job = None, None
         self.profiles.forget(self.folder.path)

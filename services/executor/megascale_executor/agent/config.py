@@ -13,6 +13,7 @@ from megascale_common.service.identity.certificates import Certificates
 from megascale_executor.agent.kernel_log import KERNEL_LOG
 
 DeviceKindName = Literal["cpu", "cuda"]
+LOOPBACK = "127.0.0.1"
 MAX_DEVICES = 64
 MAX_TOPOLOGY_LABELS = 16
 MAX_FAST_COUNTERS_MS = 1000
@@ -25,7 +26,8 @@ class AgentConfig:
     Args:
         drivers: addresses of drivers; when empty, ``driver_file`` is read at every connection.
         run_folder: the cluster's folder; the node writes under ``nodes/NAME`` in it.
-        host: address at which peers reach this node: the rendezvous store, the agent's server.
+        host: address at which peers reach this node, without brackets: the rendezvous store, the
+            agent's server.
         template_command: replaces the training side.
         kernel_log: the kernel's log, or a recorded file of its lines.
         metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
@@ -44,7 +46,7 @@ class AgentConfig:
     run_folder: Path
     topology: Mapping[str, str]
     address_file: Path
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     template_command: tuple[str, ...] = ()
     metrics_bind: str = ""
     tls: Certificates | None = None
@@ -119,3 +121,14 @@ def parse_topology(labels: Sequence[str]) -> dict[str, str]:
             f"--topology: {len(parsed)} labels; at most {MAX_TOPOLOGY_LABELS} are kept"
         )
     return parsed
+
+
+def addresses_from(drivers: tuple[str, ...], driver_file: Path | None) -> list[str]:
+    """Addresses to try: the given ones, or those in the file now (none without a file)."""
+    if driver_file is None:
+        return list(drivers)
+    try:
+        text = driver_file.read_text()
+    except OSError:
+        return []
+    return [address for address in text.replace(",", " ").split() if address]

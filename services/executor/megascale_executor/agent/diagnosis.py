@@ -37,7 +37,7 @@ class GroupPart:
 
 
 class Diagnosis:
-    """Runs diagnostics on request, one request at a time."""
+    """Runs diagnostics on request, one request at a time; ``peers`` are hosts to talk with."""
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class Diagnosis:
         node_folder: Path,
         templates: TemplateKeeper,
         daemon: CheckpointDaemon,
+        peers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._registry, self._devices, self._node_folder = registry, devices, node_folder
+        self._peers = peers
         self._templates, self._daemon = templates, daemon
         self._turn = asyncio.Lock()
         self._running: asyncio.Future[list[Finding]] | None = None
@@ -91,6 +93,7 @@ class Diagnosis:
                 daemon_endpoint=self._daemon.serving_endpoint,
                 holds_slots=self._daemon.holds_slots,
                 probe_ranks=once(probe_ranks),
+                peers=self._peers(),
             )
             running = self._running = asyncio.ensure_future(run_diagnostics(wanted, node, limit_s))
             try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from megascale.v1 import executor_pb2
+from megascale_common.node.addresses import listen, split
 from megascale_common.service.errors import StateError, invalid
 from megascale_executor.agent.diagnosis import GroupPart
 from megascale_executor.agent.rank_probe import Meeting
@@ -57,12 +57,13 @@ class GroupChecks:
             problem = f"ranks {first} to {first + len(devices) - 1} do not fit into {world}"
             raise invalid("world_size", problem, "give the number of devices of all nodes")
         if first == 0:
-            with socket.create_server((self._host, 0), backlog=world + 8) as listener:
+            with listen(self._host, backlog=world + 8) as listener:
                 port = listener.getsockname()[1]
                 yield GroupPart(devices, Meeting(0, world, self._host, port, listener))
             return
-        host, _, port_text = request.store_endpoint.rpartition(":")
-        if not host or not port_text.isdecimal() or not 0 < int(port_text) < 1 << 16:
+        try:
+            host, port = split(request.store_endpoint)
+        except ValueError:
             problem = f"{request.store_endpoint!r} is not an address"
-            raise invalid("store_endpoint", problem, "give host:port of rank 0's node")
-        yield GroupPart(devices, Meeting(first, world, host.strip("[]"), int(port_text)))
+            raise invalid("store_endpoint", problem, "give host:port of rank 0's node") from None
+        yield GroupPart(devices, Meeting(first, world, host, port))

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -22,6 +21,7 @@ from megascale_common.service.backoff import Backoff
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import LinkError, StaleStateError
 from megascale_executor.agent.attempt import EpochNumber
+from megascale_executor.agent.span_reports import SpanReports
 from megascale_executor.agent.step_reports import StepReports
 
 _log = logs.get(__name__)
@@ -74,9 +74,10 @@ class DriverLink:
         addresses: Callable[[], list[str]],
         node: NodeSide,
         reports: StepReports,
+        spans: SpanReports,
     ) -> None:
         self._cluster, self._token, self._addresses = cluster, token, addresses
-        self._node, self._reports = node, reports
+        self._node, self._reports, self._spans = node, reports, spans
         self._change = asyncio.Event()
         self._hello_change = asyncio.Event()
         self._greeted = asyncio.Event()
@@ -152,6 +153,10 @@ class DriverLink:
             tasks.append(asyncio.create_task(self._await_hello(), name="link-hello-timeout"))
             await _first_of(tasks)
             tasks.append(asyncio.create_task(self._reports.send_forever(stub), name="link-steps"))
+            sending = self._spans.send_forever(
+                lambda: open_channel(address, self._token, shares=False)
+            )
+            tasks.append(asyncio.create_task(sending, name="link-spans"))
             tasks.append(asyncio.create_task(self._await_end(), name="link-watch"))
             await _first_of([task for task in tasks if not task.done()])
         finally:
@@ -290,17 +295,6 @@ def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
             if item.HasField("failure"):
                 item.failure.error = item.failure.error[:200]
     return beat
-
-
-def addresses_from(drivers: tuple[str, ...], driver_file: Path | None) -> list[str]:
-    """Addresses to try: the given ones, or those in the file now (none without a file)."""
-    if driver_file is None:
-        return list(drivers)
-    try:
-        text = driver_file.read_text()
-    except OSError:
-        return []
-    return [address for address in text.replace(",", " ").split() if address]
 
 
 async def _first_of(tasks: list[asyncio.Task[None]]) -> None:

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_executor.agent.link import DriverLink
+from megascale_executor.agent.span_reports import SpanReports
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.counters.sampler import Sample
 
@@ -27,11 +28,12 @@ class AgentMetrics(Collector):
         beat: Callable[[], link_pb2.Heartbeat],
         link: DriverLink,
         reports: StepReports,
+        spans: SpanReports,
         counters: Callable[[], Sample],
         peaks: Callable[[], dict[tuple[str, str], float]],
     ) -> None:
         self._beat, self._link, self._reports = beat, link, reports
-        self._counters, self._peaks = counters, peaks
+        self._spans, self._counters, self._peaks = spans, counters, peaks
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
@@ -49,6 +51,7 @@ class AgentMetrics(Collector):
         )
         dropped.add_metric([], self._reports.dropped)
         yield dropped
+        yield from _spans(self._spans)
         phase = GaugeMetricFamily(
             "megascale_attempt_phase", "1 for the phase that the node is in.", labels=["phase"]
         )
@@ -82,6 +85,20 @@ class AgentMetrics(Collector):
                 [types_pb2.CheckVerdict.Name(verdict).removeprefix("CHECK_VERDICT_").lower()], count
             )
         yield checks
+
+
+def _spans(spans: SpanReports) -> Iterator[Metric]:
+    sent = CounterMetricFamily("megascale_spans_sent", "Spans of steps sent to a driver.")
+    sent.add_metric([], spans.sent)
+    yield sent
+    dropped = CounterMetricFamily(
+        "megascale_spans_dropped",
+        "Spans lost, by where there was no room: ring (of a rank) or queue (to the driver).",
+        labels=["reason"],
+    )
+    for reason, count in sorted(spans.dropped.items()):
+        dropped.add_metric([reason], count)
+    yield dropped
 
 
 def _ranks(beat: link_pb2.Heartbeat) -> Iterator[Metric]:

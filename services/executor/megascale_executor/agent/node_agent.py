@@ -10,6 +10,7 @@ import signal
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
 from megascale_common.node import host
+from megascale_common.node.addresses import joined
 from megascale_common.node.files import replace_file
 from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.node.socket_folder import create_socket_folder
@@ -23,12 +24,13 @@ from megascale_executor.agent import asyncio_tasks, attempt, folders
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
-from megascale_executor.agent.config import AgentConfig
+from megascale_executor.agent.config import AgentConfig, addresses_from
 from megascale_executor.agent.group_checks import GroupChecks
 from megascale_executor.agent.heartbeat import build_heartbeat, build_hello
-from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
+from megascale_executor.agent.link import DriverLink, NodeSide
 from megascale_executor.agent.metrics import AgentMetrics
 from megascale_executor.agent.service import SERVICE_NAME, ExecutorService
+from megascale_executor.agent.span_reports import SpanReports
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
 from megascale_executor.counters.sampler import of_host, traffic_ring
@@ -78,6 +80,7 @@ class NodeAgent:
             ) from None
         self._sockets = create_socket_folder(config.cluster, config.node, self._incarnation)
         self._reports = StepReports()
+        self._spans = SpanReports(config.node)
         self._daemon = CheckpointDaemon(
             config,
             self._incarnation,
@@ -94,6 +97,7 @@ class NodeAgent:
             self._templates,
             self._daemon,
             self._reports,
+            self._spans,
             self._sockets,
             self._changed,
         )
@@ -103,7 +107,9 @@ class NodeAgent:
             see_epoch=self.runner.state.see_epoch,
             desired=self.runner.set_desired,
         )
-        self._link = DriverLink(config.cluster, token, self._driver_addresses, side, self._reports)
+        self._link = DriverLink(
+            config.cluster, token, self._driver_addresses, side, self._reports, self._spans
+        )
         self._server = RpcServer(token, tls=config.tls)
         self._counters = of_host(gpus=config.device_kind == "cuda")
         fast_s = config.fast_counters_ms / 1e3
@@ -112,6 +118,7 @@ class NodeAgent:
             self._heartbeat,
             self._link,
             self._reports,
+            self._spans,
             lambda: self._counters.newest,
             lambda: self._ring.peaks() if self._ring is not None else {},
         )
@@ -139,7 +146,7 @@ class NodeAgent:
             ),
         )
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, self._server.server)
-        self._endpoint = await self._server.start(f"{config.host}:0", [SERVICE_NAME])
+        self._endpoint = await self._server.start(joined(config.host, 0), [SERVICE_NAME])
         if config.metrics_bind:
             await self._metrics.start(config.metrics_bind, self._metrics_file)
         self._templates.begin()
@@ -156,6 +163,7 @@ class NodeAgent:
             asyncio.create_task(asyncio_tasks.essential(self.runner.run()), name="runner"),
             asyncio.create_task(asyncio_tasks.essential(self._link.run()), name="link"),
             asyncio.create_task(asyncio_tasks.essential(self.runner.scanner.run()), name="logs"),
+            asyncio.create_task(asyncio_tasks.essential(self._spans.run()), name="spans"),
         ]
         self._write_pids()
 

@@ -15,6 +15,7 @@ import grpc.aio
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.addresses import joined
 from megascale_common.service.errors import NotFoundError, StateError, invalid
 from megascale_common.service.handlers import answers, streams
 from megascale_executor.agent import folders
@@ -83,7 +84,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._refuse_if_busy()
         with self._groups.part(request) as part:
             if part.meeting.listener is not None:
-                endpoint = f"{part.meeting.host}:{part.meeting.port}"
+                endpoint = joined(part.meeting.host, part.meeting.port)
                 yield executor_pb2.CheckGroupResponse(store_endpoint=endpoint)
             findings = await self._groups.run(part)
             yield executor_pb2.CheckGroupResponse(checks=[found.to_proto() for found in findings])

@@ -38,6 +38,7 @@ class NodeView:
             (in a check of several nodes: among the devices of all); the processes run once however
             often this is called.
         attempt: what is being prepared; None when somebody asked for the check.
+        peers: hosts with which the node talks: those of the drivers, and those of its last attempt.
     """
 
     devices: Sequence[DeviceFacts]
@@ -46,6 +47,7 @@ class NodeView:
     holds_slots: Callable[[str], bool]
     probe_ranks: Callable[[], Awaitable[Sequence[Finding]]]
     attempt: AttemptView | None = None
+    peers: Sequence[str] = ()
 
 
 @runtime_checkable

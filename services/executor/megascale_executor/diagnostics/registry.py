@@ -37,6 +37,7 @@ from megascale_executor.diagnostics.node_tests import (
     HostCopy,
     MemoryBandwidth,
 )
+from megascale_executor.diagnostics.path_mtu import PathMtu
 from megascale_executor.diagnostics.rank_checks import AllReduce, Compute, GroupAllReduce
 from megascale_executor.diagnostics.versions import Versions
 
@@ -63,6 +64,7 @@ BUILT_IN: tuple[type[Diagnostic], ...] = (
     AllToAll,
     InterfacePairs,
     RdmaPairs,
+    PathMtu,
     GroupAllReduce,
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")

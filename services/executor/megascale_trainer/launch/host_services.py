@@ -23,12 +23,13 @@ from typing import cast
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.node import framing
+from megascale_common.node.addresses import is_loopback
 from megascale_common.node.incarnation import new_incarnation
 from megascale_common.node.messages import Refused
 from megascale_common.node.opening_messages import AttemptOpened, OpenAttempt
 from megascale_common.node.process import child_environment
 from megascale_common.node.socket_folder import create_socket_folder
-from megascale_trainer.launch.place import LOOPBACK, is_loopback
+from megascale_trainer.launch.place import LOOPBACK
 
 CLUSTER = "by-hand"
 START_TIMEOUT_S = 60.0

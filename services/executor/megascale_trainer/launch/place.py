@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError, JobProblem
+from megascale_common.node.addresses import on_route_to
 
 LOOPBACK = "127.0.0.1"
 
@@ -119,20 +118,9 @@ def own_address(place: Place) -> str:
     if place.hosts == 1:
         return LOOPBACK
     try:
-        [(family, kind, _, _, address), *_] = socket.getaddrinfo(
-            host, port or 1, type=socket.SOCK_DGRAM
-        )
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of datagrams: chooses a route and sends nothing
-            found: str = probe.getsockname()[0]
+        return on_route_to(host, port)
     except OSError as error:
         remedy = "give torchrun --local-addr, with the address at which other hosts reach this one"
         raise JobError(
             [JobProblem("MASTER_ADDR", f"{host} is no address here: {error}", remedy)]
         ) from error
-    return found
-
-
-def is_loopback(address: str) -> bool:
-    """Whether ``address`` (an IP address) is only reached from its own host."""
-    return ipaddress.ip_address(address).is_loopback

@@ -19,6 +19,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.rank_layout import readers_of
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
+from megascale_common.node.addresses import is_loopback, listen
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
 from megascale_common.node.incarnation import network_view
 from megascale_common.node.messages import Assignment
@@ -26,7 +27,7 @@ from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
 from megascale_trainer.launch.local_agent import LocalAgent
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed
-from megascale_trainer.launch.place import Place, is_loopback, own_address
+from megascale_trainer.launch.place import Place, own_address
 from megascale_trainer.process import worker
 
 FAILED, REFUSED = 1, 2
@@ -150,8 +151,7 @@ class Run:
             }
         # Bound here and passed to rank 0's worker, as an agent does.
         host = own_address(self._place)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._store_socket = socket.create_server((host, 0), family=family, backlog=_STORE_BACKLOG)
+        self._store_socket = listen(host, backlog=_STORE_BACKLOG)
         store = [host, self._store_socket.getsockname()[1]]
         job = job_config.to_json(self._config)
         return {**opened, "job": job, "store": store, "network": network_view()}

@@ -9,7 +9,6 @@ and the tests of neighbours). The agent reads the answer; see SelfCheck in
 
 from __future__ import annotations
 
-import os
 import socket
 import statistics
 import time
@@ -23,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megascale_common.node import framing
 from megascale_common.node.messages import SelfChecked, SelfCheckResult
+from megascale_trainer.process.interfaces import pin_interface
 
 _PERIOD = 16
 _CPU_SIZE = 256
@@ -33,7 +33,6 @@ _REDUCED_ELEMENTS = 1 << 16
 # For the bandwidth: large enough that latency does not count.
 _CPU_TIMED_ELEMENTS, _CUDA_TIMED_ELEMENTS = 1 << 19, 64 << 20
 _TIMED_REPEATS = 5
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
@@ -131,10 +130,8 @@ def _meet_and_reduce(
 ) -> str:
     """Check the sum and append the bus bandwidth in GB/s to ``rates``; returns what was done."""
     timeout = timedelta(seconds=timeout_s)
-    if device.type == "cpu" and store_address[0] in _LOOPBACK:
-        # These ranks share a host: no look-up of its name is needed.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    elif device.type != "cpu":
+    pin_interface(store_address[0], device.type == "cuda")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     store = TCPStore(
         *store_address,

@@ -46,6 +46,7 @@ from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import title
 from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
+from megascale_trainer.process.interfaces import pin_interface
 from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.loaded_model import differences, other_order
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
@@ -186,6 +187,7 @@ class _Worker:
     def _meet(self) -> Groups:
         """Rendezvous of all ranks; every key carries the job and the attempt."""
         who, config = self._assignment, self._config
+        pin_interface(who["store_host"], self._device.type == "cuda")
         store = TCPStore(
             who["store_host"],
             who["store_port"],

@@ -30,10 +30,11 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who calls."""
+    """Who calls. ``by_token``: a person's token has said so, and no certificate."""
 
     role: Role
     name: str
+    by_token: bool = False
 
     def __str__(self) -> str:
         return f"{self.role}/{self.name}"

@@ -41,6 +41,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     **_driver_methods(),
     _LINK + "Connect": _NODES,
     _LINK + "ReportSteps": _NODES,
+    _LINK + "ReportSpans": _NODES,
     # Operators reach a node without a driver, too: when there is none, they need it most.
     _EXECUTOR + "GetNodeStatus": _LOOK,
     _EXECUTOR + "RunNodeDiagnostics": _ORDER,
@@ -53,6 +54,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     _CHECKPOINT + "CheckStorage": frozenset({_D, _E, _O}),
     # What every gRPC server has.
     "/grpc.health.v1.Health/Check": _ALL,
+    "/grpc.health.v1.Health/List": _ALL,
     "/grpc.health.v1.Health/Watch": _ALL,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
 }

@@ -1,0 +1,1 @@
+"""Pages for a browser: the fleet, jobs, nodes, events, and what is wrong now; read-only."""

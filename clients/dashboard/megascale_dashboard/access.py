@@ -1,0 +1,87 @@
+"""Who may look: the cluster's token once, then a cookie; nothing secret stays in a URL.
+
+The token is that of the run folder. The link that is printed at the start carries a key of this
+process alone, which is exchanged for the cookie at once, so the cluster's token is in no URL.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+COOKIE = "megascale_dashboard"
+SESSION_S = 12 * 3600.0
+MAX_SESSIONS = 256  # the oldest is forgotten first
+MAX_FAILURES = 10  # within FAILURES_S; then nobody may try for a while
+FAILURES_S = 60.0
+
+
+class TooManyAttempts(Exception):
+    """Too many wrong tokens within a minute."""
+
+
+class Access:
+    """The sessions of one dashboard.
+
+    Args:
+        token: the cluster's token.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, token: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key = secrets.token_urlsafe(24)  # for the link that is printed at the start
+        self._token = token
+        self._clock = clock
+        self._sessions: OrderedDict[str, float] = OrderedDict()
+        self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
+
+    def open(self, given: str) -> str | None:
+        """A new session for the token or the key; None for anything else.
+
+        Raises:
+            TooManyAttempts: wrong ones were given too often.
+        """
+        if not self._right(given, (self._token, self.key)):
+            return None
+        session = secrets.token_urlsafe(32)
+        self._sessions[session] = self._clock() + SESSION_S
+        while len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return session
+
+    def allows(self, session: str) -> bool:
+        """Whether a session is known and has not expired."""
+        until_s = self._sessions.get(session)
+        if until_s is None:
+            return False
+        if self._clock() >= until_s:
+            del self._sessions[session]
+            return False
+        return True
+
+    def bears(self, header: str) -> bool:
+        """Whether an Authorization header has the cluster's token: for programs.
+
+        Raises:
+            TooManyAttempts: wrong ones were given too often.
+        """
+        scheme, _, given = header.partition(" ")
+        return scheme.lower() == "bearer" and self._right(given.strip(), (self._token,))
+
+    def close(self, session: str) -> None:
+        """Forget a session."""
+        self._sessions.pop(session, None)
+
+    def _right(self, given: str, wanted: tuple[str, ...]) -> bool:
+        now_s = self._clock()
+        if len(self._failures) == MAX_FAILURES and now_s - self._failures[0] < FAILURES_S:
+            raise TooManyAttempts(
+                f"{MAX_FAILURES} wrong tokens within {FAILURES_S:g} s: wait a minute"
+            )
+        found = [hmac.compare_digest(given.encode(), each.encode()) for each in wanted]
+        if not any(found):
+            self._failures.append(now_s)
+        return any(found)

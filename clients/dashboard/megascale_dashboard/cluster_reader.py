@@ -1,0 +1,215 @@
+"""What the pages share of a cluster: each answer is kept for a moment, however many look at it.
+
+Every list is bounded, and so is the number of jobs whose step records are followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_client import TERMINAL_PHASES, Job, JobPhase, MegascaleError, NotFound
+from megascale_dashboard import grid_view, heat_view, incident_view, job_view, node_view, shown
+from megascale_dashboard.shown import Page
+from megascale_dashboard.source import Source
+
+KEPT_S = 1.0  # an answer is used again so long
+HEAT_KEPT_S = 10.0  # the driver reads files of spans for it
+KEPT_ANSWERS = 256
+MAX_NODES = 20_000
+MAX_JOBS = 2_000
+MAX_EVENTS = 2_000  # the newest of a subject
+MAX_CHECKPOINTS = 100
+MAX_EXPLAINED = 20  # jobs that the first page explains
+MAX_RECORDS = 20_000  # of each followed job, as many as the driver holds
+MAX_FOLLOWED = 16
+FIRST_RECORDS_S = 0.5  # how long a page waits for the records of a job it begins to follow
+QUIET_S = 0.05  # no update for so long: what the driver held has arrived
+
+Answer = TypeVar("Answer")
+Item = TypeVar("Item")
+
+
+class ClusterReader:
+    """The pages of one cluster, as their JSON twins have them.
+
+    All methods raise MegascaleError where the cluster does not answer, or has no such thing.
+    """
+
+    def __init__(self, source: Source, clock: Callable[[], float] = time.time) -> None:
+        self._source = source
+        self._clock = clock
+        self._answers: OrderedDict[str, tuple[float, asyncio.Future[Any]]] = OrderedDict()
+        self._followed: OrderedDict[str, _Follower] = OrderedDict()
+
+    async def close(self) -> None:
+        """Stop following jobs."""
+        followed, self._followed = list(self._followed.values()), OrderedDict()
+        for follower in followed:
+            await follower.stop()
+
+    async def now(self) -> Page:
+        """What is wrong, since when, what is done, what one may do."""
+        info, nodes, jobs = await asyncio.gather(
+            self._kept("info", self._source.cluster_info), self._nodes(), self._jobs()
+        )
+        asked = [job.spec.name for job in jobs if _worth_explaining(job)][:MAX_EXPLAINED]
+        found = await asyncio.gather(*map(self._explained, asked))
+        explanations = dict(zip(asked, found, strict=True))
+        events = await self._events("")
+        return incident_view.now(info, nodes, jobs, explanations, events, self._clock())
+
+    async def fleet(self) -> Page:
+        """All nodes by switch."""
+        return node_view.fleet(await self._nodes())
+
+    async def node(self, name: str) -> Page:
+        """One node with its checks and events. Raises NotFound."""
+        for node in await self._nodes():
+            if node.name == name:
+                return node_view.one(node, await self._events(f"nodes/{name}"))
+        raise NotFound(f"no node has the name {name}")
+
+    async def jobs(self) -> Page:
+        """All jobs."""
+        return job_view.listed(await self._jobs())
+
+    async def job(self, name: str) -> Page:
+        """One job with its curves, attempts, checkpoints and events. Raises NotFound."""
+        job = await self._job(name)
+        records = await self._records(name)
+        events, explanation, checkpoints = await asyncio.gather(
+            self._events(f"jobs/{name}"), self._explained(name), self._checkpoints(name)
+        )
+        return job_view.one(job, records, events, checkpoints, explanation)
+
+    async def grid(self, name: str) -> Page:
+        """The ranks of one job in their block. Raises NotFound."""
+        return grid_view.grid(await self._job(name), await self._nodes())
+
+    async def heat(self, name: str) -> Page:
+        """How long each node of a job takes. Raises NotFound, NotPossible (no spans are kept)."""
+        job, nodes = await self._job(name), await self._nodes()
+        answer = await self._kept(f"heat {name}", lambda: self._source.heat_map(name), HEAT_KEPT_S)
+        return heat_view.heat(job, answer, nodes)
+
+    async def events(self, subject: str) -> Page:
+        """The newest lines of the audit log, newest first. Raises NotFound."""
+        lines = await self._events(subject)
+        return {
+            "subject": subject,
+            "full": len(lines) == MAX_EVENTS,
+            "events": [shown.event(line) for line in reversed(lines)],
+        }
+
+    async def _nodes(self) -> list[Any]:
+        return await self._kept("nodes", lambda: _first(self._source.nodes(), MAX_NODES))
+
+    async def _jobs(self) -> list[Job]:
+        return await self._kept("jobs", lambda: _first(self._source.jobs(), MAX_JOBS))
+
+    async def _job(self, name: str) -> Job:
+        return await self._kept(f"job {name}", lambda: self._source.get(name))
+
+    async def _explained(self, name: str) -> driver_pb2.ExplainJobResponse:
+        return await self._kept(f"why {name}", lambda: self._source.explain(name))
+
+    async def _events(self, subject: str) -> list[types_pb2.Event]:
+        async def newest() -> list[types_pb2.Event]:
+            lines: deque[types_pb2.Event] = deque(maxlen=MAX_EVENTS)
+            async for line in self._source.events(subject):
+                lines.append(line)
+            return list(lines)
+
+        return await self._kept(f"events {subject}", newest)
+
+    async def _checkpoints(self, name: str) -> list[driver_pb2.Checkpoint]:
+        async def listed() -> list[driver_pb2.Checkpoint]:
+            try:
+                return await _first(self._source.checkpoints(name), MAX_CHECKPOINTS)
+            except NotFound:
+                raise
+            except MegascaleError:  # no daemon can list them now; the job's page stands without
+                return []
+
+        return await self._kept(f"checkpoints {name}", listed)
+
+    async def _records(self, name: str) -> list[types_pb2.StepRecord]:
+        follower = self._followed.get(name)
+        if follower is None or follower.failed:
+            follower = self._followed[name] = _Follower(self._source, name)
+        self._followed.move_to_end(name)
+        while len(self._followed) > MAX_FOLLOWED:
+            _, oldest = self._followed.popitem(last=False)
+            await oldest.stop()
+        return await follower.records()
+
+    async def _kept(
+        self, key: str, ask: Callable[[], Awaitable[Answer]], kept_s: float = KEPT_S
+    ) -> Answer:
+        """The answer to ``ask``, which all who want it within ``kept_s`` share."""
+        loop = asyncio.get_running_loop()
+        asked_s, answer = self._answers.get(key, (0.0, None))
+        if answer is None or (answer.done() and loop.time() - asked_s > kept_s):
+            answer = asyncio.ensure_future(ask())
+            self._answers[key] = (loop.time(), answer)
+            self._answers.move_to_end(key)
+            while len(self._answers) > KEPT_ANSWERS:
+                self._answers.popitem(last=False)
+        # A browser that leaves must not cancel what others wait for.
+        return cast(Answer, await asyncio.shield(answer))
+
+
+class _Follower:
+    """The step records of one job, followed in the background."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self._records: deque[types_pb2.StepRecord] = deque(maxlen=MAX_RECORDS)
+        self._last_update_s = 0.0
+        self._began_s = asyncio.get_running_loop().time()
+        self._task = asyncio.create_task(self._follow(source, name))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the stream ended with an error."""
+        done = self._task.done() and not self._task.cancelled()
+        return done and self._task.exception() is not None
+
+    async def records(self) -> list[types_pb2.StepRecord]:
+        """The records so far, oldest first; in the beginning, once those held have arrived."""
+        loop = asyncio.get_running_loop()
+        while not self._task.done() and loop.time() - self._began_s < FIRST_RECORDS_S:
+            if self._last_update_s and loop.time() - self._last_update_s > QUIET_S:
+                break
+            await asyncio.sleep(QUIET_S / 2)
+        return list(self._records)
+
+    async def stop(self) -> None:
+        """End the stream."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self, source: Source, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        async for update in source.watch(name):
+            self._last_update_s = loop.time()
+            if update.HasField("step"):
+                self._records.append(update.step)
+
+
+def _worth_explaining(job: Job) -> bool:
+    """Whether the first page says why the job is where it is."""
+    return job.phase not in TERMINAL_PHASES or job.phase == JobPhase.FAILED
+
+
+async def _first(items: AsyncIterator[Item], most: int) -> list[Item]:
+    found: list[Item] = []
+    async for item in items:
+        found.append(item)
+        if len(found) == most:
+            break
+    return found

@@ -1,0 +1,75 @@
+"""The heat map: how long each node takes beside those that do the same work (MegaScale 5.1)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+
+from megascale.v1 import driver_pb2
+from megascale_client import Job, Node
+from megascale_dashboard import node_view
+from megascale_dashboard.shown import Page
+
+WORST = "worst"  # the column of the page that has each node's largest ratio over all operations
+
+
+def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> Page:
+    """For each operation and node the largest ratio of its ranks to their peers' median.
+
+    A ratio is None where nothing was measured or a rank has no peers. ``nodes`` stand by switch and
+    name; ``ratios`` of an operation has one number for each of them.
+    """
+    switches = {node.name: node_view.switch(node) for node in nodes}
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(answer.rank_nodes):
+        ranks.setdefault(name, []).append(rank)
+    names = sorted(
+        (name for name in ranks if name),
+        key=lambda name: (
+            node_view.in_order(switches.get(name, "")),
+            node_view.in_order(name),
+        ),
+    )
+    operations = [_operation(row, names, ranks) for row in answer.rows]
+    columns = zip(*(each["ratios"] for each in operations), strict=True)
+    return {
+        "name": job.spec.name,
+        "phase": job.phase.name.lower(),
+        "attempt": answer.attempt,
+        "first_step": answer.first_step,
+        "last_step": answer.last_step,
+        "nodes": [{"name": name, "switch": switches.get(name, "")} for name in names],
+        "operations": operations,
+        WORST: [_largest(column) for column in columns],
+        "slow": [
+            {
+                "node": slow.node,
+                "rank": slow.rank,
+                "operation": slow.operation,
+                "ratio": slow.ratio,
+                "since_step": slow.since_step,
+                "sentence": slow.sentence,
+            }
+            for slow in answer.slow_nodes
+        ],
+        "command": f"megascale heat {job.spec.name}",
+    }
+
+
+def _operation(row: driver_pb2.HeatMapRow, names: list[str], ranks: dict[str, list[int]]) -> Page:
+    known = [value for value in row.median_ms if not math.isnan(value)]
+    return {
+        "operation": row.operation,
+        "kind": row.kind,
+        "median_ms": round(statistics.median(known), 3) if known else None,
+        "ratios": [_largest(_number(row.ratio[rank]) for rank in ranks[name]) for name in names],
+    }
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 3)
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)

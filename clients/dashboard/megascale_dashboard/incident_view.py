@@ -1,0 +1,248 @@
+"""The page for 3 am: what is wrong, since when, what the system does, what one may do.
+
+An incident is something that needs a person (``act``), something to keep an eye on (``watch``),
+or a fault that the system has dealt with within the last hour (``handled``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_client import TERMINAL_PHASES, Job, JobConditionType, JobPhase, Node
+from megascale_dashboard import job_view, node_view, shown
+from megascale_dashboard.shown import Page
+
+RECENT_S = 3600.0
+SHOWN_INCIDENTS = 50
+SHOWN_DOINGS = 6
+URGENCY = ("act", "watch", "handled")
+# Nodes in these states are reported together, by switch: a switch that dies takes all of its own.
+_NODE_DOING = {
+    "dead": "gives it no work until it is back",
+    "suspect": "probes it",
+    "unknown": "waits for it to connect",
+    "quarantined": "gives it no work until it is uncordoned",
+}
+_NODE_URGENCY = {"dead": "watch", "suspect": "watch", "unknown": "watch", "quarantined": "act"}
+
+
+def now(
+    info: driver_pb2.GetClusterInfoResponse,
+    nodes: Sequence[Node],
+    jobs: Sequence[Job],
+    explanations: Mapping[str, driver_pb2.ExplainJobResponse],
+    events: Sequence[types_pb2.Event],
+    now_s: float,
+) -> Page:
+    """The page: one sentence, incidents with the most urgent first, and the running jobs.
+
+    ``explanations`` by job; ``events`` oldest first; ``now_s`` in Unix seconds.
+    """
+    incidents = [
+        *_breaker(info),
+        *_node_incidents(nodes, events),
+        *_check_incidents(nodes),
+        *_straggler_incidents(nodes, events, now_s),
+        *(
+            incident
+            for job in jobs
+            for incident in _job_incidents(job, explanations.get(job.spec.name), now_s)
+        ),
+    ]
+    incidents.sort(key=lambda each: (URGENCY.index(each["urgency"]), -(each["since_s"] or 0)))
+    counts = {word: sum(each["urgency"] == word for each in incidents) for word in URGENCY}
+    living = [job for job in jobs if job.phase not in TERMINAL_PHASES]
+    return {
+        "sentence": _sentence(counts, nodes, living),
+        "counts": counts,
+        "incidents": incidents[:SHOWN_INCIDENTS],
+        "left_out": max(0, len(incidents) - SHOWN_INCIDENTS),
+        "jobs": [job_view.figures(job) for job in living],
+        "cluster": {
+            "name": info.cluster,
+            "leader": info.leader,
+            "leader_since_s": shown.time_s(info.leader_since),
+            "build": info.build,
+            "nodes": len(nodes),
+            "nodes_alive": info.nodes_alive,
+        },
+        "events": [shown.event(line) for line in reversed(events[-12:])],
+    }
+
+
+def _sentence(counts: Mapping[str, int], nodes: Sequence[Node], living: Sequence[Job]) -> str:
+    if counts["act"]:
+        problems = "problem needs" if counts["act"] == 1 else "problems need"
+        return f"{counts['act']} {problems} you."
+    running = sum(job.phase == JobPhase.RUNNING for job in living)
+    if counts["watch"]:
+        things = "thing is" if counts["watch"] == 1 else "things are"
+        return f"Nothing needs you; {counts['watch']} {things} not as usual."
+    if not nodes:
+        return "No node has joined the cluster yet."
+    jobs = "job runs" if running == 1 else "jobs run"
+    return f"All is well: {running or 'no'} {jobs}, on {len(nodes)} nodes."
+
+
+def _incident(
+    urgency: str,
+    title: str,
+    since_s: float | None,
+    page: str,
+    doing: Sequence[str],
+    may_do: Iterable[tuple[str, str]],
+) -> Page:
+    return {
+        "urgency": urgency,
+        "title": title,
+        "since_s": since_s,
+        "page": page,
+        "doing": list(doing[:SHOWN_DOINGS]),
+        "may_do": [{"text": text, "command": command} for text, command in may_do],
+    }
+
+
+def _breaker(info: driver_pb2.GetClusterInfoResponse) -> Iterable[Page]:
+    if info.HasField("breaker_tripped_at"):
+        yield _incident(
+            "act",
+            "The breaker holds inferred verdicts back: too many nodes would have been evicted",
+            shown.time_s(info.breaker_tripped_at),
+            "/events?subject=cluster",
+            ["evicts nodes only for hard facts, such as a dead process"],
+            [("if the verdicts were right", "megascale reset-breaker --reason REASON")],
+        )
+
+
+def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) -> Iterable[Page]:
+    together: dict[tuple[str, str], list[Node]] = {}
+    for node in nodes:
+        if node_view.state(node) in _NODE_URGENCY:
+            together.setdefault((node_view.state(node), node_view.switch(node)), []).append(node)
+    for (state, switch), found in together.items():
+        names = [node.name for node in found]
+        where = f" of switch {switch}" if switch else ""
+        many = f"{len(names)} nodes{where} are {state}: {', '.join(names[:4])}"
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        why = found[0].disposition_reason
+        one = f"Node {names[0]} is {state}" + (f": {why}" if why else "")
+        lines = _about(names, switch if len(names) > 1 else "", events)
+        beats = [shown.time_s(node.last_heartbeat_at) or 0.0 for node in found]
+        since_s = max(beats) if state != "quarantined" else _newest(lines, "NODE_QUARANTINED")
+        yield _incident(
+            _NODE_URGENCY[state],
+            one if len(names) == 1 else many + more,
+            since_s or None,
+            f"/nodes/{names[0]}" if len(names) == 1 else "/fleet",
+            [*(line.message for line in lines[1 - SHOWN_DOINGS :]), _NODE_DOING[state]],
+            _node_remedies(state, names[0]),
+        )
+
+
+def _node_remedies(state: str, name: str) -> Iterable[tuple[str, str]]:
+    if state == "quarantined":
+        yield "see what its checks say", f"megascale diagnose {name} --set full"
+        yield "once it is repaired", f"megascale uncordon {name} --reason REASON"
+    else:
+        yield "read what happened to it", f"megascale events nodes/{name}"
+        if state == "dead":
+            yield "on a cluster of this machine, start it again", f"megascale node start {name}"
+
+
+def _check_incidents(nodes: Sequence[Node]) -> Iterable[Page]:
+    """Nodes that are in use although a check of theirs has failed, or measured less than usual."""
+    for node in nodes:
+        found = node_view.health(node)
+        if node_view.state(node) in _NODE_URGENCY or found not in ("fail", "degraded"):
+            continue
+        worst = next(check for check in node.checks if check.verdict.name.lower() == found)
+        yield _incident(
+            "act" if found == "fail" else "watch",
+            f"Node {node.name}: {worst.name} is {found}: {worst.detail}",
+            None,
+            f"/nodes/{node.name}",
+            [],
+            [("move its work to a spare", f"megascale evict {node.name} --reason REASON")],
+        )
+
+
+def _straggler_incidents(
+    nodes: Sequence[Node], events: Sequence[types_pb2.Event], now_s: float
+) -> Iterable[Page]:
+    """Nodes in use that spans have named as slow within the last hour."""
+    newest = {line.subject: line for line in events if line.reason == "STRAGGLER"}
+    for node in nodes:
+        line = newest.get(f"nodes/{node.name}")
+        since_s = shown.time_s(line.time) if line is not None else None
+        if line is None or since_s is None or now_s - since_s > RECENT_S:
+            continue
+        if node_view.state(node) != "active":
+            continue
+        observed = line.mode == "OBSERVE"
+        yield _incident(
+            "watch",
+            line.message,
+            since_s,
+            f"/jobs/{node.job}/heat",
+            ["only writes it down: the rule straggler is in mode OBSERVE"] if observed else [],
+            [
+                ("measure it when it is idle", f"megascale diagnose {node.name} --set full"),
+                ("move its work to a spare", f"megascale evict {node.name} --reason REASON"),
+            ],
+        )
+
+
+def _job_incidents(
+    job: Job, explanation: driver_pb2.ExplainJobResponse | None, now_s: float
+) -> Iterable[Page]:
+    name, page = job.spec.name, f"/jobs/{job.spec.name}"
+    for condition in job.conditions:
+        failing = condition.type == JobConditionType.CHECKPOINT_FAILING
+        yield _incident(
+            "act",
+            f"Job {name}: {condition.message}",
+            shown.time_s(condition.since),
+            page,
+            ["training goes on; the next checkpoint is tried as usual"] if failing else [],
+            [("see its checkpoints", f"megascale checkpoint list {name}")],
+        )
+    if explanation is None:
+        return
+    why = job_view.why(explanation)
+    cause = why["cause"]
+    doing = [action["message"] for action in why["actions"]]
+    may_do = [(each["text"], each["command"]) for each in why["suggestions"]]
+    updated_s = shown.time_s(job.updated_at) or 0.0
+    since_s = cause["time_s"] if cause and cause["time_s"] else updated_s
+    if job.phase == JobPhase.FAILED:
+        if now_s - updated_s <= 24 * RECENT_S:
+            yield _incident("act", why["sentence"], since_s, page, doing, may_do)
+    elif job.phase == JobPhase.RUNNING:
+        if cause and job.restarts and now_s - since_s <= RECENT_S:
+            title = f"Job {name} has recovered: {cause['message']}"
+            yield _incident("handled", title, since_s, page, doing, [])
+    elif job.phase not in (*TERMINAL_PHASES, JobPhase.SUSPENDED):
+        # A job that waits although one may do something waits for somebody.
+        urgency = "act" if job.phase == JobPhase.QUEUED and may_do else "watch"
+        yield _incident(urgency, why["sentence"], since_s, page, doing, may_do)
+
+
+def _about(
+    names: Sequence[str], switch: str, events: Sequence[types_pb2.Event]
+) -> list[types_pb2.Event]:
+    """The newest lines that name one of the nodes, or their switch, oldest first."""
+    either = [*map(re.escape, names), *([f"switch {re.escape(switch)}"] if switch else [])]
+    word = re.compile(rf"(?<![\w.-])(?:{'|'.join(either)})(?![\w-])")
+    found = [
+        line
+        for line in events
+        if word.search(line.message) or line.subject.removeprefix("nodes/") in names
+    ]
+    return found[-SHOWN_DOINGS:]
+
+
+def _newest(lines: Sequence[types_pb2.Event], reason: str) -> float:
+    times = [shown.time_s(line.time) or 0.0 for line in lines if line.reason == reason]
+    return max(times, default=0.0)

@@ -1,0 +1,200 @@
+"""Jobs as pages show them: figures, curves, attempts as a ribbon, checkpoints, time to the end."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_client import TERMINAL_PHASES, Job, JobPhase
+from megascale_dashboard import shown
+from megascale_dashboard.shown import Page
+
+CURVE_POINTS = 1_000  # of each curve; a screen has no more columns
+SPEED_STEPS = 50  # the newest steps, whose median time the estimate of the end uses
+SHOWN_CHECKPOINTS = 20
+SHOWN_EVENTS = 200
+# A job without checkpoints has no ATTEMPT_OPENED.
+_BEGINNINGS = ("ATTEMPT_PREPARING", "ATTEMPT_OPENED")
+_ENDS = ("ATTEMPT_STOPPED", "JOB_SUCCEEDED", "JOB_FAILED", "JOB_CANCELLED", "JOB_SUSPENDED")
+
+
+def listed(jobs: Iterable[Job]) -> Page:
+    """All jobs: those that have not ended first, each group by name."""
+    rows = sorted(jobs, key=lambda job: (job.phase in TERMINAL_PHASES, job.spec.name))
+    return {"jobs": [figures(job) for job in rows]}
+
+
+def figures(job: Job) -> Page:
+    """The figures of a job that fit one row."""
+    record, has_record = job.last_record, job.HasField("last_record")
+    has_goodput = job.HasField("goodput")
+    return {
+        "name": job.spec.name,
+        "phase": job.phase.name.lower(),
+        "phase_reason": job.phase_reason,
+        "owner": job.spec.owner,
+        "attempt": job.attempt,
+        "restarts": job.restarts,
+        "step": job.step,
+        "steps": job.spec.trainer.training.steps,
+        "loss": record.loss if has_record else None,
+        "tokens_per_s": record.tokens_per_s if has_record else None,
+        "mfu_causal": record.mfu_causal if record.HasField("mfu_causal") else None,
+        "mfu_full": record.mfu_full if record.HasField("mfu_full") else None,
+        "goodput": job.goodput.ratio_since_start if has_goodput else None,
+        "committed_step": job.committed_step,
+        "committed_at_s": shown.time_s(job.committed_at),
+        "created_at_s": shown.time_s(job.created_at),
+        "nodes": len(job.nodes),
+        "spares": len(job.spare_nodes),
+        "conditions": [
+            {
+                "type": condition.type.name.lower(),
+                "message": condition.message,
+                "since_s": shown.time_s(condition.since),
+            }
+            for condition in job.conditions
+        ],
+    }
+
+
+def one(
+    job: Job,
+    records: Sequence[types_pb2.StepRecord],
+    events: Sequence[types_pb2.Event],
+    checkpoints: Sequence[driver_pb2.Checkpoint],
+    explanation: driver_pb2.ExplainJobResponse,
+) -> Page:
+    """One job whole; ``records`` and ``events`` oldest first, ``checkpoints`` newest first."""
+    name = job.spec.name
+    return {
+        **figures(job),
+        "remaining_s": remaining_s(job, records),
+        "goodput_parts_s": _goodput(job),
+        "restored_step": job.restored_step,
+        "restore_source": job.restore_source.name.lower(),
+        "replicated_step": job.replicated_step,
+        "replica_problem": job.replica_problem,
+        "node_names": list(job.nodes),
+        "spare_names": list(job.spare_nodes),
+        "evicted_names": list(job.evicted_nodes),
+        "layout": {axis: max(1, size) for axis, size in layout(job).items()},
+        "curves": curves(records),
+        "attempts": attempts(events),
+        "why": why(explanation),
+        "checkpoints": [
+            {
+                "step": each.step,
+                "attempt": each.attempt,
+                "size_bytes": each.size_bytes,
+                "committed_at_s": shown.time_s(each.committed_at),
+                "pin": each.pin,
+            }
+            for each in checkpoints[:SHOWN_CHECKPOINTS]
+        ],
+        "events": [shown.event(line) for line in reversed(events[-SHOWN_EVENTS:])],
+        "commands": [
+            {"text": "why is it in this phase", "command": f"megascale explain {name}"},
+            {"text": "watch it in a terminal", "command": f"megascale watch {name}"},
+            {"text": "the log of rank 0", "command": f"megascale logs {name} --rank 0"},
+            {"text": "a trace of two steps", "command": f"megascale profile {name} --steps 2"},
+            {"text": "its checkpoints", "command": f"megascale checkpoint list {name}"},
+        ],
+    }
+
+
+def why(explanation: driver_pb2.ExplainJobResponse) -> Page:
+    """ExplainJob: the sentence, the cause, what was done, what one may do."""
+    has_cause = explanation.HasField("cause")
+    return {
+        "sentence": explanation.explanation,
+        "cause": shown.event(explanation.cause) if has_cause else None,
+        "actions": [shown.event(line) for line in explanation.actions],
+        "suggestions": [
+            {"text": each.text, "command": each.command} for each in explanation.suggestions
+        ],
+    }
+
+
+def layout(job: Job) -> dict[str, int]:
+    """Sizes of the axes, innermost first; an axis that the job leaves out is 1."""
+    given = job.spec.trainer.parallelism
+    return {
+        axis: getattr(given, axis) if given.HasField(axis) else 1
+        for axis in ("tp", "cp", "dp", "pp")
+    }
+
+
+def remaining_s(job: Job, records: Sequence[types_pb2.StepRecord]) -> float | None:
+    """Seconds to the last step at the median time of the newest steps; None while not RUNNING.
+
+    Faults to come are not in it: goodput says what they have cost so far.
+    """
+    newest = [shown.duration_s(record.step_time) for record in records[-SPEED_STEPS:]]
+    if not newest and job.HasField("last_record"):
+        newest = [shown.duration_s(job.last_record.step_time)]
+    left = job.spec.trainer.training.steps - job.step
+    if job.phase != JobPhase.RUNNING or left < 0 or not newest:
+        return None
+    return left * statistics.median(newest)
+
+
+def curves(records: Sequence[types_pb2.StepRecord]) -> Page:
+    """Columns over the records, at most CURVE_POINTS of them, the newest always among them.
+
+    A step that a later attempt repeated appears once for each attempt, in the order of time.
+    """
+    stride = max(1, -(-len(records) // CURVE_POINTS))
+    first = (len(records) - 1) % stride if records else 0
+    chosen = records[first::stride]
+    return {
+        "time_s": [shown.time_s(record.completed_at) for record in chosen],
+        "step": [record.step for record in chosen],
+        "attempt": [record.attempt for record in chosen],
+        "loss": [record.loss for record in chosen],
+        "tokens_per_s": [record.tokens_per_s for record in chosen],
+        "mfu": [record.mfu_causal if record.HasField("mfu_causal") else None for record in chosen],
+        "step_s": [shown.duration_s(record.step_time) for record in chosen],
+    }
+
+
+def attempts(events: Sequence[types_pb2.Event]) -> list[Page]:
+    """The attempts that the events show, oldest first: opened, all workers run, ended, and why.
+
+    ``ended_s`` is None for the attempt in progress.
+    """
+    found: dict[int, Page] = {}
+    for line in events:
+        at_s = shown.time_s(line.time)
+        if line.reason in _BEGINNINGS and line.attempt and line.attempt not in found:
+            for earlier in found.values():
+                earlier["ended_s"] = earlier["ended_s"] or at_s
+            found[line.attempt] = {
+                "attempt": line.attempt,
+                "opened_s": at_s,
+                "running_s": None,
+                "ended_s": None,
+                "opening": "",
+                "ending": "",
+            }
+        current = found.get(line.attempt)
+        if current is None or current["ended_s"] is not None:
+            continue
+        if line.reason in _BEGINNINGS:
+            current["opening"] = line.message
+        elif line.reason == "ATTEMPT_STARTED":
+            current["running_s"] = at_s
+        elif line.reason in _ENDS:
+            current["ended_s"], current["ending"] = at_s, line.message
+    return list(found.values())
+
+
+def _goodput(job: Job) -> Page:
+    if not job.HasField("goodput"):
+        return {}
+    parts = ("productive", "lost", "detecting", "restarting", "checkpointing", "waiting")
+    return {
+        part: shown.duration_s(getattr(job.goodput, part))
+        for part in (*parts, "starting", "ending")
+    }

@@ -1,0 +1,282 @@
+"""The pages and their JSON twins over HTTP, to whoever has the cluster's token.
+
+    /  /fleet  /nodes/NAME  /jobs  /jobs/NAME  /jobs/NAME/ranks  /jobs/NAME/heat
+    /events?subject=SUBJECT
+
+The twin of a page is its path with .json (``/now.json`` of the first). All of it only reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlencode
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Match, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megascale_client import (
+    InvalidRequest,
+    MegascaleError,
+    NotAllowed,
+    NotFound,
+    NotPossible,
+    Unavailable,
+)
+from megascale_dashboard import shell
+from megascale_dashboard.access import COOKIE, SESSION_S, Access, TooManyAttempts
+from megascale_dashboard.cluster_reader import ClusterReader
+from megascale_dashboard.live import LiveStreams
+from megascale_dashboard.shown import Page
+
+STATIC = Path(__file__).parent / "static"
+MAX_FORM_BYTES = 4096
+Read = Callable[[Request], Awaitable[Page]]
+
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; "
+    "base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+# What a failed call is for a page: its state, and the status of HTTP.
+_STATES: tuple[tuple[type[MegascaleError], str, int], ...] = (
+    (NotFound, "missing", 404),
+    (NotAllowed, "not-permitted", 403),
+    (InvalidRequest, "refused", 400),
+    (NotPossible, "not-possible", 409),
+    (Unavailable, "away", 503),
+    (MegascaleError, "failed", 502),
+)
+
+
+def build(
+    reader: ClusterReader,
+    access: Access,
+    streams: LiveStreams,
+    *,
+    hosts: Sequence[str],
+    secure: bool = False,
+) -> Starlette:
+    """The application.
+
+    Args:
+        hosts: names by which browsers may call it; others are refused, so that a foreign site
+            cannot reach it through a name of its own.
+        secure: whether it is served by TLS, which the cookie then demands.
+    """
+    pages = _Pages(reader, streams, access, secure)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await reader.close()
+
+    routes = [
+        Route("/login", pages.login, methods=["GET", "POST"]),
+        Route("/logout", pages.logout, methods=["POST"]),
+        Route("/live", pages.live),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    for path, title, read in pages.views():
+        twin = "/now.json" if path == "/" else f"{path}.json"
+        routes.append(Route(twin, _twin(read)))  # before its page, whose NAME would match it
+        routes.append(Route(path, _shell(title)))
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)),
+            Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5),
+            Middleware(_Guard, access=access, secure=secure),
+        ],
+    )
+
+
+class _Pages:
+    """What the routes call."""
+
+    def __init__(
+        self, reader: ClusterReader, streams: LiveStreams, access: Access, secure: bool
+    ) -> None:
+        self._reader = reader
+        self._streams = streams
+        self._access = access
+        self._secure = secure
+
+    def views(self) -> list[tuple[str, str, Read]]:
+        """Path, title and content of each page; the longest path first where two would match."""
+        read = self._reader
+        return [
+            ("/", "Now", lambda request: read.now()),
+            ("/fleet", "Fleet", lambda request: read.fleet()),
+            ("/jobs", "Jobs", lambda request: read.jobs()),
+            ("/jobs/{name}/ranks", "Ranks of {name}", lambda request: read.grid(_name(request))),
+            ("/jobs/{name}/heat", "Heat of {name}", lambda request: read.heat(_name(request))),
+            ("/jobs/{name}", "Job {name}", lambda request: read.job(_name(request))),
+            ("/nodes/{name}", "Node {name}", lambda request: read.node(_name(request))),
+            ("/events", "Events", lambda request: read.events(_subject(request))),
+        ]
+
+    async def live(self, request: Request) -> Response:
+        """Notices about the page that the parameter ``page`` names."""
+        page = request.query_params.get("page", "/")
+        found = self._view(page, request)
+        if found is None:
+            return _json({"state": "missing", "message": f"no page {page}"}, 404)
+        if self._streams.full:
+            return _json({"state": "busy", "message": "too many browsers watch"}, 503)
+        read, shown = found
+        return StreamingResponse(
+            self._streams.stream(lambda: read(shown)),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+
+    def _view(self, page: str, request: Request) -> tuple[Read, Request] | None:
+        """The content of the page at a path, and the request as that page would get it."""
+        scope: Scope = {**request.scope, "path": page, "method": "GET"}
+        for path, _, read in self.views():
+            match, found = Route(path, self.live).matches(scope)
+            if match is Match.FULL:
+                return read, Request({**scope, **found})
+        return None
+
+    async def login(self, request: Request) -> Response:
+        """The page that asks for the token, and what it sends."""
+        if request.method == "GET":
+            return HTMLResponse(shell.login())
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_FORM_BYTES:
+                return HTMLResponse(shell.login("That is longer than any token."), 413)
+        given = parse_qs(body.decode(errors="replace")).get("token", [""])[0].strip()
+        try:
+            session = self._access.open(given)
+        except TooManyAttempts as error:
+            return HTMLResponse(shell.login(f"{error}."), 429)
+        if session is None:
+            return HTMLResponse(shell.login("That is not the token of this cluster."), 403)
+        return _welcome("/", session, self._secure)
+
+    async def logout(self, request: Request) -> Response:
+        """Forget the session."""
+        self._access.close(request.cookies.get(COOKIE, ""))
+        answer = RedirectResponse("/login", 303)
+        answer.delete_cookie(COOKIE)
+        return answer
+
+
+class _Guard:
+    """Lets in who has a session or the token; sets the headers of every answer."""
+
+    def __init__(self, app: ASGIApp, access: Access, secure: bool) -> None:
+        self._app = app
+        self._access = access
+        self._secure = secure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                present = {name.lower() for name, _ in message["headers"]}
+                extra = dict(_HEADERS)
+                if not scope["path"].startswith("/static/"):
+                    extra["cache-control"] = "no-store"
+                message["headers"] = [
+                    *message["headers"],
+                    *(
+                        (name.encode(), value.encode())
+                        for name, value in extra.items()
+                        if name.encode() not in present
+                    ),
+                ]
+            await send(message)
+
+        request = Request(scope)
+        try:
+            answer = self._answer(request)
+        except TooManyAttempts as error:
+            answer = _json({"state": "not-permitted", "message": str(error)}, 429)
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    def _answer(self, request: Request) -> Response | None:
+        """What to answer instead of the page; None: the page."""
+        path = request.url.path
+        if path.startswith("/static/") or path == "/login":
+            return None
+        if "token" in request.query_params:
+            session = self._access.open(request.query_params["token"])
+            rest = [(k, v) for k, v in request.query_params.multi_items() if k != "token"]
+            clean = f"{path}?{urlencode(rest)}" if rest else path
+            return _welcome(clean, session, self._secure) if session else _to_login()
+        if self._access.allows(request.cookies.get(COOKIE, "")):
+            return None
+        header = request.headers.get("authorization", "")
+        if header and self._access.bears(header):
+            return None
+        if path.endswith(".json") or path == "/live":
+            return _json({"state": "not-permitted", "message": "log in first, at /login"}, 401)
+        return _to_login()
+
+
+def _twin(read: Read) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            return _json(await read(request))
+        except MegascaleError as error:
+            state, status = next((s, n) for kind, s, n in _STATES if isinstance(error, kind))
+            return _json({"state": state, "message": str(error), "reason": error.reason}, status)
+
+    return answer
+
+
+def _shell(title: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        path, query = request.url.path, request.url.query
+        twin = ("/now.json" if path == "/" else f"{path}.json") + (f"?{query}" if query else "")
+        return HTMLResponse(shell.page(path, twin, title.format(**request.path_params)))
+
+    return answer
+
+
+def _json(content: Page, status: int = 200) -> Response:
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False, default=str)
+    return Response(text, status, media_type="application/json")
+
+
+def _welcome(path: str, session: str, secure: bool) -> Response:
+    answer = RedirectResponse(path, 303)
+    answer.set_cookie(
+        COOKIE, session, max_age=int(SESSION_S), httponly=True, samesite="strict", secure=secure
+    )
+    return answer
+
+
+def _to_login() -> Response:
+    return RedirectResponse("/login", 303)
+
+
+def _name(request: Request) -> str:
+    found: Any = request.path_params["name"]
+    return str(found)
+
+
+def _subject(request: Request) -> str:
+    return request.query_params.get("subject", "")

@@ -1,0 +1,114 @@
+"""One dashboard process: a client of the cluster, the application, uvicorn on one socket."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from megascale_client import AsyncClient, InvalidRequest
+from megascale_client.run_folder import find_run_folder, read_token
+from megascale_dashboard.access import Access
+from megascale_dashboard.cluster_reader import ClusterReader
+from megascale_dashboard.live import LiveStreams
+from megascale_dashboard.server import build
+
+RETRY_FOR_S = 2.0  # a page reports that the driver is away sooner than a command would give up
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
+STOP_TIMEOUT_S = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What to serve, and where.
+
+    ``run_folder`` None: as the client finds it. ``port`` 0: a free one. ``certificate`` and
+    ``key`` are PEM files; without them only loopback is served. ``end_with_stdin``: end when
+    standard input ends, as it does with the process that started this one.
+    """
+
+    run_folder: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    certificate: Path | None = None
+    key: Path | None = None
+    end_with_stdin: bool = False
+
+
+async def serve(options: Options, report: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; ``report`` gets the address, with the link's key.
+
+    Raises:
+        ClusterNotFound, NotAllowed: no cluster in the run folder, or not this user's.
+        InvalidRequest: the address cannot be served, or would be served without TLS.
+    """
+    folder = find_run_folder(options.run_folder)
+    secure = options.certificate is not None and options.key is not None
+    listener = _listen(options, secure)
+    access = Access(read_token(folder))
+    async with AsyncClient.from_run_folder(folder, retry_for_s=RETRY_FOR_S) as client:
+        hosts = [*LOOPBACK_NAMES] if not secure else ["*"]
+        app = build(ClusterReader(client), access, LiveStreams(), hosts=hosts, secure=secure)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,  # a link's key is in a URL once
+            server_header=False,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S,
+            limit_concurrency=512,
+            ssl_certfile=options.certificate,
+            ssl_keyfile=options.key,
+        )
+        server = uvicorn.Server(config)
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        report(f"{'https' if secure else 'http'}://{shown}:{port}/?token={access.key}")
+        if options.end_with_stdin:
+            _end_with_stdin(server)
+        await server.serve(sockets=[listener])
+
+
+def _listen(options: Options, secure: bool) -> socket.socket:
+    try:
+        loopback = ipaddress.ip_address(options.host).is_loopback
+    except ValueError:
+        raise InvalidRequest(
+            f"--host: {options.host!r} is not an IP address; give one, such as 127.0.0.1"
+        ) from None
+    if not loopback and not secure:
+        raise InvalidRequest(
+            f"--host: {options.host} is reached from other machines: give --certificate and --key, "
+            "or keep 127.0.0.1 and forward the port with ssh -L"
+        )
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        listener.close()
+        raise InvalidRequest(
+            f"--port: {options.host}:{options.port}: {error.strerror}; "
+            "give another, or 0 for a free one"
+        ) from None
+    listener.listen(128)
+    return listener
+
+
+def _end_with_stdin(server: uvicorn.Server) -> None:
+    """End the server once standard input ends: nobody writes to it, so it is readable only then."""
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def ended() -> None:
+        if not os.read(descriptor, 1):
+            loop.remove_reader(descriptor)
+            server.should_exit = True
+
+    loop.add_reader(descriptor, ended)

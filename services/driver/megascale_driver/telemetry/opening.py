@@ -1,0 +1,109 @@
+"""Telemetry of a driver: options, and the parts that run while it serves.
+
+Without the packages of the extra ``observability`` a driver keeps no spans; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megascale_common.service.errors import OptionError
+
+if TYPE_CHECKING:
+    from megascale_driver.engine import Engine
+    from megascale_driver.telemetry.intake import SpanIntake
+    from megascale_driver.telemetry.views import SpanViews
+
+PACKAGES = ("numpy", "pyarrow", "duckdb")
+DAY_S = 86_400.0
+MIB = 1 << 20
+
+
+def available() -> bool:
+    """Whether the packages that telemetry needs are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in PACKAGES)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--telemetry-folder`` and its limits."""
+    group = parser.add_argument_group("telemetry")
+    group.add_argument(
+        "--telemetry-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the spans that ranks measure here, as parquet files (extra observability); "
+        "default: they are dropped",
+    )
+    group.add_argument(
+        "--telemetry-mib",
+        type=_positive,
+        default=4096,
+        metavar="N",
+        help="remove the oldest of them beyond so many MiB; default 4096",
+    )
+    group.add_argument(
+        "--telemetry-days",
+        type=_positive,
+        default=14,
+        metavar="N",
+        help="remove those that are older than so many days; default 14",
+    )
+
+
+class Telemetry:
+    """The parts of a driver's telemetry, which end with :meth:`close`."""
+
+    def __init__(self, intake: SpanIntake, views: SpanViews, engine: Engine) -> None:
+        from megascale_driver.telemetry.straggler_watch import StragglerWatch
+
+        self.intake, self.views = intake, views
+        watch = StragglerWatch(views, lambda: engine.state, engine.clock.now_s, engine.post)
+        self._tasks = [
+            asyncio.create_task(intake.run(), name="spans"),
+            asyncio.create_task(watch.run(), name="stragglers"),
+        ]
+
+    async def close(self) -> None:
+        """Write what is held, and end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.intake.close()
+
+
+def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
+    """What the options ask for; None without a folder.
+
+    Raises:
+        OptionError: a package is missing, or the folder cannot be made.
+    """
+    folder: Path | None = options.telemetry_folder
+    if folder is None:
+        return None
+    if not available():
+        raise OptionError(
+            "--telemetry-folder needs numpy, pyarrow and duckdb: "
+            "pip install 'megascale[observability]', or leave the option out"
+        )
+    from megascale_driver.telemetry.intake import SpanIntake
+    from megascale_driver.telemetry.store import SpanStore
+    from megascale_driver.telemetry.views import SpanViews
+
+    try:
+        store = SpanStore(folder, options.telemetry_mib * MIB, options.telemetry_days * DAY_S)
+    except OSError as error:
+        raise OptionError(
+            f"--telemetry-folder {folder}: {error.strerror}; give a folder that can be written"
+        ) from None
+    intake = SpanIntake(store)
+    return Telemetry(intake, SpanViews(intake, store), engine)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1000000000")
+    return int(text)

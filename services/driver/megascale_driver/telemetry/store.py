@@ -1,0 +1,277 @@
+"""Spans of all jobs in parquet files, read with duckdb. All methods block: one thread calls them.
+
+    FOLDER/JOB/attempt-000001/operations.parquet          op, name, kind, group
+    FOLDER/JOB/attempt-000001/spans-FIRST-LAST-N.parquet  a row for each span of these steps
+
+``start_ns`` is Unix time on the clock of the rank's node. A file is written whole under another
+name first, so a query never reads half of one. Small files of an attempt are merged; the oldest
+files go when the folder is larger than it may be, or they are older.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyarrow import parquet
+
+from megascale.v1 import link_pb2
+from megascale_common.job.names import is_dns_label
+from megascale_common.node.spans.ops import MAX_OPS, Op
+from megascale_common.node.spans.record import SPAN, from_columns
+from megascale_driver.analysis.spans.table import RECORD
+
+FLUSH_S = 10.0
+FLUSH_SPANS = 1 << 18  # 8 MiB
+MERGE_FILES = 64
+MAX_ATTEMPT_OPS = 4096  # of all ranks together
+TRIM_S = 60.0
+_OPERATIONS = "operations.parquet"
+_SCHEMA = pa.schema([(name, pa.from_numpy_dtype(RECORD[name])) for name in RECORD.names or ()])
+_SCHEMA = _SCHEMA.insert(0, pa.field("rank", pa.uint32()))
+
+Columns = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What is held of one attempt: its operations by number, and spans that no file has yet."""
+
+    folder: Path
+    ops: dict[Op, int]
+    parts: list[tuple[int, npt.NDArray[Any]]] = field(default_factory=list)
+    count: int = 0
+    since_s: float = 0.0
+    newest_step: int = -1
+
+
+class SpanStore:
+    """The folder, with at most ``most_bytes`` that are at most ``most_age_s`` old."""
+
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int,
+        most_age_s: float,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._most_bytes, self._most_age_s = folder, most_bytes, most_age_s
+        self._now_s = now_s
+        self._attempts: dict[tuple[str, int], _Attempt] = {}
+        self._trimmed_s = now_s()
+        self._files = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, batches: Iterable[link_pb2.ReportSpansRequest]) -> Counter[str]:
+        """Take batches; how many of their spans are stored, and how many damaged.
+
+        Raises:
+            OSError: the folder cannot be written; what was not written is gone.
+        """
+        counts: Counter[str] = Counter()
+        for batch in batches:
+            records = _records(batch)
+            if records is None or not self._hold(batch, records):
+                counts["damaged"] += batch.count
+                continue
+            counts["stored"] += len(records)
+        now_s = self._now_s()
+        for attempt in list(self._attempts.values()):
+            if attempt.count > FLUSH_SPANS or (attempt.count and now_s - attempt.since_s > FLUSH_S):
+                self._write(attempt)
+        if now_s - self._trimmed_s > TRIM_S:
+            self.trim()
+        return counts
+
+    def flush(self) -> None:
+        """Write all that is held to files."""
+        for attempt in self._attempts.values():
+            self._write(attempt)
+
+    def newest_step(self, job: str, attempt: int) -> int:
+        """The newest step of which spans are there; -1: none."""
+        return self._attempt(job, attempt).newest_step
+
+    def read(
+        self, job: str, attempt: int, first: int, last: int, names: Sequence[str] = ()
+    ) -> tuple[Columns, tuple[Op, ...]]:
+        """The spans of steps ``first`` to ``last``, of operations with these names (all: empty).
+
+        Returns:
+            The columns of :class:`megascale_driver.analysis.spans.table.SpanTable`, without order,
+            and the operations that ``op`` counts.
+        """
+        held = self._attempt(job, attempt)
+        self._write(held)
+        ops = tuple(held.ops)
+        wanted = [number for number, op in enumerate(ops) if not names or op.name in names]
+        files = [
+            str(path)
+            for path in held.folder.glob("spans-*.parquet")
+            if (steps := _steps_of(path)) and steps[0] <= last and steps[1] >= first
+        ]
+        if not files or not wanted:
+            return {name: np.empty(0, kind) for name, kind in _dtypes().items()}, ops
+        query = (
+            "SELECT * FROM read_parquet($files) "
+            "WHERE step BETWEEN $first AND $last AND list_contains($ops, op)"
+        )
+        given = {"files": files, "first": first, "last": last, "ops": wanted}
+        with duckdb.connect() as connection:
+            found = connection.execute(query, given).fetchnumpy()
+        return {name: np.asarray(found[name], kind) for name, kind in _dtypes().items()}, ops
+
+    def trim(self) -> None:
+        """Remove the oldest files beyond the limits of size and age, and what is empty then."""
+        now_s = self._trimmed_s = self._now_s()
+        known = []
+        for path in self._folder.glob("*/attempt-*/*.parquet"):
+            status = path.stat()
+            known.append((status.st_mtime, status.st_size, path))
+        left = sum(size for _, size, _ in known)
+        for written_s, size, path in sorted(known):
+            if left <= self._most_bytes and now_s - written_s <= self._most_age_s:
+                break
+            if path.name != _OPERATIONS:
+                path.unlink(missing_ok=True)
+                left -= size
+        for folder in self._folder.glob("*/attempt-*"):
+            if any(folder.glob("spans-*")) or self._is_held(folder):
+                continue
+            (folder / _OPERATIONS).unlink(missing_ok=True)
+            _remove_if_empty(folder)
+            _remove_if_empty(folder.parent)
+
+    def _hold(self, batch: link_pb2.ReportSpansRequest, records: npt.NDArray[Any]) -> bool:
+        """Keep them for the next file; False if the attempt has named too many operations."""
+        key = batch.job, batch.attempt
+        for other in [each for each in self._attempts if each[0] == batch.job and each != key]:
+            self._write(self._attempts.pop(other))
+        attempt = self._attempt(*key)
+        known = len(attempt.ops)
+        if known + len(batch.operations) > MAX_ATTEMPT_OPS:
+            return False
+        numbers = [
+            attempt.ops.setdefault(Op(op.name, op.kind, op.group), len(attempt.ops))  # type: ignore[arg-type]
+            for op in batch.operations
+        ]
+        if len(attempt.ops) != known:
+            _write_operations(attempt)
+        records["op"] = np.array(numbers, np.uint16)[records["op"]]
+        records["start_ns"] += batch.unix_offset_ns
+        if not attempt.count:
+            attempt.since_s = self._now_s()
+        attempt.parts.append((batch.rank, records))
+        attempt.count += len(records)
+        attempt.newest_step = max(attempt.newest_step, int(records["step"].max()))
+        return True
+
+    def _attempt(self, job: str, number: int) -> _Attempt:
+        known = self._attempts.get((job, number))
+        if known is None:
+            folder = self._folder / job / f"attempt-{number:06d}"
+            steps = [found[1] for path in folder.glob("spans-*") if (found := _steps_of(path))]
+            known = _Attempt(folder, _read_operations(folder), newest_step=max(steps, default=-1))
+            if is_dns_label(job):
+                self._attempts[job, number] = known
+        return known
+
+    def _is_held(self, folder: Path) -> bool:
+        return any(each.folder == folder for each in self._attempts.values())
+
+    def _write(self, attempt: _Attempt) -> None:
+        parts, attempt.parts, attempt.count = attempt.parts, [], 0
+        if not parts:
+            return
+        spans = np.concatenate([records for _, records in parts])
+        ranks = np.repeat(
+            np.array([rank for rank, _ in parts], np.uint32), [len(r) for _, r in parts]
+        )
+        columns = {"rank": ranks, **{name: spans[name] for name in RECORD.names or ()}}
+        table = pa.table({name: pa.array(columns[name]) for name in _SCHEMA.names}, _SCHEMA)
+        steps = spans["step"]
+        self._files += 1
+        number = f"{time.time_ns():x}{self._files:04x}"
+        name = f"spans-{steps.min():09d}-{steps.max():09d}-{number}.parquet"
+        _write_table(table, attempt.folder / name)
+        self._merge(attempt.folder)
+
+    def _merge(self, folder: Path) -> None:
+        """One file in place of many small ones."""
+        small = sorted(p for p in folder.glob("spans-*.parquet") if p.stat().st_size < 1 << 20)
+        if len(small) < MERGE_FILES:
+            return
+        table = pa.concat_tables([parquet.read_table(path) for path in small])
+        steps = [steps for path in small if (steps := _steps_of(path))]
+        first, last = min(step for step, _ in steps), max(step for _, step in steps)
+        self._files += 1
+        name = f"spans-{first:09d}-{last:09d}-{time.time_ns():x}{self._files:04x}.parquet"
+        _write_table(table, folder / name)
+        for path in small:
+            path.unlink(missing_ok=True)
+
+
+def _records(batch: link_pb2.ReportSpansRequest) -> npt.NDArray[Any] | None:
+    """The spans of a batch; None if it is not what it says."""
+    size = batch.count * SPAN.size
+    if not batch.count or not is_dns_label(batch.job) or not 0 < len(batch.operations) <= MAX_OPS:
+        return None
+    try:
+        unpacker = zlib.decompressobj()
+        columns = unpacker.decompress(batch.columns, size + 1)
+        if len(columns) != size:
+            return None
+        records = np.frombuffer(from_columns(columns), RECORD).copy()
+    except (zlib.error, ValueError):
+        return None
+    return records if int(records["op"].max()) < len(batch.operations) else None
+
+
+def _dtypes() -> dict[str, Any]:
+    return {name: _SCHEMA.field(name).type.to_pandas_dtype() for name in _SCHEMA.names}
+
+
+def _steps_of(path: Path) -> tuple[int, int] | None:
+    parts = path.name.split("-")
+    if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        return None
+    return int(parts[1]), int(parts[2])
+
+
+def _write_operations(attempt: _Attempt) -> None:
+    ops = list(attempt.ops)
+    columns: dict[str, Any] = {"op": pa.array(range(len(ops)), pa.uint16())}
+    columns |= {name: [getattr(op, name) for op in ops] for name in Op._fields}
+    _write_table(pa.table(columns), attempt.folder / _OPERATIONS)
+
+
+def _read_operations(folder: Path) -> dict[Op, int]:
+    try:
+        rows = parquet.read_table(folder / _OPERATIONS).to_pylist()
+    except (OSError, pa.ArrowException):
+        return {}
+    return {Op(row["name"], row["kind"], row["group"]): row["op"] for row in rows}
+
+
+def _write_table(table: pa.Table, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".part")
+    parquet.write_table(table, temporary, compression="zstd")
+    os.replace(temporary, path)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return

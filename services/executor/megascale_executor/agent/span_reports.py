@@ -1,0 +1,212 @@
+"""Spans on their way to the driver: out of the ranks' rings, in batches, on their own connection.
+
+Telemetry never delays anything else. Rings are read in a thread, a bounded part at a time; batches
+wait in a bounded queue, and the newest is dropped and counted when it is full; a driver that reads
+slowly fills that queue and nothing else, because the link has another connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from megascale.v1 import link_pb2, link_pb2_grpc
+from megascale_common.node.spans.record import SPAN, to_columns
+from megascale_common.node.spans.ring import SpanRingReader
+from megascale_common.service import logs
+from megascale_common.service.errors import OptionError
+from megascale_executor.agent.attempt import NO_ATTEMPT, AttemptKey
+
+_log = logs.get(__name__)
+
+READ_S = 1.0
+MAX_BATCHES = 64  # in the queue; each has at most 64 KiB
+# With all operations that a rank may have, a batch of so many stays below 64 KiB uncompressed.
+BATCH_SPANS = 1024
+_BATCHES_PER_READ = 8  # of one ring; a ring holds as much
+_RETRY_S = 2.0
+_UNKNOWN_RETRY_S = 60.0  # for a driver of a build without this call
+_CLOCK_READINGS = 5
+
+
+@dataclass(slots=True)
+class _Ring:
+    """The ring of one rank. ``taken``: records whose operations could not be read yet."""
+
+    rank: int
+    path: Path
+    reader: SpanRingReader | None = None
+    taken: bytes = b""
+    dropped: int = 0
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    key: AttemptKey = NO_ATTEMPT
+    rings: tuple[_Ring, ...] = ()
+
+
+class SpanReports:
+    """The spans of one node's ranks, and their sender."""
+
+    def __init__(self, node: str, limit: int = MAX_BATCHES) -> None:
+        self._node, self._limit = node, limit
+        self._watched = _Watched()
+        self._reading = threading.Lock()  # of the rings of ``_watched``
+        self._waiting: deque[link_pb2.ReportSpansRequest] = deque()
+        self._filled = asyncio.Event()
+        self.sent = 0
+        # Spans by where there was no room: "ring", the agent was slower than the rank; "queue", the
+        # driver slower than the agent.
+        self.dropped: Counter[str] = Counter(ring=0, queue=0)
+
+    def __len__(self) -> int:
+        """Batches that wait to be sent."""
+        return len(self._waiting)
+
+    def watch(self, key: AttemptKey, rings: Mapping[int, Path]) -> None:
+        """Read the rings of this attempt, by rank, from now on; they may not exist yet."""
+        self._watched = _Watched(key, tuple(_Ring(rank, path) for rank, path in rings.items()))
+
+    async def run(self) -> None:
+        """Read the rings for ever."""
+        while True:
+            await asyncio.sleep(READ_S)
+            await self.read()
+
+    async def read(self) -> None:
+        """Take what the rings hold into the queue."""
+        for batch in await asyncio.to_thread(self._read_all):
+            if len(self._waiting) >= self._limit:
+                self.dropped["queue"] += batch.count
+                continue
+            self._waiting.append(batch)
+            self._filled.set()
+
+    async def end(self) -> None:
+        """Read for the last time: the ranks have ended."""
+        await self.read()
+        watched, self._watched = self._watched, _Watched()
+        await asyncio.to_thread(self._close, watched)
+
+    async def send_forever(self, open_channel: Callable[[], grpc.aio.Channel]) -> None:
+        """Send the batches over channels that ``open_channel`` opens, one after the other."""
+        while True:
+            await self._filled.wait()
+            pause_s = _RETRY_S
+            try:
+                async with open_channel() as channel:
+                    stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub = (
+                        link_pb2_grpc.ExecutorLinkServiceStub(channel)
+                    )
+                    await stub.ReportSpans(self._requests())
+            except grpc.aio.AioRpcError as error:
+                _log.info("the driver takes no spans", reason=error.details())
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    pause_s = _UNKNOWN_RETRY_S
+            except OptionError as error:  # certificates that are being replaced
+                _log.info("spans cannot be sent", reason=str(error))
+            await asyncio.sleep(pause_s)
+
+    async def _requests(self) -> AsyncIterator[link_pb2.ReportSpansRequest]:
+        while True:
+            await self._filled.wait()
+            # Taken before it is sent: a batch that may have arrived must not be sent again.
+            batch = self._waiting.popleft()
+            if not self._waiting:
+                self._filled.clear()
+            self.sent += batch.count
+            yield batch
+
+    def _read_all(self) -> list[link_pb2.ReportSpansRequest]:
+        with self._reading:
+            watched = self._watched
+            offset_ns, error_ns = unix_offset()
+            found = []
+            for ring in watched.rings:
+                for batch in self._read_ring(watched.key, ring):
+                    batch.unix_offset_ns, batch.unix_offset_error_ns = offset_ns, error_ns
+                    found.append(batch)
+            return found
+
+    def _read_ring(self, key: AttemptKey, ring: _Ring) -> list[link_pb2.ReportSpansRequest]:
+        if ring.damaged or not _opened(key, ring):
+            return []
+        assert ring.reader is not None
+        batches: list[link_pb2.ReportSpansRequest] = []
+        try:
+            for _ in range(_BATCHES_PER_READ):
+                ring.taken = ring.taken or ring.reader.take(BATCH_SPANS)
+                if not ring.taken:
+                    break
+                try:
+                    operations = ring.reader.ops()
+                except ValueError:
+                    break  # they are being written: the next time
+                batch = link_pb2.ReportSpansRequest(
+                    node=self._node,
+                    job=key.job,
+                    attempt=key.attempt,
+                    rank=ring.rank,
+                    count=len(ring.taken) // SPAN.size,
+                    columns=zlib.compress(to_columns(ring.taken), 1),
+                )
+                for op in operations:
+                    batch.operations.add(name=op.name, kind=op.kind, group=op.group)
+                batches.append(batch)
+                ring.taken = b""
+        except ValueError as error:
+            ring.damaged = True
+            _log.warning("a ring of spans is read no more", rank=ring.rank, error=str(error))
+        dropped = ring.reader.dropped
+        self.dropped["ring"] += dropped - ring.dropped
+        ring.dropped = dropped
+        return batches
+
+    def _close(self, watched: _Watched) -> None:
+        with self._reading:
+            for ring in watched.rings:
+                if ring.reader is not None:
+                    ring.reader.close()
+                    ring.reader = None
+                ring.damaged = True
+
+
+def unix_offset() -> tuple[int, int]:
+    """Unix time less the monotonic clock in ns, and a bound of its error."""
+    best = (0, 1 << 62)
+    for _ in range(_CLOCK_READINGS):
+        before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        error_ns = (after - before + 1) // 2
+        if error_ns < best[1]:
+            best = (unix - (before + after) // 2, error_ns)
+    return best
+
+
+def _opened(key: AttemptKey, ring: _Ring) -> bool:
+    """Whether the ring can be read; a rank that measures nothing has none."""
+    if ring.reader is not None:
+        return True
+    try:
+        reader = SpanRingReader(ring.path)
+    except OSError:
+        return False
+    except ValueError as error:
+        ring.damaged = True
+        _log.warning("a ring of spans cannot be read", rank=ring.rank, error=str(error))
+        return False
+    if (reader.rank, reader.attempt) != (ring.rank, key.attempt):
+        reader.close()
+        return False
+    ring.reader = reader
+    return True

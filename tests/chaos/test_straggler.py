@@ -1,0 +1,41 @@
+"""One rank of four is slow in a real cluster: its node is named, by the spans of all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.harness import paced
+from tests.harness.chaos_cluster import chaos_cluster, measured
+from tests.harness.local_cluster import megascale
+
+RANKS, SLOW, SLOW_S = 4, 2, 0.024
+
+
+async def test_a_rank_that_is_slow_is_named_and_keeps_its_work(tmp_path: Path) -> None:
+    with chaos_cluster(tmp_path, "--nodes", str(RANKS)) as cluster:
+        async with cluster.client() as client:
+            optimizer = paced.slow(SLOW, SLOW_S)
+            spec = cluster.job(
+                "uneven", steps=10_000, interval_steps=0, dp=RANKS, optimizer=optimizer
+            )
+            async with cluster.follow(client, spec) as run:
+                found = await run.until_event("STRAGGLER")
+                node = run.job.nodes[SLOW]
+                shown = megascale("heat", "uneven", "--cluster", str(cluster.up.folder), "--json")
+                people = megascale("heat", "uneven", "--cluster", str(cluster.up.folder))
+                why = await client.explain("uneven")
+                others = [each for each in run.events if each.reason == "STRAGGLER"]
+                await client.cancel("uneven", reason="the test is over")
+    assert found.subject == f"nodes/{node}" and found.mode == "OBSERVE", found
+    assert "optimizer" in found.message and f"rank {SLOW}" in found.message, found
+    assert len(others) == 1 and run.job.attempt == 1, run.story()
+    assert shown.returncode == 0, shown
+    heat = json.loads(shown.stdout)
+    assert heat["rank_nodes"] == list(run.job.nodes), shown
+    row = next(row for row in heat["rows"] if row["operation"] == "optimizer")
+    assert row["ratio"][SLOW] > 1.5 and max(row["ratio"]) == row["ratio"][SLOW], row
+    assert [slow["node"] for slow in heat["slow_nodes"]] == [node]
+    assert f"node {node} is slow" in people.stdout and "optimizer" in people.stdout
+    assert "STRAGGLER" in {event.reason for event in why.events}
+    measured("slow rank", ratio=row["ratio"][SLOW])

@@ -1,0 +1,244 @@
+"""The dashboard over HTTP: who may look, twins, notices, and what is said when all is not well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from starlette.types import Message
+from tests.harness.recorded_fleet import JOB, RecordedCluster
+
+from megascale.v1 import driver_pb2
+from megascale_client import InvalidRequest, Unavailable
+from megascale_dashboard import server, serving
+from megascale_dashboard.access import COOKIE, MAX_FAILURES, MAX_SESSIONS, SESSION_S, Access
+from megascale_dashboard.access import TooManyAttempts as TooMany
+from megascale_dashboard.cluster_reader import MAX_FOLLOWED, ClusterReader
+from megascale_dashboard.live import LiveStreams
+
+TOKEN = "a-token-of-the-cluster"
+PAGES = (
+    "/",
+    "/fleet",
+    "/jobs",
+    f"/jobs/{JOB}",
+    f"/jobs/{JOB}/ranks",
+    f"/jobs/{JOB}/heat",
+    "/nodes/n3",
+    "/events",
+)
+
+
+class Browser:
+    """Sends requests to the application without a socket, and keeps the cookie."""
+
+    def __init__(self, source: RecordedCluster | None = None, access: Access | None = None) -> None:
+        self.access = access or Access(TOKEN)
+        self.reader = ClusterReader(source or RecordedCluster(nodes=8))
+        self.streams = LiveStreams(interval_s=0.01, most=1)
+        self.app = server.build(self.reader, self.access, self.streams, hosts=["localhost"])
+        self.cookie = ""
+
+    async def get(
+        self, url: str, *, method: str = "GET", body: bytes = b"", **headers: str
+    ) -> tuple[int, dict[str, str], str]:
+        path, _, query = url.partition("?")
+        sent: list[Message] = []
+        given = {"host": "localhost", "cookie": f"{COOKIE}={self.cookie}", **headers}
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
+            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+            "scheme": "http",
+            "server": ("localhost", 80),
+        }
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await self.app(scope, receive, send)
+        answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        text = b"".join(each.get("body", b"") for each in sent[1:]).decode()
+        if "set-cookie" in answered:
+            self.cookie = answered["set-cookie"].partition("=")[2].partition(";")[0]
+        return sent[0]["status"], answered, text
+
+    async def log_in(self) -> Browser:
+        status, *_ = await self.get("/login", method="POST", body=f"token={TOKEN}".encode())
+        assert status == 303
+        return self
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_nothing_is_shown_without_the_token(path: str) -> None:
+    browser = Browser()
+    assert (await browser.get(path))[1]["location"] == "/login"
+    twin = "/now.json" if path == "/" else f"{path}.json"
+    status, _, text = await browser.get(twin)
+    assert status == 401 and json.loads(text)["state"] == "not-permitted"
+    assert (await browser.get(f"/live?page={path}"))[0] == 401
+    assert (await browser.get(twin, authorization="Bearer wrong"))[0] == 401
+    assert (await browser.get(twin, authorization=f"Bearer {TOKEN}"))[0] == 200
+    await browser.reader.close()
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_every_page_has_a_twin(path: str) -> None:
+    browser = await Browser().log_in()
+    status, headers, text = await browser.get(path)
+    twin = "/now.json" if path == "/" else f"{path}.json"
+    assert status == 200 and f'href="{twin}"' in text
+    assert "script-src 'self'" in headers["content-security-policy"]
+    assert headers["cache-control"] == "no-store"
+    status, headers, text = await browser.get(twin)
+    assert status == 200 and headers["content-type"] == "application/json"
+    assert json.loads(text)
+    await browser.reader.close()
+
+
+async def test_a_link_is_exchanged_for_a_cookie_and_keeps_no_secret() -> None:
+    browser = Browser()
+    status, headers, _ = await browser.get(f"/events?subject=nodes/n3&token={browser.access.key}")
+    assert (status, headers["location"]) == (303, "/events?subject=nodes%2Fn3")
+    assert all(word in headers["set-cookie"] for word in ("HttpOnly", "SameSite=strict"))
+    assert (await browser.get("/fleet"))[0] == 200
+    await browser.get("/logout", method="POST")
+    assert (await browser.get("/fleet"))[0] == 303
+    assert (await browser.get("/fleet?token=wrong"))[1]["location"] == "/login"
+
+
+async def test_a_foreign_name_of_this_machine_is_refused() -> None:
+    browser = await Browser().log_in()
+    assert (await browser.get("/fleet", host="attacker.example"))[0] == 400
+
+
+async def test_wrong_tokens_are_refused_and_then_all_for_a_minute() -> None:
+    browser = Browser()
+    for _ in range(MAX_FAILURES):
+        status, _, text = await browser.get("/login", method="POST", body=b"token=wrong")
+        assert status == 403 and "not the token" in text
+    body = f"token={TOKEN}".encode()
+    assert (await browser.get("/login", method="POST", body=body))[0] == 429
+    assert (await browser.get("/login", method="POST", body=b"x" * 5000))[0] == 413
+
+
+def test_sessions_end_and_are_bounded() -> None:
+    now = [0.0]
+    access = Access(TOKEN, lambda: now[0])
+    first = access.open(TOKEN)
+    assert first is not None and access.allows(first) and not access.allows("")
+    now[0] = SESSION_S
+    assert not access.allows(first)
+    sessions = [access.open(access.key) or "" for _ in range(MAX_SESSIONS + 1)]
+    assert not access.allows(sessions[0]) and access.allows(sessions[1])
+    for _ in range(MAX_FAILURES):
+        assert access.open("wrong") is None
+    with pytest.raises(TooMany):
+        access.open(TOKEN)
+    now[0] += 61
+    assert access.open(TOKEN)
+
+
+async def test_what_is_not_there_says_so() -> None:
+    browser = await Browser().log_in()
+    for twin in ("/jobs/other.json", "/nodes/other.json", "/jobs/other/ranks.json"):
+        status, _, text = await browser.get(twin)
+        assert status == 404 and "other" in json.loads(text)["message"]
+    assert (await browser.get("/live?page=/nowhere"))[0] == 404
+
+
+class Away(RecordedCluster):
+    """A cluster whose driver is away when ``away`` is set."""
+
+    away = True
+
+    async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
+        if self.away:
+            raise Unavailable("the cluster is down")
+        return await super().cluster_info()
+
+
+async def test_a_driver_that_is_away_is_reported_and_comes_back() -> None:
+    source = Away(nodes=2)
+    browser = await Browser(source).log_in()
+    status, _, text = await browser.get("/now.json")
+    assert status == 503 and json.loads(text)["state"] == "away"
+    stream = browser.streams.stream(browser.reader.now)
+    assert (await anext(stream)).startswith("event: away\ndata: ")
+    source.away = False
+    while (notice := await anext(stream)).startswith(": "):  # an answer is kept for a moment
+        pass
+    assert notice.startswith("event: changed")
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert browser.streams.open == 0
+
+
+async def test_a_job_that_is_gone_is_not_a_driver_that_is_away() -> None:
+    reader = ClusterReader(RecordedCluster(nodes=2))
+    stream = LiveStreams(interval_s=0.01).stream(lambda: reader.job("other"))
+    assert (await anext(stream)).startswith("event: changed")
+
+
+async def test_streams_are_bounded() -> None:
+    browser = await Browser().log_in()
+    stream = browser.streams.stream(browser.reader.fleet)
+    await anext(stream)
+    status, _, text = await browser.get("/live?page=/fleet")
+    assert (status, json.loads(text)["state"]) == (503, "busy")
+
+
+async def test_many_browsers_cost_the_driver_one_call() -> None:
+    source = RecordedCluster(nodes=8)
+    reader = ClusterReader(source)
+    await asyncio.gather(*(reader.fleet() for _ in range(50)))
+    assert source.calls == 1
+
+
+async def test_followed_jobs_are_bounded() -> None:
+    class ManyJobs(RecordedCluster):
+        async def get(self, name: str):  # type: ignore[no-untyped-def]
+            return await super().get(JOB)
+
+    reader = ClusterReader(ManyJobs(nodes=2))
+    for index in range(MAX_FOLLOWED + 3):
+        assert (await reader.job(f"job-{index}"))["curves"]["step"]
+    assert len(reader._followed) == MAX_FOLLOWED
+    await reader.close()
+
+
+async def refused(folder: Path, host: str, port: int = 0) -> str:
+    (folder / "token").write_text("x" * 32)
+    with pytest.raises(InvalidRequest) as error:
+        await serving.serve(serving.Options(run_folder=folder, host=host, port=port), print)
+    return str(error.value)
+
+
+async def test_addresses_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
+    assert "--certificate" in await refused(tmp_path, "0.0.0.0")
+    assert "not an IP address" in await refused(tmp_path, "here")
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        assert "--port" in await refused(tmp_path, "127.0.0.1", holder.getsockname()[1])
+
+
+def test_scripts_are_small_and_come_from_here_alone() -> None:
+    scripts = [*server.STATIC.glob("*.js")]
+    assert sum(each.stat().st_size for each in scripts) < 150_000
+    for each in scripts:
+        if "uplot" not in each.name:  # whose comment names its page
+            assert "https://" not in each.read_text(), each

@@ -1,0 +1,215 @@
+"""What the dashboard's pages say, from the driver's messages."""
+
+from __future__ import annotations
+
+import pytest
+from tests.harness.recorded_fleet import (
+    DP,
+    JOB,
+    LOST,
+    PP,
+    SLOW,
+    SLOW_RATIO,
+    STEP,
+    STEPS,
+    TP,
+    RecordedCluster,
+)
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_client import Job, Node
+from megascale_common.job.rank_layout import RankLayout
+from megascale_dashboard import heat_view, incident_view, job_view, node_view
+from megascale_dashboard.cluster_reader import ClusterReader
+from megascale_dashboard.shown import Page
+
+ALIVE = types_pb2.NODE_LIVENESS_ALIVE
+
+
+def node(**fields: object) -> Node:
+    return Node(driver_pb2.Node(**{"name": "n1", "liveness": ALIVE, **fields}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({}, "idle"),
+        ({"assignment": types_pb2.NODE_ASSIGNMENT_ACTIVE}, "active"),
+        (
+            {
+                "assignment": types_pb2.NODE_ASSIGNMENT_ACTIVE,
+                "disposition": types_pb2.NODE_DISPOSITION_CORDONED,
+            },
+            "cordoned",
+        ),
+        (
+            {
+                "disposition": types_pb2.NODE_DISPOSITION_QUARANTINED,
+                "liveness": types_pb2.NODE_LIVENESS_DEAD,
+            },
+            "dead",
+        ),
+        ({"liveness": 99}, "idle"),  # of a later build of the driver
+    ],
+)
+def test_the_worst_axis_names_a_nodes_state(fields: dict[str, object], state: str) -> None:
+    assert node_view.state(node(**fields)) == state
+
+
+def test_a_node_that_is_not_as_usual_says_why() -> None:
+    slow = node()
+    slow.proto.checks.add(name="disk", target="host", verdict=types_pb2.CHECK_VERDICT_SKIPPED)
+    assert (node_view.health(slow), node_view.fleet([slow])["unhealthy"]) == ("", [])
+    slow.proto.checks.add(
+        name="gpu-gemm", target="cuda:3", verdict=types_pb2.CHECK_VERDICT_DEGRADED, detail="slow"
+    )
+    listed = node_view.fleet([slow, node(name="n2")])
+    assert [each["why"] for each in listed["unhealthy"]] == ["gpu-gemm cuda:3: slow"]
+
+
+async def test_the_fleet_stands_by_switch_in_the_order_of_numbers() -> None:
+    page = await ClusterReader(RecordedCluster("node lost")).fleet()
+    assert (page["nodes"], page["devices"]) == (1536, 12288)
+    assert [each["name"] for each in page["switches"]] == [f"s{index}" for index in range(24)]
+    first = page["switches"][0]["nodes"]
+    assert [each["name"] for each in first] == [f"n{index}" for index in range(64)]
+    assert page["states"]["dead"] == 1 and page["unhealthy"][0]["name"] == f"n{LOST}"
+
+
+@pytest.mark.parametrize("rank", [0, 3336, TP * DP * PP - 1])
+async def test_a_ranks_lines_are_its_groups(rank: int) -> None:
+    page = await ClusterReader(RecordedCluster()).grid(JOB)
+    layout = RankLayout(tp=TP, dp=DP, pp=PP)
+    at = layout.coordinates(rank)
+    for axis in ("tp", "dp", "pp"):
+        stride = page["strides"][axis]
+        first = rank - getattr(at, axis) * stride
+        line = [first + position * stride for position in range(page["axes"][axis])]
+        assert line == list(layout.group_of(rank, [axis]))
+
+
+async def test_ranks_of_a_dead_node_are_lost_and_the_others_wait() -> None:
+    page = await ClusterReader(RecordedCluster("switch lost")).grid(JOB)
+    assert page["world"] == TP * DP * PP
+    assert {page["state"][rank] for rank in range(384 * 8, 448 * 8)} == {"lost"}
+    assert page["state"].count("waiting") == page["world"] - 64 * 8
+    assert page["names"][page["node"][384 * 8]] == "n384"
+    running = await ClusterReader(RecordedCluster("node lost")).grid(JOB)
+    assert set(running["state"]) == {"training"}  # the spare has the ranks of the dead node
+    assert running["names"][running["node"][LOST * 8]] == "n1520"
+
+
+async def test_a_job_page_has_curves_attempts_and_the_time_to_the_end() -> None:
+    source = RecordedCluster("node lost")
+    reader = ClusterReader(source)
+    page = await reader.job(JOB)
+    await reader.close()
+    curves = page["curves"]
+    assert len(curves["step"]) <= job_view.CURVE_POINTS and curves["step"][-1] == STEP
+    assert {len(column) for column in curves.values()} == {len(curves["step"])}
+    assert page["remaining_s"] == pytest.approx((STEPS - STEP) * 6.31, rel=0.02)
+    assert [each["attempt"] for each in page["attempts"]] == [1, 2, 3, 4, 5]
+    assert [each["ended_s"] is None for each in page["attempts"]] == [False] * 4 + [True]
+    assert "its node is dead" in page["attempts"][3]["ending"]
+    assert page["attempts"][4]["running_s"] - page["attempts"][4]["opened_s"] == pytest.approx(46)
+
+
+def test_a_job_that_does_not_run_has_no_time_to_the_end() -> None:
+    job = Job(driver_pb2.Job(phase=types_pb2.JOB_PHASE_QUEUED))
+    assert job_view.remaining_s(job, []) is None
+    assert job_view.curves([])["step"] == []
+
+
+async def read_now(situation: str) -> Page:
+    return await ClusterReader(RecordedCluster(situation)).now()  # type: ignore[arg-type]
+
+
+async def test_a_lost_node_is_watched_and_the_job_has_recovered() -> None:
+    page = await read_now("node lost")
+    by_title = {each["title"]: each for each in page["incidents"]}
+    dead = by_title[f"Node n{LOST} is dead"]
+    assert dead["urgency"] == "watch" and dead["since_s"]
+    assert any("spare n1520 takes over" in text for text in dead["doing"])
+    recovered = next(each for title, each in by_title.items() if "has recovered" in title)
+    assert recovered["urgency"] == "handled" and len(recovered["doing"]) == 4
+    # The most urgent stands first, whatever is newer.
+    assert page["incidents"][0]["title"].startswith("Node n1535 is quarantined")
+    assert page["sentence"] == "1 problem needs you."
+
+
+async def test_a_switch_that_dies_is_one_incident_and_the_job_says_what_to_do() -> None:
+    page = await read_now("switch lost")
+    dead = [each for each in page["incidents"] if "are dead" in each["title"]]
+    assert len(dead) == 1 and dead[0]["title"].startswith("64 nodes of switch s6 are dead: n384")
+    waits = next(each for each in page["incidents"] if "waits for nodes" in each["title"])
+    assert waits["may_do"][0]["command"] == "megascale nodes"
+    assert waits["urgency"] == "act"  # it waits for somebody
+    assert "64 nodes of switch s6 are dead" in dead[0]["doing"][0]
+
+
+def test_a_quiet_cluster_and_an_empty_one_say_so() -> None:
+    info = driver_pb2.GetClusterInfoResponse()
+    empty = incident_view.now(info, [], [], {}, [], 0.0)
+    assert empty["sentence"] == "No node has joined the cluster yet."
+    quiet = incident_view.now(info, [node()], [], {}, [], 0.0)
+    assert (quiet["sentence"], quiet["incidents"]) == ("All is well: no jobs run, on 1 nodes.", [])
+
+
+def test_the_breaker_and_failing_checkpoints_need_a_person() -> None:
+    info = driver_pb2.GetClusterInfoResponse()
+    info.breaker_tripped_at.FromSeconds(1000)
+    job = driver_pb2.Job(phase=types_pb2.JOB_PHASE_RUNNING)
+    job.spec.name = "a"
+    condition = job.conditions.add(
+        type=types_pb2.JOB_CONDITION_TYPE_CHECKPOINT_FAILING, message="the disk is full"
+    )
+    condition.since.FromSeconds(2000)
+    page = incident_view.now(info, [], [Job(job)], {}, [], 3000.0)
+    assert [each["urgency"] for each in page["incidents"]] == ["act", "act"]
+    assert page["incidents"][0]["title"] == "Job a: the disk is full"  # the newer first
+    assert page["sentence"] == "2 problems need you."
+
+
+def test_a_node_name_within_another_is_not_that_node() -> None:
+    dead = node(name="n1", liveness=types_pb2.NODE_LIVENESS_DEAD)
+    lines = [
+        types_pb2.Event(seq=1, subject="jobs/a", message="node n12 is dead"),
+        types_pb2.Event(seq=2, subject="jobs/a", message="spare n3 takes over for n1."),
+    ]
+    page = incident_view.now(driver_pb2.GetClusterInfoResponse(), [dead], [], {}, lines, 0.0)
+    assert page["incidents"][0]["doing"] == [
+        "spare n3 takes over for n1.",
+        "gives it no work until it is back",
+    ]
+
+
+async def test_the_heat_map_shows_the_slow_host_and_what_was_not_measured() -> None:
+    page = await ClusterReader(RecordedCluster("slow host")).heat(JOB)
+    names = [each["name"] for each in page["nodes"]]
+    assert names == [f"n{index}" for index in range(1520)]
+    assert page["nodes"][SLOW]["switch"] == f"s{SLOW // 64}"
+    assert page["worst"].index(max(page["worst"])) == SLOW
+    by_operation = {each["operation"]: each for each in page["operations"]}
+    assert by_operation["forward"]["ratios"][SLOW] == pytest.approx(SLOW_RATIO)
+    assert by_operation["data_wait"]["ratios"][SLOW] < 1.02
+    assert page["slow"][0]["node"] == f"n{SLOW}"
+
+
+def test_a_node_without_figures_is_not_measured_in_the_heat_map() -> None:
+    nan = float("nan")
+    answer = driver_pb2.GetHeatMapResponse(rank_nodes=["n1", "n1", "n2"])
+    answer.rows.add(operation="forward", ratio=[nan, 1.25, nan], median_ms=[nan, 5.0, nan])
+    page = heat_view.heat(Job(), answer, [])
+    assert page["operations"][0]["ratios"] == [1.25, None] and page["worst"] == [1.25, None]
+    empty = heat_view.heat(Job(), driver_pb2.GetHeatMapResponse(), [])
+    assert (empty["operations"], empty["worst"]) == ([], [])
+
+
+async def test_a_slow_host_stands_on_the_first_page_for_an_hour() -> None:
+    source = RecordedCluster("slow host")
+    page = await ClusterReader(source).now()
+    (slow,) = page["incidents"]
+    assert (slow["urgency"], slow["page"]) == ("watch", f"/jobs/{JOB}/heat")
+    assert "OBSERVE" in slow["doing"][0]
+    later = ClusterReader(source, clock=lambda: source.now_s + 3600)
+    assert (await later.now())["incidents"] == []
