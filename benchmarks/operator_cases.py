@@ -28,6 +28,7 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 REFERENCE = "eager"  # the way that is also run in float64
 EPSILON = 1e-5
 DOCUMENT_TOKENS = 512  # mean length of packed documents
+WINDOWS = 8  # sliding windows in a sequence
 
 
 @dataclass(frozen=True)
@@ -265,8 +266,8 @@ def attention(shape: Shape) -> Case:
     )
 
 
-def documents(shape: Shape) -> Case:
-    """Causal attention inside packed documents: under a dense mask, and by the documents' bounds.
+def masked(shape: Shape, kind: str) -> Case:
+    """Causal attention inside packed documents or a window: under a dense mask, and without.
 
     q, k and v lie by position, as fused.block_inner writes them for such a mask.
     """
@@ -279,30 +280,35 @@ def documents(shape: Shape) -> Case:
         shape.random(batch, shape.sequence, heads, size, seed=seed).transpose(1, 2)
         for seed in (1, 2, 3)
     ]
-    begins = (
-        torch.rand(batch, shape.sequence, generator=torch.Generator().manual_seed(4))
-        < 1 / DOCUMENT_TOKENS
-    )
-    found = documents_of(torch.where(begins, torch.arange(shape.sequence), 0).cummax(1).values)
-    mask = attention_mask(
-        shape.sequence, documents=found.map(lambda offsets: offsets.to(shape.device))
-    )
+    if kind == "documents":
+        generator = torch.Generator().manual_seed(4)
+        begins = torch.rand(batch, shape.sequence, generator=generator) < 1 / DOCUMENT_TOKENS
+        starts = torch.where(begins, torch.arange(shape.sequence), 0).cummax(1).values
+        found = documents_of(starts).map(lambda offsets: offsets.to(shape.device))
+        mask = attention_mask(shape.sequence, documents=found)
+        described = f"{found.number} documents"
+    else:
+        window = max(shape.sequence // WINDOWS, 2)
+        mask = attention_mask(shape.sequence, window=window, device=shape.device)
+        described = f"window {window}"
     dense = mask.dense
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
         return (F.scaled_dot_product_attention(q, k, v, attn_mask=dense),)
 
-    def varlen() -> Function:
+    def backend(name: str) -> Function:
         from benchmarks import operator_fused as module
 
-        return module.backend("varlen", mask)
+        return module.backend(name, mask)
 
-    flops, one = int((found.bounds.diff().double() ** 2).sum()) * 2 * heads * size, inputs[0].nbytes
+    first = mask.first.expand(batch, -1)
+    position = torch.arange(shape.sequence, device=first.device)
+    flops = int((position - first + 1).sum()) * 4 * heads * size
+    one = inputs[0].nbytes
     costs = _costs(4 * one, 8 * one, flops, 5 * flops // 2)
-    ways = differentiable(plain, inputs, [], {"varlen": varlen})
-    return Case(
-        f"{batch} x {heads} x {shape.sequence} x {size}, {found.number} documents", costs, ways
-    )
+    names = ("cudnn_graph", "varlen", "triton", "flash_attn_3", "flash_attn_4")
+    ways = differentiable(plain, inputs, [], {name: partial(backend, name) for name in names})
+    return Case(f"{batch} x {heads} x {shape.sequence} x {size}, {described}", costs, ways)
 
 
 def _causal_flops(shape: Shape) -> int:
@@ -439,7 +445,8 @@ CASES: Mapping[str, Callable[[Shape], Case]] = {
     "heads": partial(block_inner, part="heads"),
     "block_inner": partial(block_inner, part="all"),
     "attention": attention,
-    "documents": documents,
+    "documents": partial(masked, kind="documents"),
+    "window": partial(masked, kind="window"),
     "cross_entropy": loss,
     "adamw": update,
     "weight_gradient": weight_gradient,

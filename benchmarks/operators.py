@@ -45,7 +45,9 @@ WAYS = (
     "fused",
     "cudnn",
     "flash",
+    "cudnn_graph",
     "varlen",
+    "triton",
     "flash_attn_2",
     "flash_attn_3",
     "flash_attn_4",
@@ -203,8 +205,8 @@ def _shapes(
                 hidden,
                 HEADS[hidden],
                 tp,
-                SEQUENCE,
-                SEQUENCE * MICRO_BATCH,
+                options.sequence,
+                max(options.sequence, SEQUENCE * MICRO_BATCH),
                 VOCABULARY,
                 device,
                 dtype,
@@ -238,6 +240,13 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}", type=_choice(known), default=known, help=f"of {', '.join(known)}"
         )
+    parser.add_argument(
+        "--sequence",
+        type=int,
+        choices=(2048, 4096, 8192),
+        default=SEQUENCE,
+        help=f"tokens of a sequence; {SEQUENCE * MICRO_BATCH} in all (%(default)s)",
+    )
     parser.add_argument("--repeats", type=int, default=20, help="measurements of each pass")
     parser.add_argument(
         "--quick", action="store_true", help="one tiny shape, two repeats: a dry run"

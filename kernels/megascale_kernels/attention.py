@@ -6,16 +6,18 @@ choose:
 - A purely causal mask is passed as a flag, so that torch's fused backends apply, cuDNN's first: the
   fastest on Hopper. Its backward is not deterministic, so it is left out where deterministic
   algorithms are required.
-- Documents and sliding windows go to torch's variable-length attention; a window without documents
-  goes to FlashAttention-3 or its successor before that, where such a package is installed.
-- What those cannot take needs a dense boolean mask, built once per micro-batch and shared by all
-  layers.
+- Documents and sliding windows go to cuDNN's graphs where that package is installed, the fastest on
+  Hopper, else to torch's variable-length attention; a window without documents goes to
+  FlashAttention-3 or its successor before that.
+- What those cannot take, 32-bit floats and odd head sizes, goes to a kernel in Triton on CUDA, and
+  on a CPU runs under a dense boolean mask, built once per micro-batch and shared by all layers.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -26,12 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megascale_kernels.documents import Documents
+from megascale_kernels import cudnn_graph
+from megascale_kernels.documents import Documents, RaggedDocuments
 
 _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _HALF = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
 _FLASH_HEAD_SIZE = 256
+_TRITON_HEAD_SIZE = 512  # fused.masked_attention.MAX_HEAD_SIZE, which only Triton may import
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,15 +72,39 @@ class AttentionMask:
         """
         if self.causal:
             return None
-        start = None if self.documents is None else self.documents.starts()
-        index = torch.arange(self.sequence, device=self.device if start is None else start.device)
-        query, key = index[:, None], index[None, :]
-        seen = (key <= query)[None]
-        if self.window:
-            seen = seen & (key > query - self.window)[None]
-        if start is not None:
-            seen = seen & (key[None] >= start[:, :, None])
+        first = self.first
+        index = torch.arange(self.sequence, device=first.device)
+        seen = (index[None] <= index[:, None]) & (index[None, None] >= first[:, :, None])
         return seen[:, None]
+
+    @functools.cached_property
+    def first(self) -> torch.Tensor:
+        """int32 [B or 1, S]: the first key that a query sees. It never falls along a sequence."""
+        if self.documents is None:
+            start = torch.zeros(1, self.sequence, dtype=torch.int32, device=self.device)
+        else:
+            start = self.documents.starts()
+        if not self.window:
+            return start
+        oldest = torch.arange(
+            1 - self.window,
+            1 - self.window + self.sequence,
+            dtype=torch.int32,
+            device=start.device,
+        )
+        return torch.maximum(start, oldest)
+
+    @functools.cached_property
+    def until(self) -> torch.Tensor:
+        """int32 [B or 1, S]: the first query behind those that see a key."""
+        key = torch.arange(self.sequence, dtype=torch.int32, device=self.first.device)
+        keys = key.expand(self.first.shape).contiguous()
+        return torch.searchsorted(self.first, keys, right=True, out_int32=True)
+
+    @functools.cached_property
+    def ragged(self) -> RaggedDocuments | None:
+        """The documents as cuDNN takes them."""
+        return None if self.documents is None else RaggedDocuments(self.documents)
 
 
 def attention_mask(
@@ -294,6 +322,55 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
     return Backend(run, obstacle)
 
 
+def _graph_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
+) -> torch.Tensor:
+    _check_documents(q, mask)
+    query, key, value = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    return cudnn_graph.attend(query, key, value, mask.window, mask.ragged).transpose(1, 2)
+
+
+def _graph_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
+    if torch.are_deterministic_algorithms_enabled():
+        return "its deterministic backward needs many times the memory of the activations"
+    if missing := _device_obstacle(query, _HOPPER) or _size_obstacle(query):
+        return missing
+    if cudnn_graph.too_large(query):
+        return "a micro-batch of 2^31 elements or more is beyond its offsets"
+    if cudnn_graph.frontend() is None:
+        return "nvidia-cudnn-frontend with cuDNN 9.10.2 or newer cannot be imported"
+    return None
+
+
+def _triton_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
+) -> torch.Tensor:
+    from megascale_kernels.fused.masked_attention import masked_attention
+
+    _check_documents(q, mask)
+    first, until = (x.expand(q.shape[0], -1).contiguous() for x in (mask.first, mask.until))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return masked_attention(query, key, value, first, until)
+
+
+def _triton_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
+    if query.dtype not in (*_HALF, torch.float32):
+        return f"it needs floats of 16 or 32 bits, got {query.dtype}"
+    if not query.is_cuda:
+        return "it needs a CUDA device"
+    if query.shape[-1] > _TRITON_HEAD_SIZE:
+        return f"it needs a head size of at most {_TRITON_HEAD_SIZE}, got {query.shape[-1]}"
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def _check_documents(query: torch.Tensor, mask: AttentionMask) -> None:
+    batch, _, sequence, _ = query.shape
+    documents = mask.documents
+    if documents is not None and documents.shape != (batch, sequence):
+        # Else it would read past the tensors.
+        raise ValueError(f"documents of {documents.shape} tokens cannot mask {(batch, sequence)}")
+
+
 @functools.cache
 def _varlen() -> Callable[..., Any] | None:
     """torch's variable-length attention; None where torch was built without it."""
@@ -318,16 +395,15 @@ def _varlen_attention(
     """
     function, documents = _varlen(), mask.documents
     assert function is not None
+    _check_documents(q, mask)
     batch, _, sequence, _ = q.shape
     if documents is None:
         bounds = torch.arange(
             0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=q.device
         )
         longest = sequence
-    elif documents.shape == (batch, sequence):  # else it would read past the tensors
-        bounds, longest = documents.bounds, documents.longest
     else:
-        raise ValueError(f"documents of {documents.shape} tokens cannot mask {(batch, sequence)}")
+        bounds, longest = documents.bounds, documents.longest
     # Contiguous: its 16-byte loads need strides that are multiples of 16 bytes.
     rows = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v)]
     left = mask.window - 1 if mask.window else -1
@@ -338,15 +414,18 @@ def _varlen_attention(
 def _varlen_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
     # Deterministic mode is no obstacle: aten's _flash_attention_backward then makes the kernel add
     # in a fixed order.
-    size = query.shape[-1]
-    if missing := _device_obstacle(query):
+    if missing := _device_obstacle(query) or _size_obstacle(query):
         return missing
-    if size % 8 or size > _FLASH_HEAD_SIZE:
-        return (
-            "it needs a head size that is a multiple of 8"
-            f" and at most {_FLASH_HEAD_SIZE}, got {size}"
-        )
     return "torch was built without flash attention" if _varlen() is None else None
+
+
+def _size_obstacle(query: torch.Tensor) -> str | None:
+    size = query.shape[-1]
+    if size % 8 == 0 and size <= _FLASH_HEAD_SIZE:
+        return None
+    return (
+        f"it needs a head size that is a multiple of 8 and at most {_FLASH_HEAD_SIZE}, got {size}"
+    )
 
 
 BACKENDS: Mapping[str, Backend] = {
@@ -354,10 +433,12 @@ BACKENDS: Mapping[str, Backend] = {
     "flash": Backend(_of_torch(SDPBackend.FLASH_ATTENTION), _flash_obstacle),
     "flash_attn_3": _of_package("flash_attn_interface", _HOPPER, repeats=True),
     "flash_attn_4": _of_package("flash_attn.cute.interface", _HOPPER, repeats=False),
+    "cudnn_graph": Backend(_graph_attention, _graph_obstacle),
     "varlen": Backend(_varlen_attention, _varlen_obstacle),
+    "triton": Backend(_triton_attention, _triton_obstacle),
     "flash_attn_2": _of_package("flash_attn", (8, 0), repeats=True),
     "math": Backend(_of_torch(SDPBackend.MATH), lambda query, mask: None),
 }
-# For windows and documents, the fastest first; flash_attn_2 has the kernels of varlen, for a torch
-# built without them.
-_MASKED = ("flash_attn_3", "flash_attn_4", "varlen", "flash_attn_2")
+# For windows and documents, the fastest first (benchmarks/results, attention); flash_attn_2 has the
+# kernels of varlen, for a torch built without them.
+_MASKED = ("cudnn_graph", "flash_attn_3", "flash_attn_4", "varlen", "flash_attn_2", "triton")

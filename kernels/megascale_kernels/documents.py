@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+_LEAST_DOCUMENTS = 16  # in a ragged tensor
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -59,3 +61,24 @@ def documents_of(start: torch.Tensor) -> Documents:
     offsets[: begins.numel()] = begins
     longest = int(offsets[: begins.numel() + 1].diff().max())
     return Documents(offsets, (start.shape[0], start.shape[1]), begins.numel(), longest)
+
+
+class RaggedDocuments:
+    """Documents as a ragged tensor: their lengths, and where each begins in memory.
+
+    Empty documents round their number up to a power of two, so that few numbers occur.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        tokens = documents.shape[0] * documents.shape[1]
+        padded = max(1 << (documents.number - 1).bit_length(), _LEAST_DOCUMENTS)
+        self.number = min(padded, tokens)
+        self._bounds = documents.offsets[: self.number + 1]
+        self.lengths = self._bounds.diff()
+        self._offsets: dict[int, torch.Tensor] = {}
+
+    def offsets(self, width: int) -> torch.Tensor:
+        """int32 [number + 1]: in elements, where a token has ``width`` of them."""
+        if width not in self._offsets:
+            self._offsets[width] = self._bounds * width
+        return self._offsets[width]

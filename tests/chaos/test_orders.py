@@ -152,6 +152,7 @@ async def test_rules_are_listed_observed_and_enforced(
         assert {name for name, mode in before.items() if mode == PolicyMode.OBSERVE} == {
             "log-root",
             "over-eviction",  # inferred, so observed until somebody has it enforced
+            "straggler",
         }
         answer = await client.set_policy("hang", PolicyMode.OBSERVE, "a profile")
         assert answer.rule.mode == PolicyMode.OBSERVE and "only logged" in answer.consequence

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.harness.kernels import relative_error
 
+from megascale_kernels import cudnn_graph
 from megascale_kernels.attention import AttentionMask, attention, attention_mask
 from megascale_kernels.documents import Documents, documents_of
 
@@ -27,12 +28,12 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def _inputs(kv_heads: int) -> list[torch.Tensor]:
+def _inputs(
+    kv_heads: int, size: int = WIDTH, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(1)
     return [
-        torch.randn(
-            BATCH, heads, SEQUENCE, WIDTH, generator=generator, device="cuda", dtype=torch.bfloat16
-        )
+        torch.randn(BATCH, heads, SEQUENCE, size, generator=generator, device="cuda", dtype=dtype)
         .mul_(0.5)
         .requires_grad_()
         for heads in (HEADS, kv_heads, kv_heads)
@@ -175,9 +176,92 @@ def test_varlen_repeats_where_it_must(documents: bool, window: int, kv_heads: in
         assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
 
 
-def test_what_varlen_cannot_take_runs_under_a_matrix() -> None:
-    leaves = [tensor.detach().float() for tensor in _inputs(HEADS)]
-    mask = _masked(True, 0)
-    exact = attention(*(tensor.double() for tensor in leaves), mask, "math")
-    assert relative_error(attention(*leaves, mask), exact) < 5e-3
-    assert "dense" in vars(mask)
+MASKS = [(True, 0), (True, 100), (False, 100), (False, 1)]
+WITH_GRAPHS = pytest.mark.skipif(
+    cudnn_graph.frontend() is None, reason="needs nvidia-cudnn-frontend (extra cudnn)"
+)
+
+
+def _check(backend: str, leaves: list[torch.Tensor], mask: AttentionMask, most: float) -> None:
+    """Result and gradients against the formula in float64, and no dense mask."""
+    given = _by_position(leaves)
+    out = attention(*given, mask, backend)
+    gradient = torch.randn(out.shape, device="cuda", dtype=out.dtype)
+    found = (out, *torch.autograd.grad(out, leaves, gradient))
+    assert "dense" not in vars(mask)
+    exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    expected = attention(*exact, mask, "math")
+    wanted = (expected, *torch.autograd.grad(expected, exact, gradient.double()))
+    for ours, theirs in zip(found, wanted, strict=True):
+        error = float((ours.double() - theirs).abs().max())
+        assert relative_error(ours, theirs) < most or error < 1e-5
+
+
+@WITH_GRAPHS
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize(("documents", "window"), MASKS)
+def test_cudnns_graphs_are_right(documents: bool, window: int, kv_heads: int) -> None:
+    _check("cudnn_graph", _inputs(kv_heads), _masked(documents, window), 2e-2)
+
+
+@WITH_GRAPHS
+@pytest.mark.parametrize("size", [64, 72, 256])
+def test_cudnns_graphs_take_other_head_sizes(size: int) -> None:
+    _check("cudnn_graph", _inputs(2, size=size), _masked(True, 100), 2e-2)
+
+
+@WITH_GRAPHS
+def test_cudnns_graphs_are_taken_first_but_not_where_bits_must_repeat() -> None:
+    mask, leaves = _masked(True, 0), _inputs(2)
+    assert "_AttendBackward" in _operators(attention(*leaves, mask))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "_AttendBackward" not in _operators(attention(*leaves, mask))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "most"),
+    [
+        (torch.bfloat16, 128, 2e-2),
+        (torch.bfloat16, 36, 2e-2),
+        (torch.bfloat16, 512, 2e-2),
+        (torch.float32, 128, 1e-5),
+        (torch.float32, 20, 1e-5),
+        (torch.float32, 256, 1e-5),
+    ],
+)
+@pytest.mark.parametrize(("documents", "window"), MASKS[:3])
+def test_triton_is_right(
+    documents: bool, window: int, dtype: torch.dtype, size: int, most: float
+) -> None:
+    _check("triton", _inputs(2, size=size, dtype=dtype), _masked(documents, window), most)
+
+
+def test_triton_repeats() -> None:
+    leaves, mask = _inputs(2), _masked(True, 100)
+    runs = []
+    for _ in range(5):
+        out = attention(*leaves, mask, "triton")
+        runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    for other in runs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 128), (torch.bfloat16, 36), (torch.bfloat16, 264), (torch.bfloat16, 128)],
+)
+def test_nothing_on_a_gpu_needs_a_matrix(
+    dtype: torch.dtype, size: int, deterministic: bool
+) -> None:
+    leaves, mask = _inputs(2, size=size, dtype=dtype), _masked(True, 100)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        out = attention(*leaves, mask)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "dense" not in vars(mask)

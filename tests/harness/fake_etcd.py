@@ -407,7 +407,7 @@ class _FakeMember(Member):
     def __init__(self, connection: Connection) -> None:
         stubs: Any = _Stubs(connection)
         channel: Any = _Channel(connection)
-        self.endpoint = "fake:2379"
+        self.endpoint, self._tls, self._stamp = "fake:2379", None, ()
         self.channel = channel
         self.kv = self.lease = self.watch = self.maintenance = stubs
 
@@ -419,7 +419,7 @@ class _FakeMember(Member):
 class _FakeMembers(EtcdMembers):
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._members = [_FakeMember(connection) for connection in connections]
-        self._current = 0
+        self._current, self._tls = 0, None
         self.endpoints = tuple("fake:2379" for _ in connections)
 
 

@@ -40,6 +40,16 @@ class Browser:
         return found
 
 
+def _succeeded(browser: Browser, path: str) -> dict[str, Any] | None:
+    """The page of a job that has succeeded; None before, and where the page is not yet there."""
+    try:
+        page = browser.twin(path)
+    except urllib.error.HTTPError as missing:
+        assert missing.code == 404, missing
+        return None
+    return page if page["phase"] == "succeeded" else None
+
+
 def test_pages_of_a_real_cluster(tmp_path: Path) -> None:
     with UpProcess(tmp_path / "cluster", *OPTIONS, dashboard=True) as up:
         until(lambda: up.seen("dashboard_ready"), "the dashboard's link", up.processes)
@@ -60,10 +70,8 @@ def test_pages_of_a_real_cluster(tmp_path: Path) -> None:
             corpus = write_corpus(tmp_path / "corpus", documents)
             client.submit(parse_job(good_job("pages", corpus, steps=6)))
             assert client.wait("pages").phase.name == "SUCCEEDED"
-        job = until(
-            lambda: (each := browser.twin("/jobs/pages.json"))["phase"] == "succeeded" and each,
-            "the job's page",
-        )
+        # The answer to the question above, that there is no such job, is kept for a second.
+        job = until(lambda: _succeeded(browser, "/jobs/pages.json"), "the job's page")
         assert job["step"] == job["steps"] == 6
         assert [each["attempt"] for each in job["attempts"]] == [1]
         assert job["attempts"][0]["running_s"] and job["attempts"][0]["ended_s"]

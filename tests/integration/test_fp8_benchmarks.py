@@ -53,10 +53,11 @@ def test_a_layer_is_measured_in_every_way(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_loss_curves_in_fp8_lie_beside_those_in_bf16(tmp_path: Path) -> None:
-    options = ("--folder", str(tmp_path), "--quick", "--steps", "12")
-    found = _run("benchmarks/fp8_losses.py", *options)
+    options = ("--study", "fp8", "--folder", str(tmp_path), "--quick", "--steps", "12")
+    found = _run("benchmarks/convergence.py", *options)
     assert isinstance(found["rows"], list) and found["failed"] == 0
+    assert len(found["rows"]) == 4
     for row in found["rows"]:
-        assert row["steps"] == 12 and row["last_fifth"] < row["first"]
-        assert row["max_difference"] < 0.02, row
-        assert (row["max_difference"] == 0) == (row["run"] == "bf16"), row
+        assert row["steps"] == 12 and row["last_tenth"] < row["first"]
+        assert row["max_step_difference"] < 0.02, row
+        assert (row["max_step_difference"] == 0) == (row["run"] == "bf16"), row

@@ -1,0 +1,277 @@
+"""Attention inside documents and sliding windows in Triton: any head size and precision, no matrix.
+
+A query sees the keys from ``first`` of its position up to its own; both bounds only grow along a
+sequence, so a block of queries meets one run of key blocks, of which only the outer ones need a
+mask. Tiles, running maxima and the recomputed backward follow FlashAttention-2 (arXiv 2307.08691).
+Backward takes two kernels, one that owns queries and one that owns keys, and adds nothing
+atomically: it repeats bit for bit. It serves what the vendors' kernels cannot take (32-bit floats,
+head sizes that are no multiple of 8), and machines without them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_HEAD_SIZE = 512  # one block holds a head's columns
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    until: torch.Tensor,
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(d)) v, each query over the keys from ``first`` up to itself.
+
+    Args:
+        query: [B, heads, S, d], any strides but 1 as the last; the result lies as it does.
+        key, value: [B, key/value heads, S, d]; query heads share them in equal groups.
+        first: int32 [B, S]: the first key that a query sees; it never falls along a sequence.
+        until: int32 [B, S]: the first query behind those that see a key.
+    """
+    out: torch.Tensor = _MaskedAttention.apply(query, key, value, first, until)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _MaskedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        first: torch.Tensor,
+        until: torch.Tensor,
+    ) -> torch.Tensor:
+        batch, heads, sequence, _ = query.shape
+        out = torch.empty_like(query)
+        sums = torch.empty(batch, heads, sequence, dtype=torch.float32, device=query.device)
+        queries, keys, options = tiles(query, backward=False)
+        _forward_kernel[triton.cdiv(sequence, queries), batch * heads](
+            *(query, key, value, first, out, sums),
+            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3]),
+            *(heads, heads // key.shape[1], sequence, query.shape[3] ** -0.5),
+            *constants(query, queries, keys),
+            **options,
+        )
+        ctx.save_for_backward(query, key, value, first, until, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from megascale_kernels.fused.masked_attention_gradients import gradients
+
+        return *gradients(d_out, *ctx.saved_tensors), None, None
+
+
+def tiles(query: torch.Tensor, *, backward: bool) -> tuple[int, int, dict[str, int]]:
+    """Queries and keys of a tile, by what fits Hopper's shared memory, and the launch options."""
+    row_bytes = _columns(query) * query.element_size()
+    if query.dtype is torch.float32:  # three times the products, so smaller tiles
+        row_bytes *= 2
+    if row_bytes <= 128:
+        return (64, 64, _options(4, 2)) if backward else (128, 64, _options(4, 3))
+    if row_bytes <= 256:
+        return (64, 64, _options(8, 2)) if backward else (128, 64, _options(8, 3))
+    if row_bytes <= 512:
+        return (32, 32, _options(4, 1)) if backward else (64, 32, _options(4, 2))
+    if row_bytes <= 1024:
+        return (32, 32, _options(8, 1)) if backward else (32, 32, _options(4, 1))
+    return 16, 16, _options(4, 1)
+
+
+def _options(warps: int, stages: int) -> dict[str, int]:
+    return {"num_warps": warps, "num_stages": stages}
+
+
+def _columns(query: torch.Tensor) -> int:
+    return max(int(triton.next_power_of_2(query.shape[3])), 16)  # what a product takes at least
+
+
+def constants(query: torch.Tensor, queries: int, keys: int) -> tuple[int, int, int, int, str]:
+    """SIZE, COLUMNS, QUERIES, KEYS and PRECISION.
+
+    Products of float32 are of three TF32 ones, exact to about 2^-21, or of one where torch's are.
+    """
+    fast = torch.backends.cuda.matmul.allow_tf32
+    return query.shape[3], _columns(query), queries, keys, "tf32" if fast else "tf32x3"
+
+
+@triton.jit
+def rows_of(
+    x: tl.tensor,
+    stride: tl.tensor,
+    row: tl.tensor,
+    sequence: tl.tensor,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """[rows, COLUMNS] of one head at ``x``; 0 outside."""
+    column = tl.arange(0, COLUMNS)
+    here = (row[:, None] < sequence) & (column[None, :] < SIZE)
+    return tl.load(x + row[:, None].to(tl.int64) * stride + column[None, :], mask=here, other=0.0)
+
+
+@triton.jit
+def put_rows(
+    x: tl.tensor,
+    value: tl.tensor,
+    stride: tl.tensor,
+    row: tl.tensor,
+    sequence: tl.tensor,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Store [rows, COLUMNS] of one head at ``x``."""
+    column = tl.arange(0, COLUMNS)
+    here = (row[:, None] < sequence) & (column[None, :] < SIZE)
+    at = x + row[:, None].to(tl.int64) * stride + column[None, :]
+    tl.store(at, value.to(x.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def key_runs(
+    first: tl.tensor,
+    begin: tl.tensor,
+    sequence: tl.tensor,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Where a block of queries' keys begin, are all seen by all, are no longer so, and end."""
+    end = tl.minimum(begin + QUERIES, sequence)
+    lowest = tl.load(first + begin) // KEYS * KEYS
+    all_see = tl.minimum(tl.cdiv(tl.load(first + end - 1), KEYS) * KEYS, end)
+    return lowest, all_see, tl.maximum(all_see, (begin + 1) // KEYS * KEYS), end
+
+
+@triton.jit
+def scores_of(
+    q: tl.tensor,
+    k: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    first_key: tl.tensor,
+    scale: tl.tensor,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """[queries, keys] of scaled products, to the base 2; -inf where a key is not seen."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * _LOG2_E)
+    if MASKED:
+        seen = (column[None, :] <= row[:, None]) & (column[None, :] >= first_key[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _attend(
+    state: tl.tuple,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    row: tl.tensor,
+    first_key: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    sequence: tl.tensor,
+    scale: tl.tensor,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The running maximum, sum and result of some queries, after keys ``begin`` to ``end``."""
+    highest, total, result = state
+    for at in range(begin, end, KEYS):
+        column = at + tl.arange(0, KEYS)
+        keys = rows_of(k, key_stride, column, sequence, SIZE, COLUMNS)
+        scores = scores_of(q, keys, row, column, first_key, scale, MASKED, PRECISION)
+        new = tl.maximum(highest, tl.max(scores, axis=1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+        kept = tl.exp2(highest - base)
+        weights = tl.exp2(scores - base[:, None])
+        values = rows_of(v, value_stride, column, sequence, SIZE, COLUMNS)
+        total = total * kept + tl.sum(weights, axis=1)
+        result = tl.dot(
+            weights.to(values.dtype), values, result * kept[:, None], input_precision=PRECISION
+        )
+        highest = new
+    return highest, total, result
+
+
+@triton.jit
+def _forward_kernel(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    first: tl.tensor,
+    out: tl.tensor,
+    sums: tl.tensor,
+    query_batch: tl.tensor,
+    query_head: tl.tensor,
+    query_row: tl.tensor,
+    key_batch: tl.tensor,
+    key_head: tl.tensor,
+    key_row: tl.tensor,
+    value_batch: tl.tensor,
+    value_head: tl.tensor,
+    value_row: tl.tensor,
+    out_batch: tl.tensor,
+    out_head: tl.tensor,
+    out_row: tl.tensor,
+    heads: tl.tensor,
+    shared: tl.tensor,
+    sequence: tl.tensor,
+    scale: tl.tensor,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """QUERIES of one head: their results, and the logarithms (base 2) of their sums."""
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    begin = tl.program_id(0) * QUERIES
+    row = begin + tl.arange(0, QUERIES)
+    first += batch * sequence
+    first_key = tl.load(first + row, mask=row < sequence, other=0)
+    q = rows_of(
+        query + batch * query_batch + head * query_head, query_row, row, sequence, SIZE, COLUMNS
+    )
+    k = key + batch * key_batch + head // shared * key_head
+    v = value + batch * value_batch + head // shared * value_head
+    lowest, all_see, outer, end = key_runs(first, begin, sequence, QUERIES, KEYS)
+    state = (
+        tl.full([QUERIES], float("-inf"), tl.float32),
+        tl.zeros([QUERIES], tl.float32),
+        tl.zeros([QUERIES, COLUMNS], tl.float32),
+    )
+    state = _attend(
+        *(state, q, k, v, row, first_key, lowest, all_see, key_row, value_row, sequence, scale),
+        *(SIZE, COLUMNS, KEYS, True, PRECISION),
+    )
+    state = _attend(
+        *(state, q, k, v, row, first_key, all_see, outer, key_row, value_row, sequence, scale),
+        *(SIZE, COLUMNS, KEYS, False, PRECISION),
+    )
+    highest, total, result = _attend(
+        *(state, q, k, v, row, first_key, outer, end, key_row, value_row, sequence, scale),
+        *(SIZE, COLUMNS, KEYS, True, PRECISION),
+    )
+    at = out + batch * out_batch + head * out_head
+    put_rows(at, result / total[:, None], out_row, row, sequence, SIZE, COLUMNS)
+    tl.store(
+        sums + tl.program_id(1).to(tl.int64) * sequence + row,
+        highest + tl.log2(total),
+        mask=row < sequence,
+    )
