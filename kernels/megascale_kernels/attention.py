@@ -35,7 +35,7 @@ _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBa
 _HALF = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
 _FLASH_HEAD_SIZE = 256
-_TRITON_HEAD_SIZE = 512  # fused.masked_attention.MAX_HEAD_SIZE, which only Triton may import
+_TRITON_HEAD_SIZE = 512  # masked.forward.MAX_HEAD_SIZE; that module needs Triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,12 +345,12 @@ def _graph_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
 def _triton_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> torch.Tensor:
-    from megascale_kernels.fused.masked_attention import masked_attention
+    from megascale_kernels.masked.attention import masked_attention
 
     _check_documents(q, mask)
     first, until = (x.expand(q.shape[0], -1).contiguous() for x in (mask.first, mask.until))
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return masked_attention(query, key, value, first, until)
+    query, key, value = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    return masked_attention(query, key, value, first, until).transpose(1, 2)
 
 
 def _triton_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:

@@ -1,4 +1,4 @@
-"""Gradients of :mod:`megascale_kernels.fused.masked_attention`, by two kernels without atomics.
+"""Gradients of :mod:`megascale_kernels.masked.attention`, by two kernels without atomics.
 
 One owns a block of queries and walks over the keys they see, the other owns a block of keys and
 walks over the queries that see it, for each of the query heads that share it in turn. Both compute
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megascale_kernels.fused.masked_attention import (
+from megascale_kernels.masked.forward import (
     constants,
     key_runs,
     put_rows,
@@ -31,30 +31,26 @@ def gradients(
     out: torch.Tensor,
     sums: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of query, key and value, each lying as its tensor does.
+    """Of query, key and value.
 
     Args:
-        d_out: [B, heads, S, d]: the gradient of ``out``.
+        d_out: [B, S, heads, d]: the gradient of ``out``.
         sums: float32 [B, heads, S]: the logarithms to the base 2 of the sums of weights.
     """
-    if d_out.stride(-1) != 1:
-        d_out = d_out.contiguous()
-    batch, heads, sequence, size = query.shape
-    shared = heads // key.shape[1]
+    batch, sequence, heads, size = query.shape
+    shared = heads // key.shape[2]
     d_query, d_key, d_value = (torch.empty_like(x) for x in (query, key, value))
     products = torch.empty_like(sums)
     queries, keys, options = tiles(query, backward=True)
-    inputs = (query, key, value, out, d_out)
-    strides = [stride for x in inputs for stride in x.stride()[:3]]
+    inputs = (query, key, value, out, d_out.contiguous())
     sizes = constants(query, queries, keys)
     _query_kernel[triton.cdiv(sequence, queries), batch * heads](
-        *(*inputs, first, sums, products, d_query, *strides, *d_query.stride()[:3]),
+        *(*inputs, first, sums, products, d_query),
         *(heads, shared, sequence, size**-0.5, *sizes),
         **options,
     )
-    _key_kernel[triton.cdiv(sequence, keys), batch * key.shape[1]](
-        *(query, key, value, d_out, first, until, sums, products, d_key, d_value),
-        *(*strides[:9], *strides[12:], *d_key.stride()[:3], *d_value.stride()[:3]),
+    _key_kernel[triton.cdiv(sequence, keys), batch * key.shape[2]](
+        *(*inputs[:3], inputs[4], first, until, sums, products, d_key, d_value),
         *(heads, shared, sequence, size**-0.5, *sizes),
         **options,
     )
@@ -75,7 +71,6 @@ def _query_gradient(
     begin: tl.tensor,
     end: tl.tensor,
     key_stride: tl.tensor,
-    value_stride: tl.tensor,
     sequence: tl.tensor,
     scale: tl.tensor,
     SIZE: tl.constexpr,
@@ -88,7 +83,7 @@ def _query_gradient(
     for at in range(begin, end, KEYS):
         column = at + tl.arange(0, KEYS)
         keys = rows_of(k, key_stride, column, sequence, SIZE, COLUMNS)
-        values = rows_of(v, value_stride, column, sequence, SIZE, COLUMNS)
+        values = rows_of(v, key_stride, column, sequence, SIZE, COLUMNS)
         scores = scores_of(q, keys, row, column, first_key, scale, MASKED, PRECISION)
         weights = tl.exp2(scores - total[:, None])
         d_weights = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
@@ -108,24 +103,6 @@ def _query_kernel(
     sums: tl.tensor,
     products: tl.tensor,
     d_query: tl.tensor,
-    query_batch: tl.tensor,
-    query_head: tl.tensor,
-    query_row: tl.tensor,
-    key_batch: tl.tensor,
-    key_head: tl.tensor,
-    key_row: tl.tensor,
-    value_batch: tl.tensor,
-    value_head: tl.tensor,
-    value_row: tl.tensor,
-    out_batch: tl.tensor,
-    out_head: tl.tensor,
-    out_row: tl.tensor,
-    d_out_batch: tl.tensor,
-    d_out_head: tl.tensor,
-    d_out_row: tl.tensor,
-    d_query_batch: tl.tensor,
-    d_query_head: tl.tensor,
-    d_query_row: tl.tensor,
     heads: tl.tensor,
     shared: tl.tensor,
     sequence: tl.tensor,
@@ -139,42 +116,38 @@ def _query_kernel(
     """The gradient of QUERIES of one head, and the products of their results and gradients."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
+    # The first row of this head in tensors that lie by position.
+    queries_at = batch * sequence * heads * SIZE + head * SIZE
+    keys_at = batch * sequence * (heads // shared) * SIZE + head // shared * SIZE
+    query_row, key_row = heads * SIZE, heads // shared * SIZE
     begin = tl.program_id(0) * QUERIES
     row = begin + tl.arange(0, QUERIES)
     here = row < sequence
     first += batch * sequence
     first_key = tl.load(first + row, mask=here, other=0)
-    q = rows_of(
-        query + batch * query_batch + head * query_head, query_row, row, sequence, SIZE, COLUMNS
-    )
-    result = rows_of(
-        out + batch * out_batch + head * out_head, out_row, row, sequence, SIZE, COLUMNS
-    )
-    gradient = rows_of(
-        d_out + batch * d_out_batch + head * d_out_head, d_out_row, row, sequence, SIZE, COLUMNS
-    )
+    q = rows_of(query + queries_at, query_row, row, sequence, SIZE, COLUMNS)
+    result = rows_of(out + queries_at, query_row, row, sequence, SIZE, COLUMNS)
+    gradient = rows_of(d_out + queries_at, query_row, row, sequence, SIZE, COLUMNS)
     product = tl.sum(result.to(tl.float32) * gradient.to(tl.float32), axis=1)
     at = tl.program_id(1).to(tl.int64) * sequence + row
     tl.store(products + at, product, mask=here)
     total = tl.load(sums + at, mask=here, other=0.0)
-    k = key + batch * key_batch + head // shared * key_head
-    v = value + batch * value_batch + head // shared * value_head
+    k, v = key + keys_at, value + keys_at
     lowest, all_see, outer, end = key_runs(first, begin, sequence, QUERIES, KEYS)
     d_q = tl.zeros([QUERIES, COLUMNS], tl.float32)
     d_q = _query_gradient(
         *(d_q, q, gradient, k, v, row, first_key, total, product, lowest, all_see),
-        *(key_row, value_row, sequence, scale, SIZE, COLUMNS, KEYS, True, PRECISION),
+        *(key_row, sequence, scale, SIZE, COLUMNS, KEYS, True, PRECISION),
     )
     d_q = _query_gradient(
         *(d_q, q, gradient, k, v, row, first_key, total, product, all_see, outer),
-        *(key_row, value_row, sequence, scale, SIZE, COLUMNS, KEYS, False, PRECISION),
+        *(key_row, sequence, scale, SIZE, COLUMNS, KEYS, False, PRECISION),
     )
     d_q = _query_gradient(
         *(d_q, q, gradient, k, v, row, first_key, total, product, outer, end),
-        *(key_row, value_row, sequence, scale, SIZE, COLUMNS, KEYS, True, PRECISION),
+        *(key_row, sequence, scale, SIZE, COLUMNS, KEYS, True, PRECISION),
     )
-    d_query += batch * d_query_batch + head * d_query_head
-    put_rows(d_query, d_q * scale, d_query_row, row, sequence, SIZE, COLUMNS)
+    put_rows(d_query + queries_at, d_q * scale, query_row, row, sequence, SIZE, COLUMNS)
 
 
 @triton.jit
@@ -191,7 +164,6 @@ def _key_gradient(
     begin: tl.tensor,
     end: tl.tensor,
     query_stride: tl.tensor,
-    gradient_stride: tl.tensor,
     sequence: tl.tensor,
     scale: tl.tensor,
     SIZE: tl.constexpr,
@@ -206,7 +178,7 @@ def _key_gradient(
         row = at + tl.arange(0, QUERIES)
         here = row < sequence
         queries = rows_of(q, query_stride, row, sequence, SIZE, COLUMNS)
-        gradients = rows_of(gradient, gradient_stride, row, sequence, SIZE, COLUMNS)
+        gradients = rows_of(gradient, query_stride, row, sequence, SIZE, COLUMNS)
         total = tl.load(sums + row, mask=here, other=float("inf"))  # a row outside weighs nothing
         product = tl.load(products + row, mask=here, other=0.0)
         first_key = row
@@ -235,24 +207,6 @@ def _key_kernel(
     products: tl.tensor,
     d_key: tl.tensor,
     d_value: tl.tensor,
-    query_batch: tl.tensor,
-    query_head: tl.tensor,
-    query_row: tl.tensor,
-    key_batch: tl.tensor,
-    key_head: tl.tensor,
-    key_row: tl.tensor,
-    value_batch: tl.tensor,
-    value_head: tl.tensor,
-    value_row: tl.tensor,
-    d_out_batch: tl.tensor,
-    d_out_head: tl.tensor,
-    d_out_row: tl.tensor,
-    d_key_batch: tl.tensor,
-    d_key_head: tl.tensor,
-    d_key_row: tl.tensor,
-    d_value_batch: tl.tensor,
-    d_value_head: tl.tensor,
-    d_value_row: tl.tensor,
     heads: tl.tensor,
     shared: tl.tensor,
     sequence: tl.tensor,
@@ -270,12 +224,10 @@ def _key_kernel(
     begin = tl.program_id(0) * KEYS
     column = begin + tl.arange(0, KEYS)
     end = tl.minimum(begin + KEYS, sequence)
-    keys = rows_of(
-        key + batch * key_batch + head * key_head, key_row, column, sequence, SIZE, COLUMNS
-    )
-    values = rows_of(
-        value + batch * value_batch + head * value_head, value_row, column, sequence, SIZE, COLUMNS
-    )
+    query_row, key_row = heads * SIZE, key_heads * SIZE
+    keys_at = batch * sequence * key_row + head * SIZE
+    keys = rows_of(key + keys_at, key_row, column, sequence, SIZE, COLUMNS)
+    values = rows_of(value + keys_at, key_row, column, sequence, SIZE, COLUMNS)
     first += batch * sequence
     until += batch * sequence
     # Queries that see some of the keys, then all of them, then again some.
@@ -286,26 +238,24 @@ def _key_kernel(
     state = tl.zeros([KEYS, COLUMNS], tl.float32), tl.zeros([KEYS, COLUMNS], tl.float32)
     for each in range(shared):
         sharing = head * shared + each
-        q = query + batch * query_batch + sharing * query_head
-        gradient = d_out + batch * d_out_batch + sharing * d_out_head
+        queries_at = batch * sequence * query_row + sharing * SIZE
+        q, gradient = query + queries_at, d_out + queries_at
         at = (batch * heads + sharing) * sequence
         state = _key_gradient(
             *(state, keys, values, q, gradient, first, sums + at, products + at, column),
-            *(lowest, all_see, query_row, d_out_row, sequence, scale),
+            *(lowest, all_see, query_row, sequence, scale),
             *(SIZE, COLUMNS, QUERIES, True, PRECISION),
         )
         state = _key_gradient(
             *(state, keys, values, q, gradient, first, sums + at, products + at, column),
-            *(all_see, outer, query_row, d_out_row, sequence, scale),
+            *(all_see, outer, query_row, sequence, scale),
             *(SIZE, COLUMNS, QUERIES, False, PRECISION),
         )
         state = _key_gradient(
             *(state, keys, values, q, gradient, first, sums + at, products + at, column),
-            *(outer, last, query_row, d_out_row, sequence, scale),
+            *(outer, last, query_row, sequence, scale),
             *(SIZE, COLUMNS, QUERIES, True, PRECISION),
         )
     d_k, d_v = state
-    d_key += batch * d_key_batch + head * d_key_head
-    d_value += batch * d_value_batch + head * d_value_head
-    put_rows(d_key, d_k * scale, d_key_row, column, sequence, SIZE, COLUMNS)
-    put_rows(d_value, d_v, d_value_row, column, sequence, SIZE, COLUMNS)
+    put_rows(d_key + keys_at, d_k * scale, key_row, column, sequence, SIZE, COLUMNS)
+    put_rows(d_value + keys_at, d_v, key_row, column, sequence, SIZE, COLUMNS)

@@ -1,16 +1,6 @@
-"""Attention inside documents and sliding windows in Triton: any head size and precision, no matrix.
-
-A query sees the keys from ``first`` of its position up to its own; both bounds only grow along a
-sequence, so a block of queries meets one run of key blocks, of which only the outer ones need a
-mask. Tiles, running maxima and the recomputed backward follow FlashAttention-2 (arXiv 2307.08691).
-Backward takes two kernels, one that owns queries and one that owns keys, and adds nothing
-atomically: it repeats bit for bit. It serves what the vendors' kernels cannot take (32-bit floats,
-head sizes that are no multiple of 8), and machines without them.
-"""
+"""The forward kernel of attention inside documents and windows, and what both directions share."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -20,54 +10,24 @@ MAX_HEAD_SIZE = 512  # one block holds a head's columns
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    until: torch.Tensor,
-) -> torch.Tensor:
-    """softmax(q k^T / sqrt(d)) v, each query over the keys from ``first`` up to itself.
+def results(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and what :func:`backward.gradients` takes as sums.
 
-    Args:
-        query: [B, heads, S, d], any strides but 1 as the last; the result lies as it does.
-        key, value: [B, key/value heads, S, d]; query heads share them in equal groups.
-        first: int32 [B, S]: the first key that a query sees; it never falls along a sequence.
-        until: int32 [B, S]: the first query behind those that see a key.
+    Arguments are those of :func:`megascale_kernels.masked.attention.masked_attention`.
     """
-    out: torch.Tensor = _MaskedAttention.apply(query, key, value, first, until)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _MaskedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor,
-        until: torch.Tensor,
-    ) -> torch.Tensor:
-        batch, heads, sequence, _ = query.shape
-        out = torch.empty_like(query)
-        sums = torch.empty(batch, heads, sequence, dtype=torch.float32, device=query.device)
-        queries, keys, options = tiles(query, backward=False)
-        _forward_kernel[triton.cdiv(sequence, queries), batch * heads](
-            *(query, key, value, first, out, sums),
-            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3]),
-            *(heads, heads // key.shape[1], sequence, query.shape[3] ** -0.5),
-            *constants(query, queries, keys),
-            **options,
-        )
-        ctx.save_for_backward(query, key, value, first, until, out, sums)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from megascale_kernels.fused.masked_attention_gradients import gradients
-
-        return *gradients(d_out, *ctx.saved_tensors), None, None
+    batch, sequence, heads, _ = query.shape
+    out = torch.empty_like(query)
+    sums = torch.empty(batch, heads, sequence, dtype=torch.float32, device=query.device)
+    queries, keys, options = tiles(query, backward=False)
+    _forward_kernel[triton.cdiv(sequence, queries), batch * heads](
+        *(query, key, value, first, out, sums),
+        *(heads, heads // key.shape[2], sequence, query.shape[3] ** -0.5),
+        *constants(query, queries, keys),
+        **options,
+    )
+    return out, sums
 
 
 def tiles(query: torch.Tensor, *, backward: bool) -> tuple[int, int, dict[str, int]]:
@@ -180,7 +140,6 @@ def _attend(
     begin: tl.tensor,
     end: tl.tensor,
     key_stride: tl.tensor,
-    value_stride: tl.tensor,
     sequence: tl.tensor,
     scale: tl.tensor,
     SIZE: tl.constexpr,
@@ -199,7 +158,7 @@ def _attend(
         base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
         kept = tl.exp2(highest - base)
         weights = tl.exp2(scores - base[:, None])
-        values = rows_of(v, value_stride, column, sequence, SIZE, COLUMNS)
+        values = rows_of(v, key_stride, column, sequence, SIZE, COLUMNS)
         total = total * kept + tl.sum(weights, axis=1)
         result = tl.dot(
             weights.to(values.dtype), values, result * kept[:, None], input_precision=PRECISION
@@ -216,18 +175,6 @@ def _forward_kernel(
     first: tl.tensor,
     out: tl.tensor,
     sums: tl.tensor,
-    query_batch: tl.tensor,
-    query_head: tl.tensor,
-    query_row: tl.tensor,
-    key_batch: tl.tensor,
-    key_head: tl.tensor,
-    key_row: tl.tensor,
-    value_batch: tl.tensor,
-    value_head: tl.tensor,
-    value_row: tl.tensor,
-    out_batch: tl.tensor,
-    out_head: tl.tensor,
-    out_row: tl.tensor,
     heads: tl.tensor,
     shared: tl.tensor,
     sequence: tl.tensor,
@@ -241,15 +188,16 @@ def _forward_kernel(
     """QUERIES of one head: their results, and the logarithms (base 2) of their sums."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
+    # The first row of this head in tensors that lie by position.
+    queries_at = batch * sequence * heads * SIZE + head * SIZE
+    keys_at = batch * sequence * (heads // shared) * SIZE + head // shared * SIZE
+    query_row, key_row = heads * SIZE, heads // shared * SIZE
     begin = tl.program_id(0) * QUERIES
     row = begin + tl.arange(0, QUERIES)
     first += batch * sequence
     first_key = tl.load(first + row, mask=row < sequence, other=0)
-    q = rows_of(
-        query + batch * query_batch + head * query_head, query_row, row, sequence, SIZE, COLUMNS
-    )
-    k = key + batch * key_batch + head // shared * key_head
-    v = value + batch * value_batch + head // shared * value_head
+    q = rows_of(query + queries_at, query_row, row, sequence, SIZE, COLUMNS)
+    k, v = key + keys_at, value + keys_at
     lowest, all_see, outer, end = key_runs(first, begin, sequence, QUERIES, KEYS)
     state = (
         tl.full([QUERIES], float("-inf"), tl.float32),
@@ -257,19 +205,18 @@ def _forward_kernel(
         tl.zeros([QUERIES, COLUMNS], tl.float32),
     )
     state = _attend(
-        *(state, q, k, v, row, first_key, lowest, all_see, key_row, value_row, sequence, scale),
+        *(state, q, k, v, row, first_key, lowest, all_see, key_row, sequence, scale),
         *(SIZE, COLUMNS, KEYS, True, PRECISION),
     )
     state = _attend(
-        *(state, q, k, v, row, first_key, all_see, outer, key_row, value_row, sequence, scale),
+        *(state, q, k, v, row, first_key, all_see, outer, key_row, sequence, scale),
         *(SIZE, COLUMNS, KEYS, False, PRECISION),
     )
     highest, total, result = _attend(
-        *(state, q, k, v, row, first_key, outer, end, key_row, value_row, sequence, scale),
+        *(state, q, k, v, row, first_key, outer, end, key_row, sequence, scale),
         *(SIZE, COLUMNS, KEYS, True, PRECISION),
     )
-    at = out + batch * out_batch + head * out_head
-    put_rows(at, result / total[:, None], out_row, row, sequence, SIZE, COLUMNS)
+    put_rows(out + queries_at, result / total[:, None], query_row, row, sequence, SIZE, COLUMNS)
     tl.store(
         sums + tl.program_id(1).to(tl.int64) * sequence + row,
         highest + tl.log2(total),
