@@ -73,8 +73,8 @@ def _items(table: SpanTable, rank: int, change: Change, garbage: list[_Garbage])
     items: list[_Item] = []
     end_ns = int(table.start_ns[rows[0]])
     for row in map(int, rows):
-        op, step, start_ns = table.ops[table.op[row]], int(table.step[row]), int(table.start_ns[row])
-        duration_ns = int(table.duration_ns[row])
+        op, step = table.ops[table.op[row]], int(table.step[row])
+        start_ns, duration_ns = int(table.start_ns[row]), int(table.duration_ns[row])
         if op == GARBAGE:
             offset_ns = start_ns - int(table.start_ns[items[-1].row])
             garbage.append(_Garbage(row, items[-1], offset_ns, duration_ns))

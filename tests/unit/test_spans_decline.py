@@ -64,7 +64,10 @@ CAUSES = (
 def steady(steps: int = 40, first: int = 1, noise: float = 0.01, pp: int = 2) -> SpanTable:
     """Spans as of devices: 8 ranks on 4 nodes, a data-parallel reduction behind the computation."""
     layout, random = RankLayout(dp=8 // pp, pp=pp), np.random.default_rng(first)
-    scatter, total = ops.Op("reduce_scatter", "collective", "dp"), ops.Op("all_reduce", "collective", "world")  # noqa: E501
+    scatter, total = (
+        ops.Op("reduce_scatter", "collective", "dp"),
+        ops.Op("all_reduce", "collective", "world"),
+    )
     names = (ops.STEP, ops.FORWARD, ops.BACKWARD, scatter, total, ops.OPTIMIZER)
     lengths = np.array([0, 30, 60, 8, 0.5, 5]) * MS
     rows = []
@@ -118,7 +121,8 @@ def test_each_cause_in_recorded_spans_is_named(cause: str) -> None:
         found = why(window(number), injected(after, change_of(cause, after)))
         assert found.cause == cause, f"pair {number}: {found.sentence}"
         if cause in ("data_wait", "slow_host"):
-            assert (found.node, found.rank) == {"data_wait": ("n3", 2), "slow_host": ("n2", 1)}[cause]
+            places = {"data_wait": ("n3", 2), "slow_host": ("n2", 1)}
+            assert (found.node, found.rank) == places[cause]
 
 
 SMALL = {
@@ -218,8 +222,8 @@ def test_the_command_finds_the_step_and_names_the_cause(
     assert main(["why", str(path)]) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["cause"] == cause, answer["sentence"]
-    assert 35 <= answer["after"][0] <= 46 and answer["before"][1] == answer["after"][0] - 1
-    assert main(["why", str(path), "--before", "1:40", "--after", "41:80"]) == 0
+    assert 35 <= answer["split_step"] <= 46
+    assert main(["why", str(path), "--split", "41"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["cause"] == cause
 
 
@@ -265,13 +269,22 @@ def test_a_damaged_file_is_refused(data: bytes, says: str, tmp_path: Path) -> No
 
 def test_anyone_can_run_it_on_a_file() -> None:
     command = [sys.executable, "-m", "megascale_driver.analysis.spans", "why"]
-    result = subprocess.run([*command, str(recorded_spans.CPU_DP4)], capture_output=True, text=True)
+    result = subprocess.run(
+        [*command, str(recorded_spans.CPU_DP4)], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["cause"] == "none"
-    assert subprocess.run([*command, "/no/such/file"], capture_output=True).returncode == 2
+    missing = subprocess.run([*command, "/no/such/file"], capture_output=True, check=False)
+    assert missing.returncode == 2
 
 
-OPS = (ops.STEP, ops.FORWARD, ops.GARBAGE, ops.DATA_WAIT, ops.Op("all_reduce", "collective", "world"))  # noqa: E501
+OPS = (
+    ops.STEP,
+    ops.FORWARD,
+    ops.GARBAGE,
+    ops.DATA_WAIT,
+    ops.Op("all_reduce", "collective", "world"),
+)
 SPANS = st.lists(
     st.tuples(
         *(st.integers(0, 3), st.integers(0, 12), st.integers(0, 4), st.integers(0, 3)),

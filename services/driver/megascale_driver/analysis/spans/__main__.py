@@ -8,18 +8,17 @@ that the MFU did not fall); 1: it fell and nothing decides; 2: no such file, or 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from megascale_driver.analysis.spans import recorded
-from megascale_driver.analysis.spans.decline import DeclineRule, split_step, why
+from megascale_driver.analysis.spans.clocks import clocks
+from megascale_driver.analysis.spans.decline import compared
+from megascale_driver.analysis.spans.merged import merged
 from megascale_driver.analysis.spans.recorded import Recorded
-
-Window = tuple[int, int]
-# Windows that were chosen where steps differ most would often differ by chance.
-SEARCHED = DeclineRule(least_z=5.0)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,8 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = recorded.load(Path(options.file).read_bytes())
         if options.verb == "why":
-            return _why(found, options.before, options.after)
-        raise AssertionError(options.verb)
+            return _why(found, options.split)
+        return _timeline(found, options.out)
     except OSError as error:
         print(f"{error.filename}: {error.strerror}; give a file that can be used", file=sys.stderr)
     except ValueError as error:
@@ -41,32 +40,37 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megascale_driver.analysis.spans")
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("why", help="why the MFU fell, in one sentence with numbers")
-    for name in ("--before", "--after"):
-        one.add_argument(
-            name, type=_window, metavar="A:B", help="steps A to B; default: split where they grow"
-        )
-    one.add_argument("file", help="recorded spans (docs/spans.md)")
+    one.add_argument(
+        "--split",
+        type=int,
+        default=0,
+        metavar="STEP",
+        help="first step of the slower window; default: where steps begin to take longer",
+    )
+    trace = verbs.add_parser("timeline", help="one trace of all ranks, for ui.perfetto.dev")
+    trace.add_argument("--out", type=Path, required=True, help="trace.json, or trace.json.gz")
+    for verb in (one, trace):
+        verb.add_argument("file", help="recorded spans (docs/spans.md)")
     return parser
 
 
-def _window(text: str) -> Window:
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise argparse.ArgumentTypeError(f"{text!r}: give steps as 10:59, the first one first")
-    return int(first), int(last)
-
-
-def _why(found: Recorded, before: Window | None, after: Window | None) -> int:
-    if (before is None) != (after is None):
-        raise ValueError("give both --before and --after, or neither")
-    table, rule = found.table, DeclineRule()
-    if before is None or after is None:
-        at, rule = split_step(table, rule), SEARCHED
-        before, after = (int(table.step.min()), at - 1), (at, int(table.step.max()))
-    answer = why(table.of_steps(*before), table.of_steps(*after), found.counters, rule)
+def _why(found: Recorded, split: int) -> int:
+    split, answer = compared(found.table, split, found.counters)
     print(answer.sentence, file=sys.stderr)
-    print(json.dumps({**asdict(answer), "before": before, "after": after}))
+    print(json.dumps({**asdict(answer), "split_step": split}))
     return 1 if answer.cause == "unknown" else 0
+
+
+def _timeline(found: Recorded, out: Path) -> int:
+    by_node = clocks(found.table, found.heartbeats)
+    trace = merged(found.table, by_node)
+    data = json.dumps(trace, separators=(",", ":")).encode()
+    out.write_bytes(gzip.compress(data, mtime=0) if out.suffix == ".gz" else data)
+    errors = {node: clock.error_ns for node, clock in by_node.items()}
+    phases = [event["ph"] for event in trace["traceEvents"]]
+    counts = {"spans": phases.count("X"), "arrows": phases.count("s")}
+    print(json.dumps({**counts, "clock_error_ns": errors, "bytes": out.stat().st_size}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -35,6 +35,12 @@ class Exchange(NamedTuple):
     driver_sent_ns: int
     node_received_ns: int
 
+    @classmethod
+    def of(cls, round_trip_ns: int, offset_ns: int) -> Exchange:
+        """One with this round trip and offset, of an answer given at once."""
+        received_ns = offset_ns + round_trip_ns // 2
+        return cls(0, received_ns, received_ns, round_trip_ns)
+
     @property
     def round_trip_ns(self) -> int:
         """Time on the way, both ways together."""
@@ -122,7 +128,7 @@ def _of_group(found: Instances, chosen: npt.NDArray[np.bool_]) -> list[_Edge]:
     spans, numbers = found.spans, np.flatnonzero(chosen)
     ends = spans.start_ns + spans.duration_ns
     by_node: dict[str, dict[int, int]] = {}  # of each node the last exit by collective
-    for number in numbers:
+    for number in numbers.tolist():
         for place in range(found.begin[number], found.begin[number + 1]):
             exits = by_node.setdefault(spans.nodes[spans.rank[place]], {})
             exits[number] = max(exits.get(number, int(ends[place])), int(ends[place]))

@@ -13,8 +13,10 @@ from typing import Any
 LEAST_THROTTLED = 0.1  # more of the time than before
 LEAST_CLOCK_FALL = 0.03
 _CLOCK, _THROTTLED = "gpu_sm_clock_hertz", "gpu_throttled"
-_TROUBLE = ("error", "drop", "pause", "congestion", "retransmitted", "out_of_sequence", "timeout")
-_TROUBLE += ("flap", "link_downed", "send_waits", "not_ready")
+_TROUBLE = (
+    *("error", "drop", "pause", "congestion", "retransmitted", "out_of_sequence", "timeout"),
+    *("flap", "link_downed", "send_waits", "not_ready"),
+)
 
 
 @dataclass(frozen=True, slots=True)

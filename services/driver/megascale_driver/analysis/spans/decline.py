@@ -11,7 +11,7 @@ What explains the largest part of the growth is named, if that is enough of it; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -20,7 +20,12 @@ import numpy.typing as npt
 from megascale_common.node.spans.ops import DATA_WAIT, GARBAGE, SNAPSHOT
 from megascale_driver.analysis.spans import counters as counter_changes
 from megascale_driver.analysis.spans.counters import CounterChange
-from megascale_driver.analysis.spans.series import Floats, StepSeries, step_series
+from megascale_driver.analysis.spans.series import (
+    Floats,
+    StepSeries,
+    known_median,
+    step_series,
+)
 from megascale_driver.analysis.spans.table import SpanTable
 
 Cause = Literal[
@@ -109,18 +114,18 @@ def why(
         reason = f"{least} whole steps in a window are too few: {rule.least_steps} are needed"
         return Decline("unknown", reason, old, new)
     grown = new - old
-    pauses = _pauses(two)
-    # Of the mean or of the median: one long step hides a growth of the mean.
+    candidates = [*_computation(two), *_network(two), *_pauses(two)]
+    # Of the mean or of the median: one long step hides a growth of the mean. What differs by more
+    # than chance where the steps as a whole do not is enough as well.
     both = two.before.step_ms, two.after.step_ms
     sure = max(_z(*both), _median_z(*both)) >= rule.least_z
-    if grown < rule.least_growth * old or not (sure or pauses):
+    if grown < rule.least_growth * old or not (sure or candidates):
         sentence = (
             f"the MFU did not fall: a step takes {new:.1f} ms, before {old:.1f} ms, which is "
             "within what steps differ by"
         )
         return Decline("none", sentence, old, new)
-    candidates = [*_computation(two), *_network(two), *pauses]
-    shares = {one.cause: min(one.explained_ms / grown, 1.0) for one in candidates}
+    shares: dict[str, float] = {one.cause: min(one.explained_ms / grown, 1.0) for one in candidates}
     fell = (
         f"the MFU fell by {100 * (1 - old / new):.1f} %: a step takes {new:.1f} ms instead of "
         f"{old:.1f} ms; "
@@ -136,8 +141,27 @@ def why(
     )
 
 
+def compared(
+    table: SpanTable, split: int = 0, counters: Sequence[CounterChange] = ()
+) -> tuple[int, Decline]:
+    """The first step of the slower window, and why its steps take longer than those before.
+
+    Args:
+        split: that step; 0: where steps began to take longer. Windows that were chosen where steps
+            differ most would often differ by chance, so then they have to differ more.
+
+    Raises:
+        ValueError: too few whole steps for two windows.
+    """
+    rule = DeclineRule()
+    if not split:
+        split, rule = split_step(table, rule), replace(rule, least_z=5.0)
+    first, last = int(table.step.min()), int(table.step.max())
+    return split, why(table.of_steps(first, split - 1), table.of_steps(split, last), counters, rule)
+
+
 def split_step(table: SpanTable, rule: DeclineRule | None = None) -> int:
-    """The step from which on steps take longer: where the means on both sides differ most surely.
+    """The step from which on steps take longer: where two means fit them best (least squares).
 
     Raises:
         ValueError: too few whole steps for two windows.
@@ -148,8 +172,11 @@ def split_step(table: SpanTable, rule: DeclineRule | None = None) -> int:
     if count < 2 * least:
         raise ValueError(f"{count} whole steps are too few: {2 * rule.least_steps} are needed")
     places = range(least, count - least + 1)
-    z = [_z(series.step_ms[:place], series.step_ms[place:]) for place in places]
-    return int(series.steps[places[int(np.argmax(z))]])
+    gains = []
+    for place in places:
+        grown = _mean(series.step_ms[place:]) - _mean(series.step_ms[:place])
+        gains.append(place * (count - place) * max(grown, 0.0) ** 2)
+    return int(series.steps[places[int(np.argmax(gains))]])
 
 
 def _computation(two: _Windows) -> list[_Candidate]:
@@ -184,7 +211,7 @@ def _computation(two: _Windows) -> list[_Candidate]:
             return [_Candidate("throttle", explained[rank], f"{detail}: {facts[0]}", node, rank)]
         return [_Candidate("slow_host", explained[rank], f"{detail}: a slow host", node, rank)]
     every = float(np.median(list(grown_by.values())))
-    sure = _median_z(_over_ranks(old[known]), _over_ranks(new[known])) >= rule.least_z
+    sure = _median_z(known_median(old[known]), known_median(new[known])) >= rule.least_z
     if every < rule.least_ratio or not sure:
         return []
     detail = f"computation takes {every:.2f} times as long as before on all ranks alike"
@@ -270,7 +297,7 @@ def _relative(two: _Windows, rank: int, ranks: list[int]) -> tuple[Floats, Float
         return None
     chosen = stage or others
     old, new = two.before.compute_ms, two.after.compute_ms
-    return old[rank] / _over_ranks(old[chosen]), new[rank] / _over_ranks(new[chosen])
+    return old[rank] / known_median(old[chosen]), new[rank] / known_median(new[chosen])
 
 
 def _scale(two: _Windows, rank: int) -> float:
@@ -289,11 +316,6 @@ def _counts(values: Floats) -> npt.NDArray[np.bool_]:
     """Rows with values for at least half of the steps."""
     known: npt.NDArray[np.bool_] = 2 * np.count_nonzero(values > 0, axis=1) >= values.shape[1]
     return known
-
-
-def _over_ranks(values: Floats) -> Floats:
-    middle: Floats = np.ma.median(np.ma.masked_invalid(values), axis=0).filled(np.nan)
-    return middle
 
 
 def _ratio(old: Floats, new: Floats) -> float:

@@ -62,7 +62,7 @@ def load(data: bytes) -> Recorded:
     by_rank = [_rank(number, entry) for number, entry in enumerate(content["ranks"])]
     try:
         layout = _layout(content.get("layout"), len(by_rank))
-        nodes = content.get("nodes") or [f"n{rank + 1}" for rank in range(len(by_rank))]
+        nodes = content.get("nodes") or [f"n{rank + 1}" for rank in range(layout.world_size)]
         table = SpanTable.of_records(by_rank, layout, [str(node) for node in nodes])
         heartbeats = {
             str(node): [Exchange(*map(int, times)) for times in exchanges]

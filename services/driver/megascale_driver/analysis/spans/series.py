@@ -9,6 +9,7 @@ others' time in it is their wait for that rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -125,8 +126,13 @@ def _median_of_ranks(by_rank: Floats) -> Floats:
     """Median over the ranks that have a value above 0."""
     if not by_rank.size:
         return np.zeros(by_rank.shape[1])
-    values = np.ma.masked_invalid(np.ma.masked_equal(by_rank, 0))
-    return np.asarray(np.ma.median(values, axis=0).filled(0), np.float64)
+    return np.nan_to_num(known_median(np.where(by_rank == 0, np.nan, by_rank)))
+
+
+def known_median(values: Floats) -> Floats:
+    """Median over the rows of what is finite in each column; NaN where nothing is."""
+    median: Any = np.ma.median  # numpy types it only from 2.4 on
+    return np.asarray(median(np.ma.masked_invalid(values), axis=0).filled(np.nan), np.float64)
 
 
 def _pauses(
