@@ -1,4 +1,4 @@
-"""One trace of all ranks: clocks set right by what ends together, and arrows where order is sure."""
+"""One trace of all ranks: clocks set by what ends together, arrows where the order is sure."""
 
 from __future__ import annotations
 

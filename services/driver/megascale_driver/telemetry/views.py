@@ -70,21 +70,19 @@ class SpanViews:
         await self._intake.store_waiting()
         return await self._intake.ask(self._timeline, job, first, steps, self._exchanges())
 
-    def _table(
-        self, job: Job, steps: int, names: tuple[str, ...] = (), first: int = 0
-    ) -> SpanTable:
-        """Spans of ``steps`` steps from ``first`` (0: the newest) on."""
+    def _table(self, job: Job, steps: int, names: tuple[str, ...] = ()) -> SpanTable:
+        """Spans of the newest ``steps`` steps."""
         newest = self._store.newest_step(job.name, job.attempt)
         # The newest step may still lack some ranks.
-        last = min(first + steps, newest) - 1 if first else newest - 1
-        first = first or max(0, newest - steps)
+        return self._read(job, max(0, newest - steps), newest - 1, names)
+
+    def _read(self, job: Job, first: int, last: int, names: tuple[str, ...] = ()) -> SpanTable:
         columns, ops = self._store.read(job.name, job.attempt, first, last, names)
         nodes = [""] * job.config.layout.world_size
         for slot in job.slots:
             for rank in slot.ranks:
                 nodes[rank] = slot.node
-        table = SpanTable(**columns, ops=ops, layout=job.config.layout, nodes=tuple(nodes))
-        return table
+        return SpanTable(**columns, ops=ops, layout=job.config.layout, nodes=tuple(nodes))
 
     def _slow_nodes(self, job: Job, rule: OutlierRule) -> list[SlowNode]:
         steps = rule.windows * rule.window_steps
@@ -114,7 +112,10 @@ class SpanViews:
     def _timeline(
         self, job: Job, first: int, steps: int, exchanges: Mapping[str, Sequence[Exchange]]
     ) -> bytes:
-        table = self._table(job, steps, first=first)
+        # All ranks have to be there; the newest step of one may still be written to.
+        last = self._store.complete_step(job.name, job.attempt) - 1
+        first = first or max(0, last - steps + 1)
+        table = self._read(job, first, min(first + steps - 1, last))
         if not len(table):
             raise LookupError("there are no spans of these steps")
         if len(table) > MAX_TRACED:
