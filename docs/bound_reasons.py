@@ -75,6 +75,8 @@ REASONS = {
     "megascale_driver/link_service:MAX_BATCH_BYTES": "a larger batch of spans is refused",
     "megascale_driver/link_service:MAX_BATCH_SPANS": "32 KiB before they are compressed",
     "megascale_driver/service_spans:MAX_NAMES": "operations that a heat map is asked for",
+    "megascale_driver/service_spans:MAX_DECLINE_STEPS": "that windows of a falling MFU have",
+    "megascale_driver/service_spans:MAX_TIMELINE_STEPS": "of a trace; viewers slow down beyond",
     "megascale_driver/service_spans:MAX_STEPS": "that a heat map reads, in the store's one thread",
     "megascale_driver/telemetry/intake:MAX_WAITING_BYTES": "spans that wait for the store's "
     "thread; the newest are dropped and counted",

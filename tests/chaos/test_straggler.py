@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -25,6 +26,10 @@ async def test_a_rank_that_is_slow_is_named_and_keeps_its_work(tmp_path: Path) -
                 shown = megascale("heat", "uneven", "--cluster", str(cluster.up.folder), "--json")
                 people = megascale("heat", "uneven", "--cluster", str(cluster.up.folder))
                 why = await client.explain("uneven")
+                trace_path = tmp_path / "trace.json.gz"
+                where = ("--cluster", str(cluster.up.folder))
+                traced = megascale("timeline", "uneven", "--out", str(trace_path), *where)
+                slower = megascale("why", "uneven", "--json", *where)
                 others = [each for each in run.events if each.reason == "STRAGGLER"]
                 await client.cancel("uneven", reason="the test is over")
     assert found.subject == f"nodes/{node}" and found.mode == "OBSERVE", found
@@ -38,4 +43,14 @@ async def test_a_rank_that_is_slow_is_named_and_keeps_its_work(tmp_path: Path) -
     assert [slow["node"] for slow in heat["slow_nodes"]] == [node]
     assert f"node {node} is slow" in people.stdout and "optimizer" in people.stdout
     assert "STRAGGLER" in {event.reason for event in why.events}
+    assert traced.returncode == slower.returncode == 0, (traced, slower)
+    events = json.loads(gzip.decompress(trace_path.read_bytes()))["traceEvents"]
+    ranks = {event["pid"] for event in events if event["ph"] == "X"}
+    assert ranks == set(range(RANKS))
+    names = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
+    assert all("clock within" in name for name in names), names
+    # Ranks wait for the slow one in the collective that follows its optimizer.
+    sources = [event["pid"] for event in events if event["ph"] == "s"]
+    assert sources and max(set(sources), key=sources.count) == SLOW, sources
+    assert json.loads(slower.stdout)["sentence"]
     measured("slow rank", ratio=row["ratio"][SLOW])

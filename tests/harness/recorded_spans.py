@@ -8,19 +8,15 @@ records a tiny job of four ranks on this host's CPU, each taken for a node of it
 from __future__ import annotations
 
 import argparse
-import base64
-import json
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 from tests.harness.ranks import rank_pool
 
-from megascale_common.job.rank_layout import RankLayout
-from megascale_common.node.spans import ops, record
 from megascale_common.node.spans.ring import SpanRingReader, SpanRingWriter
+from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.table import SpanTable
 
 RANKS = 4
@@ -29,7 +25,7 @@ CPU_DP4 = Path(__file__).resolve().parents[1] / "data/spans/cpu-dp4.json.z"
 
 def record_rank(
     rank: int, world_size: int, folder: Path, *, job: dict[str, Any], steps: int
-) -> dict[str, Any]:
+) -> dict[str, str]:
     """Program of one rank: train ``steps`` steps with timers, return what they measured."""
     from tests.harness import training
 
@@ -55,31 +51,12 @@ def record_rank(
     reader = SpanRingReader(path)
     data = reader.take(1 << 16)
     assert reader.dropped == 0
-    columns = base64.b64encode(record.to_columns(data)).decode()
-    return {"ops": ops.dump(reader.ops()).decode(), "columns": columns}
-
-
-def write(path: Path, ranks: list[dict[str, Any]]) -> None:
-    """Keep what :func:`record_rank` of each rank returned."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(zlib.compress(json.dumps(ranks).encode(), 9))
+    return recorded.rank_entry(reader.ops(), data)
 
 
 def read(path: Path) -> SpanTable:
     """The recorded spans; each rank is a node of its own, and the layout data parallel."""
-    ranks = json.loads(zlib.decompress(path.read_bytes()))
-    return SpanTable.of_records(
-        [
-            (
-                rank,
-                record.from_columns(base64.b64decode(found["columns"])),
-                ops.load(found["ops"].encode()),
-            )
-            for rank, found in enumerate(ranks)
-        ],
-        RankLayout(dp=len(ranks)),
-        [f"n{rank + 1}" for rank in range(len(ranks))],
-    )
+    return recorded.load(path.read_bytes()).table
 
 
 def main() -> None:
@@ -99,7 +76,8 @@ def main() -> None:
             job=job,
             steps=options.steps,
         )
-    write(options.output, ranks)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_bytes(recorded.dump(ranks))
     table = read(options.output)
     size = options.output.stat().st_size
     print(f"{len(table)} spans, {size} bytes in {options.output}", file=sys.stderr)

@@ -65,6 +65,8 @@ METHODS = {
         "cancel",
         "explain",
         "heat_map",
+        "mfu_decline",
+        "timeline",
         "logs",
         "checkpoints",
         "fetch_checkpoint",

@@ -18,6 +18,7 @@ from megascale_cli import (
     nodes,
     orders,
     profile,
+    slowdown,
     specs,
 )
 from megascale_cli.demo.command import demo
@@ -97,6 +98,8 @@ def _panels() -> dict[str, tuple[Callable[..., None], ...]]:
             logs.logs,
             jobs.explain,
             heat.heat,
+            slowdown.why,
+            slowdown.timeline,
             jobs.events,
             profile.profile,
             specs.clone,

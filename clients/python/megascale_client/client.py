@@ -305,6 +305,39 @@ class AsyncClient(OrderCalls):
         request = driver_pb2.GetHeatMapRequest(job=name, operations=operations, steps=steps)
         return await self._connection.unary("GetHeatMap", request, driver_pb2.GetHeatMapResponse)
 
+    async def mfu_decline(
+        self, name: str, *, steps: int = 0, split_step: int = 0
+    ) -> driver_pb2.GetMfuDeclineResponse:
+        """Why the newest ``steps`` steps (default 200) take longer than before, in one sentence.
+
+        ``split_step``: from which on; 0: where they began to. Raises NotFound, NotPossible (the
+        driver keeps no spans).
+        """
+        request = driver_pb2.GetMfuDeclineRequest(job=name, steps=steps, split_step=split_step)
+        answer = driver_pb2.GetMfuDeclineResponse
+        return await self._connection.unary("GetMfuDecline", request, answer)
+
+    async def timeline(
+        self, name: str, *, steps: int = 0, first_step: int = 0
+    ) -> AsyncIterator[bytes]:
+        """A trace of all ranks over ``steps`` steps (default 3): parts of a .json.gz for Perfetto.
+
+        ``first_step`` 0: the newest. Raises NotFound, NotPossible (there are no spans of them),
+        InvalidRequest (too many spans).
+        """
+        request = driver_pb2.GetTimelineRequest(job=name, steps=steps, first_step=first_step)
+        retry, begun = RetryTimer(self._retry_for_s), False
+        while True:
+            try:
+                async for answer in self._connection.stream(
+                    "GetTimeline", request, driver_pb2.GetTimelineResponse
+                ):
+                    begun = True
+                    yield answer.data
+                return
+            except (grpc.aio.AioRpcError, ClusterNotFound) as error:
+                await self._connection.recover(error, RetryTimer(0) if begun else retry)
+
     async def nodes(self) -> AsyncIterator[Node]:
         """All nodes."""
         request = driver_pb2.ListNodesRequest(page_size=PAGE_SIZE)

@@ -189,6 +189,24 @@ class Client:
         """
         return self._loop.run(self._client.heat_map(name, operations, steps=steps))
 
+    def mfu_decline(
+        self, name: str, *, steps: int = 0, split_step: int = 0
+    ) -> driver_pb2.GetMfuDeclineResponse:
+        """Why the newest ``steps`` steps (default 200) take longer than before, in one sentence.
+
+        ``split_step``: from which on; 0: where they began to. Raises NotFound, NotPossible (the
+        driver keeps no spans).
+        """
+        return self._loop.run(self._client.mfu_decline(name, steps=steps, split_step=split_step))
+
+    def timeline(self, name: str, *, steps: int = 0, first_step: int = 0) -> Iterator[bytes]:
+        """A trace of all ranks over ``steps`` steps (default 3): parts of a .json.gz for Perfetto.
+
+        ``first_step`` 0: the newest. Raises NotFound, NotPossible (there are no spans of them),
+        InvalidRequest (too many spans).
+        """
+        return self._loop.iterate(self._client.timeline(name, steps=steps, first_step=first_step))
+
     def nodes(self) -> Iterator[Node]:
         """All nodes."""
         return self._loop.iterate(self._client.nodes())

@@ -1186,6 +1186,146 @@ class GetHeatMapResponse(google.protobuf.message.Message):
 Global___GetHeatMapResponse: typing_extensions.TypeAlias = GetHeatMapResponse
 
 @typing.final
+class GetMfuDeclineRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    SPLIT_STEP_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """Name of the job."""
+    steps: builtins.int
+    """How many of the newest steps; default 200, at most 2,000."""
+    split_step: builtins.int
+    """The first step of the slower window; 0: where steps began to take longer."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        steps: builtins.int = ...,
+        split_step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "split_step", b"split_step", "steps", b"steps"]) -> None: ...
+
+Global___GetMfuDeclineRequest: typing_extensions.TypeAlias = GetMfuDeclineRequest
+
+@typing.final
+class GetMfuDeclineResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class SharesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    SENTENCE_FIELD_NUMBER: builtins.int
+    STEP_BEFORE_MS_FIELD_NUMBER: builtins.int
+    STEP_AFTER_MS_FIELD_NUMBER: builtins.int
+    FIRST_STEP_FIELD_NUMBER: builtins.int
+    SPLIT_STEP_FIELD_NUMBER: builtins.int
+    LAST_STEP_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
+    attempt: builtins.int
+    """The attempt that was measured."""
+    cause: builtins.str
+    """none (the MFU did not fall), data_wait, garbage_collection, slow_host, network_wait, throttle,
+    checkpoint, or unknown.
+    """
+    sentence: builtins.str
+    """The verdict in one sentence, with its numbers."""
+    step_before_ms: builtins.float
+    """Mean time of a step in the first window."""
+    step_after_ms: builtins.float
+    """The same in the second."""
+    first_step: builtins.int
+    """First step of the first window."""
+    split_step: builtins.int
+    """First step of the second window."""
+    last_step: builtins.int
+    """Last step of the second window."""
+    node: builtins.str
+    """Node where it shows most, where it is in one place."""
+    rank: builtins.int
+    """Rank where it shows most; -1: in no one place."""
+    @property
+    def shares(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Part of the growth, 0 to 1, that each candidate explains; together they may be above 1."""
+
+    def __init__(
+        self,
+        *,
+        attempt: builtins.int = ...,
+        cause: builtins.str = ...,
+        sentence: builtins.str = ...,
+        step_before_ms: builtins.float = ...,
+        step_after_ms: builtins.float = ...,
+        first_step: builtins.int = ...,
+        split_step: builtins.int = ...,
+        last_step: builtins.int = ...,
+        node: builtins.str = ...,
+        rank: builtins.int = ...,
+        shares: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "cause", b"cause", "first_step", b"first_step", "last_step", b"last_step", "node", b"node", "rank", b"rank", "sentence", b"sentence", "shares", b"shares", "split_step", b"split_step", "step_after_ms", b"step_after_ms", "step_before_ms", b"step_before_ms"]) -> None: ...
+
+Global___GetMfuDeclineResponse: typing_extensions.TypeAlias = GetMfuDeclineResponse
+
+@typing.final
+class GetTimelineRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    FIRST_STEP_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """Name of the job."""
+    steps: builtins.int
+    """How many steps; default 3, at most 50."""
+    first_step: builtins.int
+    """The first of them; 0: so that they are the newest."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        steps: builtins.int = ...,
+        first_step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_step", b"first_step", "job", b"job", "steps", b"steps"]) -> None: ...
+
+Global___GetTimelineRequest: typing_extensions.TypeAlias = GetTimelineRequest
+
+@typing.final
+class GetTimelineResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """The next part of the file."""
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
+
+Global___GetTimelineResponse: typing_extensions.TypeAlias = GetTimelineResponse
+
+@typing.final
 class HeatMapRow(google.protobuf.message.Message):
     """One operation on all ranks; NaN where nothing is known."""
 

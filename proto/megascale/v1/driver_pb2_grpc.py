@@ -113,6 +113,16 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapResponse.FromString,
                 _registered_method=True)
+        self.GetMfuDecline = channel.unary_unary(
+                '/megascale.v1.DriverService/GetMfuDecline',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.GetMfuDeclineRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.GetMfuDeclineResponse.FromString,
+                _registered_method=True)
+        self.GetTimeline = channel.unary_stream(
+                '/megascale.v1.DriverService/GetTimeline',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.GetTimelineRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.GetTimelineResponse.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/megascale.v1.DriverService/ListNodes',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ListNodesRequest.SerializeToString,
@@ -457,6 +467,38 @@ class DriverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMfuDecline(self, request, context):
+        """Says in one sentence with numbers why the steps of a job take longer than before: data, garbage
+        collection, a slow host, the network, clock or power, checkpoints. It compares two windows of
+        the spans of the newest attempt.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): steps or split_step is out of range.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+        - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTimeline(self, request, context):
+        """Sends one trace of all ranks on one clock, for Perfetto: gzip-compressed Chrome JSON in parts,
+        with arrows between ranks for collectives and pipeline transfers and the error of each clock.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): steps or first_step is out of range, or they have too many
+        spans.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+        - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans, or none of these steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodes(self, request, context):
         """Lists all nodes by name, page by page; nodes that are down are included.
 
@@ -748,6 +790,16 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.GetHeatMap,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapResponse.SerializeToString,
+            ),
+            'GetMfuDecline': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMfuDecline,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.GetMfuDeclineRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.GetMfuDeclineResponse.SerializeToString,
+            ),
+            'GetTimeline': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTimeline,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.GetTimelineRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.GetTimelineResponse.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -1207,6 +1259,60 @@ class DriverService(object):
             '/megascale.v1.DriverService/GetHeatMap',
             megascale_dot_v1_dot_driver__pb2.GetHeatMapRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.GetHeatMapResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMfuDecline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/GetMfuDecline',
+            megascale_dot_v1_dot_driver__pb2.GetMfuDeclineRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.GetMfuDeclineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTimeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/megascale.v1.DriverService/GetTimeline',
+            megascale_dot_v1_dot_driver__pb2.GetTimelineRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.GetTimelineResponse.FromString,
             options,
             channel_credentials,
             insecure,

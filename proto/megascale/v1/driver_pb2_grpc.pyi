@@ -249,6 +249,38 @@ _DriverServiceGetHeatMapType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceGetMfuDeclineType = typing_extensions.TypeVar(
+    '_DriverServiceGetMfuDeclineType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetMfuDeclineRequest,
+        megascale.v1.driver_pb2.GetMfuDeclineResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetMfuDeclineRequest,
+        megascale.v1.driver_pb2.GetMfuDeclineResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetMfuDeclineRequest,
+        megascale.v1.driver_pb2.GetMfuDeclineResponse,
+    ],
+)
+
+_DriverServiceGetTimelineType = typing_extensions.TypeVar(
+    '_DriverServiceGetTimelineType',
+    grpc.UnaryStreamMultiCallable[
+        megascale.v1.driver_pb2.GetTimelineRequest,
+        megascale.v1.driver_pb2.GetTimelineResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        megascale.v1.driver_pb2.GetTimelineRequest,
+        megascale.v1.driver_pb2.GetTimelineResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        megascale.v1.driver_pb2.GetTimelineRequest,
+        megascale.v1.driver_pb2.GetTimelineResponse,
+    ],
+)
+
 _DriverServiceListNodesType = typing_extensions.TypeVar(
     '_DriverServiceListNodesType',
     grpc.UnaryUnaryMultiCallable[
@@ -473,7 +505,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceGetMfuDeclineType, _DriverServiceGetTimelineType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -542,6 +574,14 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetHeatMapRequest,
             megascale.v1.driver_pb2.GetHeatMapResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.GetMfuDeclineRequest,
+            megascale.v1.driver_pb2.GetMfuDeclineResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            megascale.v1.driver_pb2.GetTimelineRequest,
+            megascale.v1.driver_pb2.GetTimelineResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ListNodesRequest,
@@ -658,6 +698,14 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetHeatMapRequest,
             megascale.v1.driver_pb2.GetHeatMapResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.GetMfuDeclineRequest,
+            megascale.v1.driver_pb2.GetMfuDeclineResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            megascale.v1.driver_pb2.GetTimelineRequest,
+            megascale.v1.driver_pb2.GetTimelineResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ListNodesRequest,
@@ -935,6 +983,32 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
     """
 
+    GetMfuDecline: _DriverServiceGetMfuDeclineType
+    """Says in one sentence with numbers why the steps of a job take longer than before: data, garbage
+    collection, a slow host, the network, clock or power, checkpoints. It compares two windows of
+    the spans of the newest attempt.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): steps or split_step is out of range.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+    - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
+    """
+
+    GetTimeline: _DriverServiceGetTimelineType
+    """Sends one trace of all ranks on one clock, for Perfetto: gzip-compressed Chrome JSON in parts,
+    with arrows between ranks for collectives and pipeline transfers and the error of each clock.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): steps or first_step is out of range, or they have too many
+      spans.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+    - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans, or none of these steps.
+    """
+
     ListNodes: _DriverServiceListNodesType
     """Lists all nodes by name, page by page; nodes that are down are included.
 
@@ -1168,6 +1242,14 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.GetHeatMapRequest,
         megascale.v1.driver_pb2.GetHeatMapResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetMfuDeclineRequest,
+        megascale.v1.driver_pb2.GetMfuDeclineResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        megascale.v1.driver_pb2.GetTimelineRequest,
+        megascale.v1.driver_pb2.GetTimelineResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ListNodesRequest,
@@ -1525,6 +1607,42 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
+        """
+
+    @abc.abstractmethod
+    def GetMfuDecline(
+        self,
+        request: megascale.v1.driver_pb2.GetMfuDeclineRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.GetMfuDeclineResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.GetMfuDeclineResponse]]:
+        """Says in one sentence with numbers why the steps of a job take longer than before: data, garbage
+        collection, a slow host, the network, clock or power, checkpoints. It compares two windows of
+        the spans of the newest attempt.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): steps or split_step is out of range.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+        - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
+        """
+
+    @abc.abstractmethod
+    def GetTimeline(
+        self,
+        request: megascale.v1.driver_pb2.GetTimelineRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[megascale.v1.driver_pb2.GetTimelineResponse], collections.abc.AsyncIterator[megascale.v1.driver_pb2.GetTimelineResponse]]:
+        """Sends one trace of all ranks on one clock, for Perfetto: gzip-compressed Chrome JSON in parts,
+        with arrows between ranks for collectives and pipeline transfers and the error of each clock.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): steps or first_step is out of range, or they have too many
+          spans.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+        - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans, or none of these steps.
         """
 
     @abc.abstractmethod

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError, invalid
-from megascale_common.service.handlers import answers
+from megascale_common.service.handlers import answers, streams
 from megascale_driver.core.state import Job
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
@@ -15,6 +16,11 @@ from megascale_driver.service_base import Context, ServiceBase
 DEFAULT_STEPS = 50
 MAX_STEPS = 500
 MAX_NAMES = 64
+DEFAULT_DECLINE_STEPS = 200
+MAX_DECLINE_STEPS = 2000
+DEFAULT_TIMELINE_STEPS = 3
+MAX_TIMELINE_STEPS = 50
+PART_BYTES = 1 << 20  # of a trace, in one message
 
 
 class Views(Protocol):
@@ -24,6 +30,17 @@ class Views(Protocol):
         self, job: Job, names: tuple[str, ...], steps: int
     ) -> driver_pb2.GetHeatMapResponse:
         """The newest ``steps`` steps of the job's newest attempt."""
+
+    async def decline(self, job: Job, steps: int, split: int) -> driver_pb2.GetMfuDeclineResponse:
+        """Why its newest ``steps`` steps take longer from step ``split`` (0: found) on."""
+
+    async def timeline(self, job: Job, first: int, steps: int) -> bytes:
+        """A compressed trace of ``steps`` steps from ``first`` (0: the newest) on.
+
+        Raises:
+            LookupError: there are no spans of these steps.
+            ValueError: there are too many.
+        """
 
 
 class SpanMethods(ServiceBase):
@@ -48,6 +65,41 @@ class SpanMethods(ServiceBase):
         return await self._stored().heat_map(
             job, tuple(request.operations), request.steps or DEFAULT_STEPS
         )
+
+    @answers
+    async def GetMfuDecline(
+        self, request: driver_pb2.GetMfuDeclineRequest, context: Context
+    ) -> driver_pb2.GetMfuDeclineResponse:
+        """Why the steps of a job take longer than before."""
+        job = self._job(request.job)
+        if not 0 <= request.steps <= MAX_DECLINE_STEPS:
+            remedy = f"give 1 to {MAX_DECLINE_STEPS}, or 0 for {DEFAULT_DECLINE_STEPS}"
+            raise invalid("steps", f"it is {request.steps}", remedy)
+        if request.split_step < 0:
+            raise invalid("split_step", f"it is {request.split_step}", "give a step, or 0")
+        steps = request.steps or DEFAULT_DECLINE_STEPS
+        return await self._stored().decline(job, steps, request.split_step)
+
+    @streams
+    async def GetTimeline(
+        self, request: driver_pb2.GetTimelineRequest, context: Context
+    ) -> AsyncIterator[driver_pb2.GetTimelineResponse]:
+        """One trace of all ranks on one clock."""
+        job = self._job(request.job)
+        if not 0 <= request.steps <= MAX_TIMELINE_STEPS:
+            remedy = f"give 1 to {MAX_TIMELINE_STEPS}, or 0 for {DEFAULT_TIMELINE_STEPS}"
+            raise invalid("steps", f"it is {request.steps}", remedy)
+        if request.first_step < 0:
+            raise invalid("first_step", f"it is {request.first_step}", "give a step, or 0")
+        steps = request.steps or DEFAULT_TIMELINE_STEPS
+        try:
+            data = await self._stored().timeline(job, request.first_step, steps)
+        except LookupError as error:
+            raise StateError(str(error), reason="NO_TELEMETRY") from error
+        except ValueError as error:
+            raise invalid("steps", str(error), "give fewer") from error
+        for begin in range(0, len(data), PART_BYTES):
+            yield driver_pb2.GetTimelineResponse(data=data[begin : begin + PART_BYTES])
 
     def _stored(self) -> Views:
         if self._views is None:

@@ -48,6 +48,11 @@ class ClockOffset:
         return bool(self._samples)
 
     @property
+    def samples(self) -> list[tuple[int, int]]:
+        """The newest: round trip, and the driver's clock minus the node's; nanoseconds."""
+        return list(self._samples)
+
+    @property
     def offset_s(self) -> float:
         """The driver's clock minus the node's, in seconds; 0 until it is known."""
         return min(self._samples)[1] / 1e9 if self._samples else 0.0

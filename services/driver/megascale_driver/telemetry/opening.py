@@ -89,6 +89,7 @@ def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
             "--telemetry-folder needs numpy, pyarrow and duckdb: "
             "pip install 'megascale[observability]', or leave the option out"
         )
+    from megascale_driver.analysis.spans.clocks import Exchange
     from megascale_driver.telemetry.intake import SpanIntake
     from megascale_driver.telemetry.store import SpanStore
     from megascale_driver.telemetry.views import SpanViews
@@ -100,7 +101,15 @@ def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
             f"--telemetry-folder {folder}: {error.strerror}; give a folder that can be written"
         ) from None
     intake = SpanIntake(store)
-    return Telemetry(intake, SpanViews(intake, store), engine)
+
+    def exchanges() -> dict[str, list[Exchange]]:
+        """What the heartbeats of open links say of their nodes' clocks."""
+        return {
+            link.node: [Exchange.of(*sample) for sample in link.clock.samples]
+            for link in engine.links.all()
+        }
+
+    return Telemetry(intake, SpanViews(intake, store, exchanges), engine)
 
 
 def _positive(text: str) -> int:

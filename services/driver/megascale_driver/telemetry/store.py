@@ -53,6 +53,7 @@ class _Attempt:
     count: int = 0
     since_s: float = 0.0
     newest_step: int = -1
+    newest_of: dict[int, int] = field(default_factory=dict)  # step by rank, since the driver began
 
 
 class SpanStore:
@@ -101,6 +102,11 @@ class SpanStore:
     def newest_step(self, job: str, attempt: int) -> int:
         """The newest step of which spans are there; -1: none."""
         return self._attempt(job, attempt).newest_step
+
+    def complete_step(self, job: str, attempt: int) -> int:
+        """The newest step of which all ranks that send have sent spans; -1: none."""
+        held = self._attempt(job, attempt)
+        return min(held.newest_of.values(), default=held.newest_step)
 
     def read(
         self, job: str, attempt: int, first: int, last: int, names: Sequence[str] = ()
@@ -173,7 +179,9 @@ class SpanStore:
             attempt.since_s = self._now_s()
         attempt.parts.append((batch.rank, records))
         attempt.count += len(records)
-        attempt.newest_step = max(attempt.newest_step, int(records["step"].max()))
+        newest = int(records["step"].max())
+        attempt.newest_step = max(attempt.newest_step, newest)
+        attempt.newest_of[batch.rank] = max(attempt.newest_of.get(batch.rank, -1), newest)
         return True
 
     def _attempt(self, job: str, number: int) -> _Attempt:

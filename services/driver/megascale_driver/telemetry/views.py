@@ -1,26 +1,44 @@
-"""What the driver answers from stored spans: the heat map of a job, and its slow nodes.
+"""What the driver answers from stored spans: heat map, slow nodes, falling MFU, timeline of a job.
 
 Reading and arithmetic run in the store's thread, over a bounded number of steps.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
 import numpy as np
 
 from megascale.v1 import driver_pb2
+from megascale_driver.analysis.spans.clocks import Exchange, clocks
+from megascale_driver.analysis.spans.decline import compared
 from megascale_driver.analysis.spans.heat import heat_map
+from megascale_driver.analysis.spans.merged import merged
 from megascale_driver.analysis.spans.outliers import COMPARED, OutlierRule, SlowNode, slow_nodes
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.core.state import Job
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
 
+MAX_TRACED: Final = 500_000  # spans of a trace; viewers slow down beyond
+MAX_COMPARED: Final = 4_000_000  # spans that the tree of causes reads
+_SPANS_PER_STEP: Final = 12  # of a rank at level "phases"
+
 
 class SpanViews:
     """Reads one store, in the thread of its intake."""
 
-    def __init__(self, intake: SpanIntake, store: SpanStore) -> None:
-        self._intake, self._store = intake, store
+    def __init__(
+        self,
+        intake: SpanIntake,
+        store: SpanStore,
+        exchanges: Callable[[], Mapping[str, Sequence[Exchange]]] = dict,
+    ) -> None:
+        """``exchanges``: what heartbeats say of the nodes' clocks."""
+        self._intake, self._store, self._exchanges = intake, store, exchanges
 
     async def heat_map(
         self, job: Job, names: tuple[str, ...], steps: int
@@ -37,21 +55,73 @@ class SpanViews:
         """The nodes that are slow by the steps that ``rule`` takes."""
         return await self._intake.ask(self._slow_nodes, job, rule)
 
-    def _table(self, job: Job, steps: int, names: tuple[str, ...]) -> SpanTable:
+    async def decline(self, job: Job, steps: int, split: int) -> driver_pb2.GetMfuDeclineResponse:
+        """Why the newest ``steps`` steps take longer from step ``split`` (0: found) on."""
+        await self._intake.store_waiting()
+        return await self._intake.ask(self._decline, job, steps, split)
+
+    async def timeline(self, job: Job, first: int, steps: int) -> bytes:
+        """A compressed trace of ``steps`` steps from ``first`` (0: the newest) on.
+
+        Raises:
+            LookupError: there are no spans of these steps.
+            ValueError: there are more than MAX_TRACED.
+        """
+        await self._intake.store_waiting()
+        return await self._intake.ask(self._timeline, job, first, steps, self._exchanges())
+
+    def _table(self, job: Job, steps: int, names: tuple[str, ...] = ()) -> SpanTable:
+        """Spans of the newest ``steps`` steps."""
         newest = self._store.newest_step(job.name, job.attempt)
         # The newest step may still lack some ranks.
-        first, last = max(0, newest - steps), newest - 1
+        return self._read(job, max(0, newest - steps), newest - 1, names)
+
+    def _read(self, job: Job, first: int, last: int, names: tuple[str, ...] = ()) -> SpanTable:
         columns, ops = self._store.read(job.name, job.attempt, first, last, names)
         nodes = [""] * job.config.layout.world_size
         for slot in job.slots:
             for rank in slot.ranks:
                 nodes[rank] = slot.node
-        table = SpanTable(**columns, ops=ops, layout=job.config.layout, nodes=tuple(nodes))
-        return table
+        return SpanTable(**columns, ops=ops, layout=job.config.layout, nodes=tuple(nodes))
 
     def _slow_nodes(self, job: Job, rule: OutlierRule) -> list[SlowNode]:
         steps = rule.windows * rule.window_steps
         return slow_nodes(self._table(job, steps, COMPARED), rule)
+
+    def _decline(self, job: Job, steps: int, split: int) -> driver_pb2.GetMfuDeclineResponse:
+        spans_per_step = max(job.config.layout.world_size * _SPANS_PER_STEP, 1)
+        table = self._table(job, min(steps, max(MAX_COMPARED // spans_per_step, 1)))
+        answer = driver_pb2.GetMfuDeclineResponse(attempt=job.attempt, cause="unknown", rank=-1)
+        if not len(table):
+            answer.sentence = "no spans yet: they come with the first steps"
+            return answer
+        first, last = int(table.step.min()), int(table.step.max())
+        answer.first_step, answer.split_step, answer.last_step = first, split, last
+        try:
+            found = compared(table, split)
+        except ValueError as error:
+            answer.sentence = str(error)
+            return answer
+        answer.split_step, verdict = found
+        answer.cause, answer.sentence = verdict.cause, verdict.sentence
+        answer.step_before_ms, answer.step_after_ms = verdict.step_before_ms, verdict.step_after_ms
+        answer.node, answer.rank = verdict.node, verdict.rank
+        answer.shares.update(verdict.shares)
+        return answer
+
+    def _timeline(
+        self, job: Job, first: int, steps: int, exchanges: Mapping[str, Sequence[Exchange]]
+    ) -> bytes:
+        # All ranks have to be there; the newest step of one may still be written to.
+        last = self._store.complete_step(job.name, job.attempt) - 1
+        first = first or max(0, last - steps + 1)
+        table = self._read(job, first, min(first + steps - 1, last))
+        if not len(table):
+            raise LookupError("there are no spans of these steps")
+        if len(table) > MAX_TRACED:
+            raise ValueError(f"they have {len(table)} spans, a trace holds {MAX_TRACED}")
+        trace = merged(table, clocks(table, exchanges))
+        return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), 5, mtime=0)
 
     def _heat_map(
         self, job: Job, names: tuple[str, ...], steps: int

@@ -1,0 +1,77 @@
+"""``python -m megascale_driver.analysis.spans``: what a file of recorded spans says.
+
+``why FILE`` says why the MFU fell; ``timeline FILE --out trace.json`` writes one trace of all ranks
+for Perfetto. The last line of stdout is one JSON object. Exit status 0: an answer (of ``why`` also
+that the MFU did not fall); 1: it fell and nothing decides; 2: no such file, or not of this format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from megascale_driver.analysis.spans import recorded
+from megascale_driver.analysis.spans.clocks import clocks
+from megascale_driver.analysis.spans.decline import compared
+from megascale_driver.analysis.spans.merged import merged
+from megascale_driver.analysis.spans.recorded import Recorded
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a verb; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        found = recorded.load(Path(options.file).read_bytes())
+        if options.verb == "why":
+            return _why(found, options.split)
+        return _timeline(found, options.out)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; give a file that can be used", file=sys.stderr)
+    except ValueError as error:
+        print(f"FILE {options.file}: {error}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megascale_driver.analysis.spans")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("why", help="why the MFU fell, in one sentence with numbers")
+    one.add_argument(
+        "--split",
+        type=int,
+        default=0,
+        metavar="STEP",
+        help="first step of the slower window; default: where steps begin to take longer",
+    )
+    trace = verbs.add_parser("timeline", help="one trace of all ranks, for ui.perfetto.dev")
+    trace.add_argument("--out", type=Path, required=True, help="trace.json, or trace.json.gz")
+    for verb in (one, trace):
+        verb.add_argument("file", help="recorded spans (docs/spans.md)")
+    return parser
+
+
+def _why(found: Recorded, split: int) -> int:
+    split, answer = compared(found.table, split, found.counters)
+    print(answer.sentence, file=sys.stderr)
+    print(json.dumps({**asdict(answer), "split_step": split}))
+    return 1 if answer.cause == "unknown" else 0
+
+
+def _timeline(found: Recorded, out: Path) -> int:
+    by_node = clocks(found.table, found.heartbeats)
+    trace = merged(found.table, by_node)
+    data = json.dumps(trace, separators=(",", ":")).encode()
+    out.write_bytes(gzip.compress(data, mtime=0) if out.suffix == ".gz" else data)
+    errors = {node: clock.error_ns for node, clock in by_node.items()}
+    phases = [event["ph"] for event in trace["traceEvents"]]
+    counts = {"spans": phases.count("X"), "arrows": phases.count("s")}
+    print(json.dumps({**counts, "clock_error_ns": errors, "bytes": out.stat().st_size}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

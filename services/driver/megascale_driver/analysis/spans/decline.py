@@ -1,0 +1,360 @@
+"""Why the MFU fell: a decision tree over the spans of two windows of steps (MegaScale section 6.3).
+
+The work of a step is the same, so the MFU falls as the step grows. In this order, of equal parts:
+1. Computation grew. On one node alone: a slow host, or a throttled one where its counters say so.
+   On all ranks alike: clock or power.
+2. The last rank to enter a collective spends longer in it: the network.
+3. Ranks enter later, and a pause of the host carries it: data wait, garbage collections, snapshots.
+What explains the largest part of the growth is named, if that is enough of it; otherwise nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megascale_common.node.spans.ops import DATA_WAIT, GARBAGE, SNAPSHOT
+from megascale_driver.analysis.spans import counters as counter_changes
+from megascale_driver.analysis.spans.counters import CounterChange
+from megascale_driver.analysis.spans.series import (
+    Floats,
+    StepSeries,
+    known_median,
+    step_series,
+)
+from megascale_driver.analysis.spans.table import SpanTable
+
+Cause = Literal[
+    "none",
+    "unknown",
+    "data_wait",
+    "garbage_collection",
+    "slow_host",
+    "network_wait",
+    "throttle",
+    "checkpoint",
+]
+_PAUSES: dict[str, tuple[Cause, str]] = {
+    DATA_WAIT.name: ("data_wait", "the wait for data"),
+    GARBAGE.name: ("garbage_collection", "garbage collection"),
+    SNAPSHOT.name: ("checkpoint", "the checkpoint's snapshot"),
+}
+_MAD_TO_DEVIATION, _MEDIAN_ERROR = 1.4826, 1.2533  # of a normal distribution
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeclineRule:
+    """When a cause is named.
+
+    Steps grew if their mean did by ``least_growth`` and ``least_z`` standard errors. A cause
+    explains at least ``least_share`` of that. Computation grew if it did by ``least_ratio`` and
+    ``least_z``; pauses come in bursts, so of them ``least_pause_z`` and three in the window after.
+    """
+
+    least_growth: float = 0.03
+    least_z: float = 3.0
+    least_share: float = 0.4
+    least_ratio: float = 1.03
+    least_pause_z: float = 1.5
+    least_steps: int = 8
+    equal_share: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """The answer: ``cause`` in one ``sentence`` with the deciding numbers.
+
+    ``node`` and ``rank`` are where it shows most, where it is in one place. ``shares`` is the part
+    of the growth, 0 to 1, that each candidate explains; together they may be above 1.
+    """
+
+    cause: Cause
+    sentence: str
+    step_before_ms: float
+    step_after_ms: float
+    node: str = ""
+    rank: int = -1
+    shares: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    cause: Cause
+    explained_ms: float
+    detail: str
+    node: str = ""
+    rank: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    before: StepSeries
+    after: StepSeries
+    table: SpanTable
+    counters: Sequence[CounterChange]
+    rule: DeclineRule
+
+
+def why(
+    before: SpanTable,
+    after: SpanTable,
+    counters: Sequence[CounterChange] = (),
+    rule: DeclineRule | None = None,
+) -> Decline:
+    """Compare the steps of two windows of the same job."""
+    rule = rule or DeclineRule()
+    two = _Windows(step_series(before), step_series(after), before, counters, rule)
+    old, new = _mean(two.before.step_ms), _mean(two.after.step_ms)
+    least = min(len(two.before.steps), len(two.after.steps))
+    if least < rule.least_steps or old <= 0:
+        reason = f"{least} whole steps in a window are too few: {rule.least_steps} are needed"
+        return Decline("unknown", reason, old, new)
+    grown = new - old
+    candidates = [*_computation(two), *_network(two), *_pauses(two)]
+    # Of the mean or of the median: one long step hides a growth of the mean. What differs by more
+    # than chance where the steps as a whole do not is enough as well.
+    both = two.before.step_ms, two.after.step_ms
+    sure = max(_z(*both), _median_z(*both)) >= rule.least_z
+    if grown < rule.least_growth * old or not (sure or candidates):
+        sentence = (
+            f"the MFU did not fall: a step takes {new:.1f} ms, before {old:.1f} ms, which is "
+            "within what steps differ by"
+        )
+        return Decline("none", sentence, old, new)
+    shares: dict[str, float] = {one.cause: min(one.explained_ms / grown, 1.0) for one in candidates}
+    fell = (
+        f"the MFU fell by {100 * (1 - old / new):.1f} %: a step takes {new:.1f} ms instead of "
+        f"{old:.1f} ms; "
+    )
+    named = [one for one in candidates if shares[one.cause] >= rule.least_share]
+    if not named:
+        return Decline("unknown", fell + _undecided(two, candidates), old, new, shares=shares)
+    most = max(shares[one.cause] for one in named)
+    chosen = next(one for one in named if shares[one.cause] >= most - rule.equal_share)
+    explained = f" ({min(chosen.explained_ms, grown):.1f} ms of the {grown:.1f} ms)"
+    return Decline(
+        chosen.cause, fell + chosen.detail + explained, old, new, chosen.node, chosen.rank, shares
+    )
+
+
+def compared(
+    table: SpanTable, split: int = 0, counters: Sequence[CounterChange] = ()
+) -> tuple[int, Decline]:
+    """The first step of the slower window, and why its steps take longer than those before.
+
+    Args:
+        split: that step; 0: where steps began to take longer. Windows that were chosen where steps
+            differ most would often differ by chance, so then they have to differ more.
+
+    Raises:
+        ValueError: too few whole steps for two windows.
+    """
+    rule = DeclineRule()
+    if not split:
+        split, rule = split_step(table, rule), replace(rule, least_z=5.0)
+    first, last = int(table.step.min()), int(table.step.max())
+    return split, why(table.of_steps(first, split - 1), table.of_steps(split, last), counters, rule)
+
+
+def split_step(table: SpanTable, rule: DeclineRule | None = None) -> int:
+    """The step from which on steps take longer: where two means fit them best (least squares).
+
+    Raises:
+        ValueError: too few whole steps for two windows.
+    """
+    rule = rule or DeclineRule()
+    series = step_series(table)
+    count, least = len(series.steps), max(rule.least_steps, len(series.steps) // 10)
+    if count < 2 * least:
+        raise ValueError(f"{count} whole steps are too few: {2 * rule.least_steps} are needed")
+    places = range(least, count - least + 1)
+    gains = []
+    for place in places:
+        grown = _mean(series.step_ms[place:]) - _mean(series.step_ms[:place])
+        gains.append(place * (count - place) * max(grown, 0.0) ** 2)
+    return int(series.steps[places[int(np.argmax(gains))]])
+
+
+def _computation(two: _Windows) -> list[_Candidate]:
+    """One candidate at most: the computation of a node, or of all ranks."""
+    old, new, rule = two.before.compute_ms, two.after.compute_ms, two.rule
+    known = np.flatnonzero(_counts(old) & _counts(new))
+    if not len(known):
+        return []
+    grown_by = {int(rank): _ratio(old[rank], new[rank]) for rank in known}
+    explained = {
+        rank: _scale(two, rank) * (np.nanmean(new[rank]) - np.nanmean(old[rank]))
+        for rank in grown_by
+    }
+    slow = {
+        rank: _ratio(*relative)
+        for rank in grown_by
+        if (relative := _relative(two, rank, list(grown_by))) is not None
+        and _ratio(*relative) >= max(rule.least_ratio, 1.05)
+        and _median_z(*relative) >= rule.least_z
+    }
+    hot = counter_changes.throttled(two.counters)
+    if slow:
+        rank = max(slow, key=lambda rank: explained[rank])
+        node = two.table.nodes[rank]
+        others = float(np.median([grown_by[r] for r in grown_by if two.table.nodes[r] != node]))
+        detail = (
+            f"computation on rank {rank} of node {node} takes {grown_by[rank]:.2f} times as long "
+            f"as before, that of the other nodes {others:.2f} times"
+        )
+        facts = [fact for place, fact in hot if place == node]
+        if facts:
+            return [_Candidate("throttle", explained[rank], f"{detail}: {facts[0]}", node, rank)]
+        return [_Candidate("slow_host", explained[rank], f"{detail}: a slow host", node, rank)]
+    every = float(np.median(list(grown_by.values())))
+    sure = _median_z(known_median(old[known]), known_median(new[known])) >= rule.least_z
+    if every < rule.least_ratio or not sure:
+        return []
+    detail = f"computation takes {every:.2f} times as long as before on all ranks alike"
+    lost_ms = float(np.median(list(explained.values())))
+    if hot:
+        node, fact = hot[0]
+        return [_Candidate("throttle", lost_ms, f"{detail}: on node {node} {fact}", node)]
+    if counter_changes.knows_clocks(two.counters):
+        stable = f"{detail}, though no device's clock fell"
+        return [_Candidate("unknown", lost_ms, stable)]
+    detail += ", as by lower clocks or less power (no counters of clocks are given to confirm it)"
+    return [_Candidate("throttle", lost_ms, detail)]
+
+
+def _network(two: _Windows) -> list[_Candidate]:
+    old, new = two.before.network_ms, two.after.network_ms
+    grown = {name: _mean(new[name]) - _mean(old[name]) for name in new if name in old}
+    rises = {
+        name: value for name, value in grown.items() if _z(old[name], new[name]) >= two.rule.least_z
+    }
+    if not rises or sum(rises.values()) <= 0:
+        return []
+    name = max(rises, key=lambda name: rises[name])
+    detail = (
+        f"the network: the last rank to enter {name} spends {_mean(new[name]):.1f} ms a step in it "
+        f"instead of {_mean(old[name]):.1f} ms; {_late(two, name)}"
+    )
+    trouble = counter_changes.network_trouble(two.counters)
+    detail += f"; {trouble}" if trouble else ""
+    return [_Candidate("network_wait", sum(rises.values()), detail)]
+
+
+def _pauses(two: _Windows) -> list[_Candidate]:
+    found = []
+    for op, (cause, words) in _PAUSES.items():
+        new = two.after.pauses_ms.get(op)
+        if new is None:
+            continue
+        old = two.before.pauses_ms.get(op, np.zeros_like(two.before.step_ms))
+        grown = _mean(new) - _mean(old)
+        enough = grown >= two.rule.least_growth * _mean(two.before.step_ms)
+        if not enough or np.count_nonzero(new) < 3 or _z(old, new) < two.rule.least_pause_z:
+            continue
+        rank = two.after.paused_rank[op]
+        counts = two.after.pause_counts[op], two.before.pause_counts.get(op, np.zeros(1))
+        detail = (
+            f"{words} holds the slowest rank of a step up for {_mean(new):.1f} ms instead of "
+            f"{_mean(old):.1f} ms ({_mean(counts[0]):.1f} times a step on all ranks, before "
+            f"{_mean(counts[1]):.1f}; most on rank {rank} of node {two.table.nodes[rank]})"
+        )
+        found.append(_Candidate(cause, grown, detail, two.table.nodes[rank], rank))
+    return found
+
+
+def _undecided(two: _Windows, candidates: list[_Candidate]) -> str:
+    shown = [name for name in two.after.lateness_ms if name in two.before.lateness_ms]
+    grown = {
+        name: _mean(two.after.lateness_ms[name]) - _mean(two.before.lateness_ms[name])
+        for name in shown
+    }
+    text = "no cause explains enough of it"
+    if candidates:
+        largest = max(candidates, key=lambda one: one.explained_ms)
+        text += f"; the largest part is {largest.explained_ms:.1f} ms: {largest.detail}"
+    if grown:
+        name = max(grown, key=lambda name: grown[name])
+        text += f"; {_late(two, name)}"
+    old, new = _mean(two.before.unmeasured_ms), _mean(two.after.unmeasured_ms)
+    return f"{text}; time in no span: {new:.1f} ms a step, before {old:.1f} ms"
+
+
+def _late(two: _Windows, name: str) -> str:
+    old, new = _mean(two.before.lateness_ms[name]), _mean(two.after.lateness_ms[name])
+    return f"the first rank waits {new:.1f} ms for the last in {name}, before {old:.1f} ms"
+
+
+def _relative(two: _Windows, rank: int, ranks: list[int]) -> tuple[Floats, Floats] | None:
+    """Computation of a rank over the median of other nodes' ranks of its stage, step by step."""
+    nodes, layout = two.table.nodes, two.table.layout
+    others = [other for other in ranks if nodes[other] != nodes[rank]]
+    stage = [r for r in others if layout.coordinates(r).pp == layout.coordinates(rank).pp]
+    if not others:
+        return None
+    chosen = stage or others
+    old, new = two.before.compute_ms, two.after.compute_ms
+    return old[rank] / known_median(old[chosen]), new[rank] / known_median(new[chosen])
+
+
+def _scale(two: _Windows, rank: int) -> float:
+    """All computation of a step over what is measured of it.
+
+    At level "phases" spans have the first micro-batches alone; the others lie in no span.
+    """
+    batches = two.table.micro_batch[two.table.micro_batch != 0xFFFF]
+    unmeasured, step = _mean(two.before.unmeasured_ms), _mean(two.before.step_ms)
+    if not len(batches) or int(batches.max()) != 1 or unmeasured < 0.2 * step:
+        return 1.0
+    return 1 + unmeasured / max(float(np.nanmean(two.before.compute_ms[rank])), 1e-9)
+
+
+def _counts(values: Floats) -> npt.NDArray[np.bool_]:
+    """Rows with values for at least half of the steps."""
+    known: npt.NDArray[np.bool_] = 2 * np.count_nonzero(values > 0, axis=1) >= values.shape[1]
+    return known
+
+
+def _ratio(old: Floats, new: Floats) -> float:
+    return float(np.nanmedian(new) / max(np.nanmedian(old), 1e-9))
+
+
+def _median_z(old: Floats, new: Floats) -> float:
+    """Robust standard errors by which the median of ``new`` lies above that of ``old``."""
+    old, new = np.log(_known(old)), np.log(_known(new))
+    if not len(old) or not len(new):
+        return 0.0
+    errors = [
+        _MEDIAN_ERROR * _MAD_TO_DEVIATION * float(np.median(np.abs(one - np.median(one))))
+        * _correlated(one) / np.sqrt(len(one)) for one in (old, new)
+    ]  # fmt: skip
+    return float((np.median(new) - np.median(old)) / max(float(np.hypot(*errors)), 1e-3))
+
+
+def _known(values: Floats) -> Floats:
+    kept: Floats = values[np.isfinite(values) & (values > 0)]
+    return kept
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _z(old: Floats, new: Floats) -> float:
+    """Standard errors by which the mean of ``new`` lies above that of ``old``."""
+    errors = [float(one.std()) * _correlated(one) / np.sqrt(len(one)) for one in (old, new)]
+    least = 1e-3 * max(abs(_mean(old)), abs(_mean(new)), 1e-9)
+    return (_mean(new) - _mean(old)) / max(float(np.hypot(*errors)), least)
+
+
+def _correlated(values: Floats) -> float:
+    """Factor on the standard error of a mean whose neighbours are alike (lag-1 correlation)."""
+    around = values - values.mean()
+    power = float(np.sum(around**2))
+    if len(values) < 3 or power == 0:
+        return 1.0
+    lag = min(max(float(np.sum(around[1:] * around[:-1])) / power, 0.0), 0.9)
+    return float(np.sqrt((1 + lag) / (1 - lag)))

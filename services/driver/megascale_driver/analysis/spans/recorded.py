@@ -1,0 +1,104 @@
+"""The format of recorded spans: one compressed JSON of all ranks, with what is known beside them.
+
+zlib of a list with an entry for each rank, {"ops": operations as in node.spans.ops, "columns":
+base64 of packed records by byte column}; or of an object with that list as "ranks" and, each where
+known, "layout" ({"tp", "cp", "dp", "pp"}), "nodes" (a name for each rank), "heartbeats" (of each
+node a list of [node_sent, driver_received, driver_sent, node_received], in nanoseconds) and
+"counters" (a list of {"node", "name", "target", "before", "after"}).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascale_common.job.rank_layout import AXES, RankLayout
+from megascale_common.node.spans import ops, record
+from megascale_driver.analysis.spans.clocks import Exchange
+from megascale_driver.analysis.spans.counters import CounterChange
+from megascale_driver.analysis.spans.table import SpanTable
+
+MAX_BYTES = 2 << 30  # of the JSON
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """Spans of a file, what its nodes' heartbeats say of their clocks, and changes of counters."""
+
+    table: SpanTable
+    heartbeats: Mapping[str, Sequence[Exchange]] = field(default_factory=dict)
+    counters: Sequence[CounterChange] = ()
+
+
+def rank_entry(own_ops: tuple[ops.Op, ...], records: bytes) -> dict[str, str]:
+    """The entry of a rank from its packed records."""
+    columns = base64.b64encode(record.to_columns(records)).decode()
+    return {"ops": ops.dump(own_ops).decode(), "columns": columns}
+
+
+def dump(content: list[dict[str, str]] | dict[str, Any]) -> bytes:
+    """A file of ranks' entries, or of an object that holds them (see the module)."""
+    return zlib.compress(json.dumps(content).encode(), 9)
+
+
+def load(data: bytes) -> Recorded:
+    """The inverse of :func:`dump`.
+
+    Without a layout the ranks are data parallel, without nodes each is a node of its own.
+
+    Raises:
+        ValueError: not such a file, or its JSON has more than MAX_BYTES; it says what is wrong.
+    """
+    content = _json(data)
+    if isinstance(content, list):
+        content = {"ranks": content}
+    if not isinstance(content, dict) or not isinstance(content.get("ranks"), list):
+        raise ValueError('the file holds neither a list of ranks nor an object with "ranks"')
+    by_rank = [_rank(number, entry) for number, entry in enumerate(content["ranks"])]
+    try:
+        layout = _layout(content.get("layout"), len(by_rank))
+        nodes = content.get("nodes") or [f"n{rank + 1}" for rank in range(layout.world_size)]
+        table = SpanTable.of_records(by_rank, layout, [str(node) for node in nodes])
+        heartbeats = {
+            str(node): [Exchange(*map(int, times)) for times in exchanges]
+            for node, exchanges in (content.get("heartbeats") or {}).items()
+        }
+        counters = [CounterChange.of(entry) for entry in content.get("counters") or []]
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"layout, nodes, heartbeats or counters: {error}") from error
+    return Recorded(table, heartbeats, counters)
+
+
+def _json(data: bytes) -> Any:
+    unpacking = zlib.decompressobj()
+    try:
+        text = unpacking.decompress(data, MAX_BYTES)
+        if unpacking.unconsumed_tail:
+            raise ValueError(f"the JSON has more than {MAX_BYTES} bytes; record fewer steps")
+        if not unpacking.eof:
+            raise ValueError("the file is cut; record it again")
+        return json.loads(text)
+    except (zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"no recorded spans (zlib-compressed JSON): {error}") from error
+
+
+def _rank(number: int, entry: Any) -> tuple[int, bytes, tuple[ops.Op, ...]]:
+    try:
+        columns = base64.b64decode(entry["columns"], validate=True)
+        return number, record.from_columns(columns), ops.load(entry["ops"].encode())
+    except (TypeError, KeyError, AttributeError, ValueError, binascii.Error) as error:
+        raise ValueError(f"ranks[{number}]: {type(error).__name__}: {error}") from error
+
+
+def _layout(given: Any, ranks: int) -> RankLayout:
+    if not given:
+        return RankLayout(dp=max(ranks, 1))
+    unknown = set(given) - set(AXES)
+    if unknown:
+        raise ValueError(f"layout: unknown axes {sorted(unknown)}; known are {', '.join(AXES)}")
+    return RankLayout(**{axis: int(size) for axis, size in given.items()})
