@@ -11,7 +11,8 @@ from pathlib import Path
 from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
 from tests.harness.job_follower import JobFollower, seconds
 
-from megascale.v1 import types_pb2
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_client import AsyncClient
 from megascale_common.node.status_page import read_status_page
 
 # A pause below the floor is no hang: a busy machine may give two ranks no CPU time for seconds.
@@ -29,7 +30,8 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
                 await run.until_step(60)  # enough steps to measure its pace
                 nodes = list(run.job.nodes)
                 stopped_at_s = stop_outside_operations(cluster, run)
-                await asyncio.sleep(FLOOR_S / 2)
+                held_up = await standstill(client)
+                await asyncio.sleep(max(0.0, stopped_at_s + FLOOR_S / 2 - time.time()))
                 assert run.job.attempt == 1
                 log = cluster.status_page(run.job, 0).with_name("rank-00000.log")
                 hang = await run.until_event("HANG_SUSPECTED")
@@ -47,12 +49,24 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
         and "rank 0 " not in hang.message
     ), story
     assert "most recent call first" in log.read_text(), "the log lacks where rank 0 waited"
+    assert [place.rank for place in held_up.ranks if place.holds_up] == [STOPPED_RANK], held_up
+    assert f"rank {STOPPED_RANK} on node {nodes[STOPPED_RANK]}" in held_up.standstill
+    assert list(held_up.ranks[0].waits_for) == [STOPPED_RANK] and held_up.ranks[0].inside
     suspects = [item.source for item in hang.evidence if item.digest.startswith("suspect")]
     assert suspects == [f"nodes/{nodes[STOPPED_RANK]}/ranks/{STOPPED_RANK}"], story
     assert sorted(run.newest_losses) == list(range(1, STEPS + 1))
     detected_s = seconds(hang) - stopped_at_s
     measured("worker stopped", detected_s=detected_s, restored_step=job.restored_step)
     assert FLOOR_S <= detected_s < DEFAULT_FLOOR_S
+
+
+async def standstill(client: AsyncClient) -> driver_pb2.GetTopologyResponse:
+    """What the driver says of the ranks once the job stands still, well before it is restarted."""
+    while True:
+        found = await client.topology("hung")
+        if found.standstill and found.ranks[0].waits_for:
+            return found
+        await asyncio.sleep(0.2)
 
 
 def stop_outside_operations(cluster: ChaosCluster, run: JobFollower) -> float:

@@ -1,8 +1,8 @@
 """A fleet of 1,536 nodes with a job on 12,160 devices, as the driver's messages report it.
 
 :class:`RecordedCluster` answers the calls that the dashboard makes with messages of
-``megascale.v1``, in one of four situations: healthy, a node lost and replaced, a job that waits
-after the loss of a whole switch, a host that is slow.
+``megascale.v1``, in one of five situations: healthy, a node lost and replaced, a job that waits
+after the loss of a whole switch, a host that is slow, a rank that holds the others up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client import Job, Node, NotFound
 from megascale_client.messages import WatchJobResponse
 
-Situation = Literal["healthy", "node lost", "switch lost", "slow host"]
+Situation = Literal["healthy", "node lost", "switch lost", "slow host", "hang"]
 NODES, NODES_PER_SWITCH, DEVICES = 1536, 64, 8
 TP, PP, DP = 8, 8, 190
 IN_USE = TP * PP * DP // DEVICES  # nodes
@@ -25,6 +25,7 @@ JOB = "gpt-175b"
 STEPS, STEP, STEP_S = 120_000, 41_876, 6.31
 LOST = 417  # index of the node that dies
 RECORDS = 2_500
+SILENT = 5003  # the rank that holds the others up
 SLOW, SLOW_RATIO = 311, 1.118  # index of the slow host, and how many times as long it takes
 OPERATIONS = (
     ("backward", "compute", 3391.0),
@@ -88,6 +89,25 @@ class RecordedCluster:
                 ("run on fewer nodes until they are back", f"megascale update {JOB} JOB.yaml"),
             ):
                 answer.suggestions.add(text=text, command=command)
+        return answer
+
+    async def topology(self, name: str) -> driver_pb2.GetTopologyResponse:
+        await self.get(name)
+        answer = driver_pb2.GetTopologyResponse(attempt=4, rank_count=TP * PP * DP)
+        for rank in range(TP * PP * DP):
+            answer.ranks.add(rank=rank, node=f"n{rank // DEVICES}", phase="step", step=STEP)
+        if self.situation == "hang":
+            answer.still_s = 71.4
+            answer.standstill = (
+                f"no rank has completed a step for 71 s; held up by rank {SILENT} on node "
+                f"n{SILENT // DEVICES} is in phase STEP at step {STEP}"
+            )
+            for place in answer.ranks:
+                if place.rank == SILENT:
+                    place.holds_up, place.silent_s = True, 73.0
+                elif place.rank % TP == SILENT % TP:
+                    place.inside.append("dp")
+                    place.waits_for.append(SILENT)
         return answer
 
     async def heat_map(self, name: str) -> driver_pb2.GetHeatMapResponse:
@@ -299,7 +319,7 @@ class RecordedCluster:
                 *(f"nodes/n{SLOW}", "straggler"),
                 "OBSERVE",
             )
-        if self.situation in ("healthy", "slow host"):
+        if self.situation in ("healthy", "slow host", "hang"):
             return lines
         lines[-1].seq = 89
         what = f"node n{LOST} is dead: its link broke and its port refuses connections"

@@ -167,6 +167,8 @@ def test_jobs_are_shown_followed_and_explained(cluster: Cluster) -> None:
     assert explained["text"].startswith(explained["explanation"]) and "cause" not in explained
     heat = cluster.one("driver/get_heat_map.sh", "demo")
     assert heat["rank_nodes"] == ["n1"] and heat["attempt"] == "1", heat
+    topology = cluster.one("driver/get_topology.sh", "demo")
+    assert topology["ranks"][0]["node"] == "n1" and topology["rank_count"] == 1, topology
     why = cluster.one("driver/get_mfu_decline.sh", "demo")
     assert why["attempt"] == "1" and why["cause"] in ("none", "unknown") and why["sentence"]
     assert cluster.one("driver/get_timeline.sh", "demo")["data"].startswith("H4sI")  # gzip

@@ -49,6 +49,7 @@ REQUESTS: dict[str, Any] = {
     "CancelProfile": driver_pb2.CancelProfileRequest(job="x"),
     "ExplainJob": driver_pb2.ExplainJobRequest(name="x"),
     "GetHeatMap": driver_pb2.GetHeatMapRequest(job="x"),
+    "GetTopology": driver_pb2.GetTopologyRequest(job="x"),
     "GetMfuDecline": driver_pb2.GetMfuDeclineRequest(job="x"),
     "GetTimeline": driver_pb2.GetTimelineRequest(job="x"),
     "ListNodes": driver_pb2.ListNodesRequest(),

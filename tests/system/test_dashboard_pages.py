@@ -51,6 +51,7 @@ SHOTS: dict[Situation, dict[str, tuple[str, str]]] = {
         "fleet": ("/fleet", "light"),
         "node": (f"/nodes/n{LOST}", "light"),
     },
+    "hang": {"hang": (f"/jobs/{JOB}/ranks?rank=5003", "light")},
     "slow host": {"heat": (f"/jobs/{JOB}/heat?operation=forward", "light")},
     "switch lost": {"now": ("/", "light"), "ranks": (f"/jobs/{JOB}/ranks?rank=3336", "dark")},
 }

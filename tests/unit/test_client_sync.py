@@ -65,6 +65,7 @@ METHODS = {
         "cancel",
         "explain",
         "heat_map",
+        "topology",
         "mfu_decline",
         "timeline",
         "logs",

@@ -8,6 +8,7 @@ from tests.harness.recorded_fleet import (
     JOB,
     LOST,
     PP,
+    SILENT,
     SLOW,
     SLOW_RATIO,
     STEP,
@@ -181,6 +182,15 @@ def test_a_node_name_within_another_is_not_that_node() -> None:
         "spare n3 takes over for n1.",
         "gives it no work until it is back",
     ]
+
+
+async def test_the_rank_that_holds_the_others_up_stands_out() -> None:
+    page = await ClusterReader(RecordedCluster("hang")).grid(JOB)
+    assert [rank for rank, state in enumerate(page["state"]) if state == "culprit"] == [SILENT]
+    assert f"held up by rank {SILENT}" in page["standstill"]
+    assert page["waits"][str(SILENT + TP)] == f"inside dp, waits for {SILENT}"
+    healthy = await ClusterReader(RecordedCluster()).grid(JOB)
+    assert (healthy["standstill"], healthy["waits"]) == ("", {})
 
 
 async def test_the_heat_map_shows_the_slow_host_and_what_was_not_measured() -> None:

@@ -20,6 +20,7 @@ from megascale_cli import (
     profile,
     slowdown,
     specs,
+    topology,
 )
 from megascale_cli.demo.command import demo
 from megascale_cli.exits import HELP
@@ -98,6 +99,7 @@ def _panels() -> dict[str, tuple[Callable[..., None], ...]]:
             logs.logs,
             jobs.explain,
             heat.heat,
+            topology.topology,
             slowdown.why,
             slowdown.timeline,
             jobs.events,

@@ -89,7 +89,8 @@ class ClusterReader:
 
     async def grid(self, name: str) -> Page:
         """The ranks of one job in their block. Raises NotFound."""
-        return grid_view.grid(await self._job(name), await self._nodes())
+        topology = await self._kept(f"topology {name}", lambda: self._source.topology(name))
+        return grid_view.grid(await self._job(name), await self._nodes(), topology)
 
     async def heat(self, name: str) -> Page:
         """How long each node of a job takes. Raises NotFound, NotPossible (no spans are kept)."""

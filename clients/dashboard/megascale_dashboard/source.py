@@ -28,6 +28,10 @@ class Source(Protocol):
         """Why a job is in its phase."""
         ...
 
+    async def topology(self, name: str) -> driver_pb2.GetTopologyResponse:
+        """Where each rank is, for whom it waits, and who holds the others up."""
+        ...
+
     async def heat_map(self, name: str) -> driver_pb2.GetHeatMapResponse:
         """What each rank takes for each operation, and the nodes that are slow by that."""
         ...

@@ -32,8 +32,6 @@ from megascale_client.errors import (
     NotPossible,
     TimedOut,
     Unavailable,
-    details_of,
-    from_rpc,
 )
 from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress, chosen, fetch
 from megascale_client.messages import (
@@ -305,6 +303,17 @@ class AsyncClient(OrderCalls):
         request = driver_pb2.GetHeatMapRequest(job=name, operations=operations, steps=steps)
         return await self._connection.unary("GetHeatMap", request, driver_pb2.GetHeatMapResponse)
 
+    async def topology(
+        self, name: str, *, rank: int | None = None
+    ) -> driver_pb2.GetTopologyResponse:
+        """Where each rank is, what it is inside of, for whom it waits, and who holds all up.
+
+        ``rank``: only it and the members of its groups. Raises NotFound, InvalidRequest (the job
+        has no such rank).
+        """
+        request = driver_pb2.GetTopologyRequest(job=name, rank=rank)
+        return await self._connection.unary("GetTopology", request, driver_pb2.GetTopologyResponse)
+
     async def mfu_decline(
         self, name: str, *, steps: int = 0, split_step: int = 0
     ) -> driver_pb2.GetMfuDeclineResponse:
@@ -326,17 +335,10 @@ class AsyncClient(OrderCalls):
         InvalidRequest (too many spans).
         """
         request = driver_pb2.GetTimelineRequest(job=name, steps=steps, first_step=first_step)
-        retry, begun = RetryTimer(self._retry_for_s), False
-        while True:
-            try:
-                async for answer in self._connection.stream(
-                    "GetTimeline", request, driver_pb2.GetTimelineResponse
-                ):
-                    begun = True
-                    yield answer.data
-                return
-            except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                await self._connection.recover(error, RetryTimer(0) if begun else retry)
+        async for answer in self._connection.stream_once(
+            "GetTimeline", request, driver_pb2.GetTimelineResponse, RetryTimer(self._retry_for_s)
+        ):
+            yield answer.data
 
     async def nodes(self) -> AsyncIterator[Node]:
         """All nodes."""
@@ -438,20 +440,10 @@ class AsyncClient(OrderCalls):
         request = driver_pb2.TailLogsRequest(
             job=name, rank=rank, attempt=attempt, lines=lines, follow=follow
         )
-        retry = RetryTimer(self._retry_for_s)
-        begun = False
-        while True:
-            try:
-                async for answer in self._connection.stream(
-                    "TailLogs", request, driver_pb2.TailLogsResponse
-                ):
-                    begun = True
-                    yield answer.line
-                return
-            except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                if isinstance(error, grpc.aio.AioRpcError) and details_of(error).from_a_node:
-                    raise from_rpc(error) from None
-                await self._connection.recover(error, RetryTimer(0) if begun else retry)
+        async for answer in self._connection.stream_once(
+            "TailLogs", request, driver_pb2.TailLogsResponse, RetryTimer(self._retry_for_s)
+        ):
+            yield answer.line
 
     async def checkpoints(self, name: str) -> AsyncIterator[driver_pb2.Checkpoint]:
         """Complete checkpoints of a job, newest first. Raises NotFound."""

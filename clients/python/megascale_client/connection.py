@@ -156,6 +156,22 @@ class Connection:
         finally:
             call.cancel()
 
+    async def stream_once(
+        self, method: str, request: Message, answer: type[Answer], retry: RetryTimer
+    ) -> AsyncIterator[Answer]:
+        """One streaming call that cannot be resumed: retried until its first answer has arrived."""
+        begun = False
+        while True:
+            try:
+                async for result in self.stream(method, request, answer):
+                    begun = True
+                    yield result
+                return
+            except (grpc.aio.AioRpcError, ClusterNotFound) as error:
+                if isinstance(error, grpc.aio.AioRpcError) and details_of(error).from_a_node:
+                    raise from_rpc(error) from None
+                await self.recover(error, RetryTimer(0) if begun else retry)
+
     async def recover(
         self, error: grpc.aio.AioRpcError | MegascaleError, retry: RetryTimer
     ) -> None:

@@ -189,6 +189,14 @@ class Client:
         """
         return self._loop.run(self._client.heat_map(name, operations, steps=steps))
 
+    def topology(self, name: str, *, rank: int | None = None) -> driver_pb2.GetTopologyResponse:
+        """Where each rank is, what it is inside of, for whom it waits, and who holds all up.
+
+        ``rank``: only it and the members of its groups. Raises NotFound, InvalidRequest (the job
+        has no such rank).
+        """
+        return self._loop.run(self._client.topology(name, rank=rank))
+
     def mfu_decline(
         self, name: str, *, steps: int = 0, split_step: int = 0
     ) -> driver_pb2.GetMfuDeclineResponse:

@@ -1186,6 +1186,220 @@ class GetHeatMapResponse(google.protobuf.message.Message):
 Global___GetHeatMapResponse: typing_extensions.TypeAlias = GetHeatMapResponse
 
 @typing.final
+class GetTopologyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """Name of the job."""
+    rank: builtins.int
+    """Only this rank and the members of its groups; default: all ranks."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        rank: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "job", b"job", "rank", b"rank"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
+
+Global___GetTopologyRequest: typing_extensions.TypeAlias = GetTopologyRequest
+
+@typing.final
+class GetTopologyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class AxesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    RANK_COUNT_FIELD_NUMBER: builtins.int
+    AXES_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    STILL_S_FIELD_NUMBER: builtins.int
+    STANDSTILL_FIELD_NUMBER: builtins.int
+    attempt: builtins.int
+    """The newest attempt."""
+    rank_count: builtins.int
+    """How many ranks the job has."""
+    still_s: builtins.float
+    """For how long a job that stands still has completed no step; 0: it keeps its pace."""
+    standstill: builtins.str
+    """The verdict in one sentence; empty while the job keeps its pace."""
+    @property
+    def axes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Size of each axis: tp, cp, dp, pp."""
+
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankPlace]:
+        """The ranks, in order."""
+
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankGroup]:
+        """The groups of the rank that was given."""
+
+    def __init__(
+        self,
+        *,
+        attempt: builtins.int = ...,
+        rank_count: builtins.int = ...,
+        axes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        ranks: collections.abc.Iterable[Global___RankPlace] | None = ...,
+        groups: collections.abc.Iterable[Global___RankGroup] | None = ...,
+        still_s: builtins.float = ...,
+        standstill: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "axes", b"axes", "groups", b"groups", "rank_count", b"rank_count", "ranks", b"ranks", "standstill", b"standstill", "still_s", b"still_s"]) -> None: ...
+
+Global___GetTopologyResponse: typing_extensions.TypeAlias = GetTopologyResponse
+
+@typing.final
+class RankGroup(google.protobuf.message.Message):
+    """Ranks that communicate."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    DIRECTION_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tp, cp, dp or pp."""
+    direction: builtins.str
+    """What passes between them, and which way."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Its members, in the order of that axis."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        direction: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["direction", b"direction", "name", b"name", "ranks", b"ranks"]) -> None: ...
+
+Global___RankGroup: typing_extensions.TypeAlias = RankGroup
+
+@typing.final
+class RankPlace(google.protobuf.message.Message):
+    """One rank: where it is, how far, and for whom it waits."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    TP_FIELD_NUMBER: builtins.int
+    CP_FIELD_NUMBER: builtins.int
+    DP_FIELD_NUMBER: builtins.int
+    PP_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    SILENT_S_FIELD_NUMBER: builtins.int
+    OPERATIONS_FIELD_NUMBER: builtins.int
+    INSIDE_FIELD_NUMBER: builtins.int
+    WAITS_FOR_FIELD_NUMBER: builtins.int
+    WAITS_FOR_MORE_FIELD_NUMBER: builtins.int
+    HOLDS_UP_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Number of the rank."""
+    node: builtins.str
+    """Its node; empty while it has none."""
+    tp: builtins.int
+    """Place along the tensor axis."""
+    cp: builtins.int
+    """Place along the context axis."""
+    dp: builtins.int
+    """Place along the data axis."""
+    pp: builtins.int
+    """Pipeline stage."""
+    phase: builtins.str
+    """starting, warmup, compile, step, eval, snapshot, restore or done; empty: its page is unknown."""
+    step: builtins.int
+    """The last step that it completed."""
+    silent_s: builtins.float
+    """Time since it last advanced."""
+    waits_for_more: builtins.int
+    """How many more there are."""
+    holds_up: builtins.bool
+    """Whether it holds up a job that stands still: others wait for it, and it for none."""
+    @property
+    def operations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OperationProgress]:
+        """Operations of each communication group and stream."""
+
+    @property
+    def inside(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Groups in whose operations it is now."""
+
+    @property
+    def waits_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Ranks that have not entered what it is inside of; at most 8."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        node: builtins.str = ...,
+        tp: builtins.int = ...,
+        cp: builtins.int = ...,
+        dp: builtins.int = ...,
+        pp: builtins.int = ...,
+        phase: builtins.str = ...,
+        step: builtins.int = ...,
+        silent_s: builtins.float = ...,
+        operations: collections.abc.Iterable[Global___OperationProgress] | None = ...,
+        inside: collections.abc.Iterable[builtins.str] | None = ...,
+        waits_for: collections.abc.Iterable[builtins.int] | None = ...,
+        waits_for_more: builtins.int = ...,
+        holds_up: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cp", b"cp", "dp", b"dp", "holds_up", b"holds_up", "inside", b"inside", "node", b"node", "operations", b"operations", "phase", b"phase", "pp", b"pp", "rank", b"rank", "silent_s", b"silent_s", "step", b"step", "tp", b"tp", "waits_for", b"waits_for", "waits_for_more", b"waits_for_more"]) -> None: ...
+
+Global___RankPlace: typing_extensions.TypeAlias = RankPlace
+
+@typing.final
+class OperationProgress(google.protobuf.message.Message):
+    """How many operations of a group or stream a rank has begun and ended in this attempt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    ENTERED_FIELD_NUMBER: builtins.int
+    COMPLETED_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    """Name of the group or stream."""
+    entered: builtins.int
+    """Entered."""
+    completed: builtins.int
+    """Completed."""
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        entered: builtins.int = ...,
+        completed: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completed", b"completed", "entered", b"entered", "group", b"group"]) -> None: ...
+
+Global___OperationProgress: typing_extensions.TypeAlias = OperationProgress
+
+@typing.final
 class GetMfuDeclineRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -113,6 +113,11 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapResponse.FromString,
                 _registered_method=True)
+        self.GetTopology = channel.unary_unary(
+                '/megascale.v1.DriverService/GetTopology',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.GetTopologyRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.GetTopologyResponse.FromString,
+                _registered_method=True)
         self.GetMfuDecline = channel.unary_unary(
                 '/megascale.v1.DriverService/GetMfuDecline',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.GetMfuDeclineRequest.SerializeToString,
@@ -467,6 +472,20 @@ class DriverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTopology(self, request, context):
+        """Shows where each rank of a job is in its layout and on which node, what it is inside of and for
+        whom it waits, by the newest heartbeats; of a job that stands still, which ranks hold it up.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the job has no such rank.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMfuDecline(self, request, context):
         """Says in one sentence with numbers why the steps of a job take longer than before: data, garbage
         collection, a slow host, the network, clock or power, checkpoints. It compares two windows of
@@ -790,6 +809,11 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.GetHeatMap,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.GetHeatMapResponse.SerializeToString,
+            ),
+            'GetTopology': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTopology,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.GetTopologyRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.GetTopologyResponse.SerializeToString,
             ),
             'GetMfuDecline': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMfuDecline,
@@ -1259,6 +1283,33 @@ class DriverService(object):
             '/megascale.v1.DriverService/GetHeatMap',
             megascale_dot_v1_dot_driver__pb2.GetHeatMapRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.GetHeatMapResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTopology(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/GetTopology',
+            megascale_dot_v1_dot_driver__pb2.GetTopologyRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.GetTopologyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -249,6 +249,22 @@ _DriverServiceGetHeatMapType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceGetTopologyType = typing_extensions.TypeVar(
+    '_DriverServiceGetTopologyType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetTopologyRequest,
+        megascale.v1.driver_pb2.GetTopologyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetTopologyRequest,
+        megascale.v1.driver_pb2.GetTopologyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetTopologyRequest,
+        megascale.v1.driver_pb2.GetTopologyResponse,
+    ],
+)
+
 _DriverServiceGetMfuDeclineType = typing_extensions.TypeVar(
     '_DriverServiceGetMfuDeclineType',
     grpc.UnaryUnaryMultiCallable[
@@ -505,7 +521,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceGetMfuDeclineType, _DriverServiceGetTimelineType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceGetTopologyType, _DriverServiceGetMfuDeclineType, _DriverServiceGetTimelineType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -574,6 +590,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetHeatMapRequest,
             megascale.v1.driver_pb2.GetHeatMapResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.GetTopologyRequest,
+            megascale.v1.driver_pb2.GetTopologyResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetMfuDeclineRequest,
@@ -698,6 +718,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetHeatMapRequest,
             megascale.v1.driver_pb2.GetHeatMapResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.GetTopologyRequest,
+            megascale.v1.driver_pb2.GetTopologyResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetMfuDeclineRequest,
@@ -983,6 +1007,17 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
     """
 
+    GetTopology: _DriverServiceGetTopologyType
+    """Shows where each rank of a job is in its layout and on which node, what it is inside of and for
+    whom it waits, by the newest heartbeats; of a job that stands still, which ranks hold it up.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the job has no such rank.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
+    """
+
     GetMfuDecline: _DriverServiceGetMfuDeclineType
     """Says in one sentence with numbers why the steps of a job take longer than before: data, garbage
     collection, a slow host, the network, clock or power, checkpoints. It compares two windows of
@@ -1242,6 +1277,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.GetHeatMapRequest,
         megascale.v1.driver_pb2.GetHeatMapResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.GetTopologyRequest,
+        megascale.v1.driver_pb2.GetTopologyResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.GetMfuDeclineRequest,
@@ -1607,6 +1646,22 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans.
+        """
+
+    @abc.abstractmethod
+    def GetTopology(
+        self,
+        request: megascale.v1.driver_pb2.GetTopologyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.GetTopologyResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.GetTopologyResponse]]:
+        """Shows where each rank of a job is in its layout and on which node, what it is inside of and for
+        whom it waits, by the newest heartbeats; of a job that stands still, which ranks hold it up.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the job has no such rank.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         """
 
     @abc.abstractmethod

@@ -64,7 +64,6 @@ BATCH_EVENTS = 256  # decided on in one commit
 # Status pages of an attempt that stands still are read so often, or less if it has many nodes.
 PAGES_INTERVAL_S = 1.0
 PAGES_NODES_PER_S = 300.0
-PAGES_AT_ONCE = 32  # nodes, before other tasks get a turn
 
 _ENDS = frozenset({AttemptPhase.FAILED, AttemptPhase.FINISHED})
 
@@ -469,13 +468,13 @@ class Engine:
                 self._spawn(self._post_pages(job))
 
     async def _post_pages(self, job: Job) -> None:
-        links = [link for slot in job.slots if (link := self.links.get(slot.node)) is not None]
-        pages: list[RankPages] = []
-        for first in range(0, len(links), PAGES_AT_ONCE):
-            part = links[first : first + PAGES_AT_ONCE]
-            pages += self.presence.pages(part, job.name, job.attempt)
-            await asyncio.sleep(0)  # acknowledgements go first
+        pages = await self.status_pages(job)
         self.post(PagesRead(self.clock.now_s(), job.name, job.attempt, tuple(pages)))
+
+    async def status_pages(self, job: Job) -> list[RankPages]:
+        """The status pages of a job's ranks by the newest heartbeats of its nodes."""
+        links = [link for slot in job.slots if (link := self.links.get(slot.node)) is not None]
+        return await self.presence.pages(links, job.name, job.attempt)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -31,10 +31,16 @@ from megascale_driver.service_nodes import NodeMethods
 from megascale_driver.service_orders import OrderMethods
 from megascale_driver.service_queue import QueueMethods
 from megascale_driver.service_spans import SpanMethods
+from megascale_driver.service_topology import TopologyMethods
 
 
 class DriverService(
-    NodeMethods, QueueMethods, OrderMethods, SpanMethods, driver_pb2_grpc.DriverServiceServicer
+    NodeMethods,
+    QueueMethods,
+    OrderMethods,
+    SpanMethods,
+    TopologyMethods,
+    driver_pb2_grpc.DriverServiceServicer,
 ):
     """Jobs, nodes, audit log: everything that clients may ask of the driver."""
 

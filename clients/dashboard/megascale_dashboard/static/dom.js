@@ -63,7 +63,7 @@ export const clock = (time_s) => time_s ? h("time",
 // A word in its colour, with a sign: colour alone says nothing to some.
 const signs = {
   active: "\u25cf", running: "\u25cf", training: "\u25cf", pass: "\u2713", succeeded: "\u2713", handled: "\u2713",
-  spare: "\u25cb", idle: "\u25cb", queued: "\u25cb", dead: "\u2715", failed: "\u2715", fail: "\u2715", lost: "\u2715", act: "!",
+  spare: "\u25cb", idle: "\u25cb", queued: "\u25cb", dead: "\u2715", failed: "\u2715", fail: "\u2715", lost: "\u2715", culprit: "\u2715", act: "!",
   suspect: "?", unknown: "?", silent: "?", degraded: "\u25bd", watch: "\u25b3",
   quarantined: "\u2298", cordoned: "\u2298", draining: "\u2298", cancelled: "\u2298", suspended: "\u2016",
 };

@@ -4,7 +4,7 @@ import { chip, h, number, sign } from "./dom.js";
 
 const turned = { yaw: -0.62, pitch: 0.5, selected: 0 };
 const axisColours = { tp: "--axis-tp", dp: "--axis-dp", pp: "--axis-pp" };
-const stateColours = { lost: "--bad", silent: "--warn", waiting: "--warn", training: "--good", absent: "--quiet" };
+const stateColours = { lost: "--bad", culprit: "--bad", silent: "--warn", waiting: "--warn", training: "--good", absent: "--quiet" };
 const meaning = { tp: "tensor: splits each layer", dp: "data: splits the batch", pp: "pipeline: activations go to the next stage" };
 
 const place = (rank, axes) => {
@@ -64,6 +64,7 @@ export function block(data) {
   return [
     h("h1", {}, "Ranks of ", h("a", { href: `/jobs/${data.name}` }, data.name), " ", chip(data.phase)),
     h("p", { class: "under" }, data.phase_reason),
+    data.standstill ? h("p", { class: "problem" }, data.standstill) : null,
     h("p", { class: "legend" }, Object.entries(counts).map(([word, count]) => chip(word, ` ${number(count)}`)),
       ["tp", "dp", "pp"].map((axis) => h("span", { class: "key" }, h("i", { class: `axis-${axis}` }), `${axis} ${data.axes[axis]}, ${meaning[axis]}`))),
     h("div", { class: "block" }, canvas, aside),
@@ -84,6 +85,7 @@ function describe(aside, data, select) {
   aside.replaceChildren(
     h("h2", {}, `Rank ${rank}`), h("p", {}, h("label", { for: "filter" }, "Rank "), pick),
     h("p", {}, chip(data.state[rank]), node ? [" on ", h("a", { href: `/nodes/${node}` }, node)] : " on no node"),
+    data.waits[rank] ? h("p", {}, data.waits[rank]) : "",
     h("dl", {}, ["tp", "dp", "pp"].map((axis) => [h("dt", { class: `axis-text-${axis}` }, `${axis} ${at[axis]} of ${data.axes[axis]}`), h("dd", {}, members(axis))])),
     h("p", {}, "Its log:"), h("code", {}, `megascale logs ${data.name} --rank ${rank}`));
 }
@@ -133,12 +135,12 @@ function paint(canvas, data) {
   for (const rank of order) {
     const [x, y] = spots[rank];
     const word = data.state[rank];
-    const loud = word === "lost" || word === "silent" || chosen.has(rank);
+    const loud = word === "lost" || word === "culprit" || word === "silent" || chosen.has(rank);
     pen.globalAlpha = loud ? 1 : 0.34;
     pen.fillStyle = fills[word];
-    const size = word === "lost" ? Math.max(5, side * 1.35) : word === "silent" ? Math.max(4, side) : side;
+    const size = word === "lost" || word === "culprit" ? Math.max(5, side * 1.35) : word === "silent" ? Math.max(4, side) : side;
     pen.fillRect(x - size / 2, y - size / 2, size, size);
-    if (size > 8 && (word === "lost" || word === "silent")) {
+    if (size > 8 && (word === "lost" || word === "culprit" || word === "silent")) {
       pen.fillStyle = colour("--page"); pen.font = `bold ${Math.max(8, size * 0.8)}px system-ui`; pen.textAlign = "center"; pen.textBaseline = "middle";
       pen.fillText(sign(word), x, y + 0.5);
     }

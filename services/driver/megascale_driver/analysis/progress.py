@@ -198,14 +198,13 @@ def _holding_up(views: Sequence[RankView], layout: RankLayout) -> set[int]:
     least count, and the highest operation that somebody is inside of, show for each member by
     itself whether it waits and whether it is waited for: linear in ranks.
     """
-    groups: dict[str, _Named] = {}
+    groups: dict[str, NamedGroups] = {}
     for rank, _, _, status in views:
         for count in status.operations if status is not None else ():
             named = groups.get(count.group)
             if named is None:
-                named = groups[count.group] = _Named(count.group, layout)
-            key = rank % named.inner + rank // named.outer * named.inner
-            entered = count.entered
+                named = groups[count.group] = NamedGroups(count.group, layout)
+            key, entered = named.key(rank), count.entered
             if entered < named.least.get(key, math.inf):
                 named.least[key] = entered
             if count.completed < entered and entered > named.highest.get(key, 0):
@@ -213,35 +212,37 @@ def _holding_up(views: Sequence[RankView], layout: RankLayout) -> set[int]:
     return {view.rank for view in views if _waits_for_none(view, groups)}
 
 
-class _Named:
+class NamedGroups:
     """All groups of one name, each under a key: the coordinates that its members share.
 
     Pipeline edges are named by their stages, so the ranks of a pipeline are a group here.
     """
 
-    __slots__ = ("highest", "inner", "least", "outer")
+    __slots__ = ("_inner", "_outer", "highest", "least")
 
     def __init__(self, name: str, layout: RankLayout) -> None:
         self.least: dict[int, int] = {}  # operations entered
         self.highest: dict[int, int] = {}  # operation that a member is inside of
-        # The key of a rank is rank % inner + rank // outer * inner.
-        self.inner, self.outer = 1, layout.world_size
+        self._inner, self._outer = 1, layout.world_size
         if name == "tp":
-            self.outer = layout.tp
+            self._outer = layout.tp
         elif name == "dp":
-            self.inner = layout.tp * layout.cp
-            self.outer = self.inner * layout.dp
+            self._inner = layout.tp * layout.cp
+            self._outer = self._inner * layout.dp
         elif name.startswith("pp"):
-            self.inner = layout.tp * layout.cp * layout.dp
+            self._inner = layout.tp * layout.cp * layout.dp
+
+    def key(self, rank: int) -> int:
+        """The same number for all members of a group."""
+        return rank % self._inner + rank // self._outer * self._inner
 
 
-def _waits_for_none(view: RankView, groups: dict[str, _Named]) -> bool:
+def _waits_for_none(view: RankView, groups: dict[str, NamedGroups]) -> bool:
     rank = view.rank
     is_inside = waited_for = False
     for count in view.status.operations if view.status is not None else ():
         named = groups[count.group]
-        key = rank % named.inner + rank // named.outer * named.inner
-        entered = count.entered
+        key, entered = named.key(rank), count.entered
         if count.completed < entered:
             if named.least[key] < entered:
                 return False

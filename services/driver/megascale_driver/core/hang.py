@@ -136,8 +136,7 @@ def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) 
     """
     if not stands_still(job, now_s, policy):
         return ""
-    still_s = now_s - _since_s(job)
-    text = f"no rank has completed a step for {still_s:.0f} s"
+    text = f"no rank has completed a step for {still_s(job, now_s):.0f} s"
     found = observed(nodes, job, policy)
     if found is None:
         return f"{text}; not all of its nodes report the status of their ranks"
@@ -147,6 +146,11 @@ def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) 
 def stands_still(job: Job, now_s: float, policy: Policy) -> bool:
     """Whether a running job has completed no step for much longer than its pace."""
     return job.phase is JobPhase.RUNNING and now_s >= stands_still_from_s(job, policy)
+
+
+def still_s(job: Job, now_s: float) -> float:
+    """For how long the job has not advanced."""
+    return now_s - _since_s(job)
 
 
 def stands_still_from_s(job: Job, policy: Policy) -> float:

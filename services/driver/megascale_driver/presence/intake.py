@@ -6,7 +6,8 @@ and then, such as the status pages of ranks that stand still, is read when it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Sequence
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_driver.core.events import NodeReport, RankPages
@@ -16,6 +17,8 @@ from megascale_driver.presence.arrival import Arrival
 from megascale_driver.presence.clock_offset import ClockOffset
 from megascale_driver.presence.lane import Lane, News
 from megascale_driver.presence.pace import Pace
+
+PAGES_AT_ONCE = 32  # nodes, before other tasks get a turn
 
 
 class Seat:
@@ -81,10 +84,15 @@ class Intake:
         report = reports.report(beat, epoch, seat.clock.offset_s)
         return NodeReport(now_s, seat.node, seat.incarnation, report)
 
-    def pages(self, seats: Iterable[Seat], job: str, attempt: int) -> tuple[RankPages, ...]:
+    async def pages(self, seats: Sequence[Seat], job: str, attempt: int) -> list[RankPages]:
         """The status pages of the attempt's ranks by the newest heartbeats of these nodes."""
-        return tuple(
-            RankPages(seat.node, seat.incarnation, seat.received_at_s, reports.pages(beat))
-            for seat in seats
-            if (beat := seat.beat) is not None and (beat.job, beat.attempt) == (job, attempt)
-        )
+        found = []
+        for first in range(0, len(seats), PAGES_AT_ONCE):
+            for seat in seats[first : first + PAGES_AT_ONCE]:
+                beat = seat.beat
+                if beat is not None and (beat.job, beat.attempt) == (job, attempt):
+                    pages = reports.pages(beat)
+                    at_s = seat.received_at_s
+                    found.append(RankPages(seat.node, seat.incarnation, at_s, pages))
+            await asyncio.sleep(0)  # acknowledgements go first
+        return found
