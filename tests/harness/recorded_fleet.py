@@ -99,8 +99,8 @@ class RecordedCluster:
         if self.situation == "hang":
             answer.still_s = 71.4
             answer.standstill = (
-                f"no rank has completed a step for 71 s; held up by rank {SILENT} on node "
-                f"n{SILENT // DEVICES} is in phase STEP at step {STEP}"
+                f"no rank has completed a step for 71 s: rank {SILENT} on node "
+                f"n{SILENT // DEVICES} is in phase STEP at step {STEP}, and the others wait for it"
             )
             for place in answer.ranks:
                 if place.rank == SILENT:

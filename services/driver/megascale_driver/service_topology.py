@@ -78,9 +78,10 @@ class TopologyMethods(ServiceBase):
             return frozenset()
         guilty = suspects(tuple(views.values()), job.config.layout)
         answer.still_s = hang.still_s(job, now_s)
-        more = f" and {len(guilty) - 1} more" if len(guilty) > 1 else ""
+        more = len(guilty) - 1
+        rest = f"{more} more hold the others up" if more else "the others wait for it"
         answer.standstill = (
-            f"no rank has completed a step for {answer.still_s:.0f} s; held up by {guilty[0]}{more}"
+            f"no rank has completed a step for {answer.still_s:.0f} s: {guilty[0]}, and {rest}"
         )
         return frozenset(view.rank for view in guilty)
 
