@@ -31,6 +31,8 @@ from megascale_common.service.identity import certificates
 from megascale_common.service.metrics import MetricsServer, bind_option
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
+from megascale_driver.alerting import opening as alerting
+from megascale_driver.alerting.sender import Alerts
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
@@ -131,6 +133,7 @@ async def _serve_until(
         sweep_every_s=options.sweep_every_s,
     )
     telemetry = opening.opened(options, engine)
+    alerts = alerting.opened(options, options.cluster, engine.clock.now_s)
     service = DriverService(
         engine, leader, options.cluster, telemetry.views if telemetry is not None else None
     )
@@ -141,7 +144,7 @@ async def _serve_until(
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         await people.start()
-        metrics = await _serve_metrics(engine, options)
+        metrics = await _serve_metrics(engine, options, alerts)
         await require_etcd("--etcd", client.endpoints, tls=client.tls)
         if options.address_file is not None:
             write_address("--address-file", options.address_file, engine.address)
@@ -156,18 +159,21 @@ async def _serve_until(
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
     collecting.cancel()
-    await _shut_down(server, people, engine, term)
+    await _shut_down(server, people, engine, alerts, term)
     if telemetry is not None:
         await telemetry.close()
     await metrics.stop()
 
 
-async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> MetricsServer:
-    """Have the engine observed by metrics, and serve them if --metrics-bind is given."""
+async def _serve_metrics(
+    engine: Engine, options: argparse.Namespace, alerts: Alerts
+) -> MetricsServer:
+    """Have the engine observed by metrics and alerts, and serve them if --metrics-bind is given."""
     watch = LoopWatch()
     watch.start()
-    figures = DriverMetrics(engine, watch)
-    engine.observers.append(figures)
+    figures = DriverMetrics(engine, watch, alerts.outcomes)
+    engine.observers += [figures, alerts]
+    alerts.start()
     server = MetricsServer(figures.registry)
     if options.metrics_bind:
         await server.start(options.metrics_bind, options.metrics_address_file)
@@ -175,7 +181,11 @@ async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> Metrics
 
 
 async def _shut_down(
-    server: RpcServer, people: PeoplePort, engine: Engine, term: asyncio.Task[None]
+    server: RpcServer,
+    people: PeoplePort,
+    engine: Engine,
+    alerts: Alerts,
+    term: asyncio.Task[None],
 ) -> None:
     """Report NOT_SERVING, resign so that a standby leads at once, let calls end."""
     for name in ("", *SERVICES):
@@ -186,7 +196,7 @@ async def _shut_down(
         await term
     engine.links.close_all()
     await engine.close()
-    await asyncio.gather(server.stop(STOP_GRACE_S), people.stop(STOP_GRACE_S))
+    await asyncio.gather(server.stop(STOP_GRACE_S), people.stop(STOP_GRACE_S), alerts.close())
     if failed:
         raise failed
 
@@ -265,6 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     add_people_options(parser)
     _add_retention(parser)
     opening.add_options(parser)
+    alerting.add_options(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
 

@@ -10,7 +10,7 @@ import contextlib
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as Total
@@ -64,8 +64,14 @@ _PARTS = {
 class DriverMetrics(Collector):
     """Observes one engine; :attr:`registry` is served."""
 
-    def __init__(self, engine: Engine, watch: LoopWatch | None = None) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        watch: LoopWatch | None = None,
+        alerts: Callable[[], Counter[str]] | None = None,
+    ) -> None:
+        """``alerts``: how many were sent, failed and dropped."""
+        self._engine, self._alerts = engine, alerts
         self._watch = watch if watch is not None else LoopWatch()
         self._events: Counter[str] = Counter()
         self._recovering: dict[str, float] = {}  # job -> when its attempt broke
@@ -157,6 +163,14 @@ class DriverMetrics(Collector):
         for reason, count in sorted(self._events.items()):
             events.add_metric([reason], count)
         yield events
+        if self._alerts is not None:
+            sent = CounterMetricFamily(
+                "megascale_alerts", "Alerts to webhooks.", labels=["outcome"]
+            )
+            counts = self._alerts()
+            for outcome in ("sent", "failed", "dropped"):
+                sent.add_metric([outcome], counts[outcome])
+            yield sent
         yield from _loop(self._watch)
         if self._engine.term is None:
             return  # the state of a standby is old or empty: the leader reports it
