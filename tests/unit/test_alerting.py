@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import http.server
-import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 from tests.harness.waiting import eventually
+from tests.harness.webhook import Answer, WebhookServer
 
 from megascale_common.service.errors import OptionError
 from megascale_driver.alerting import opening, sender
@@ -65,47 +64,12 @@ def test_an_alert_has_so_many_lines_and_counts_the_others() -> None:
     assert (len(found.lines), found.more) == (MAX_LINES, 5)
 
 
-Answer = Callable[[int], tuple[int, dict[str, str]]]
-
-
-class Server:
-    """A webhook that answers as it is told, by the number of the request."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.asked = 0
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                outer.asked += 1
-                data = self.rfile.read(int(self.headers["Content-Length"]))
-                code, headers = answer(outer.asked)
-                if code == 200:
-                    outer.bodies.append(json.loads(data))
-                self.send_response(code)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                """Nothing."""
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/a-secret-path"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
 @pytest.fixture
-def server_of() -> Iterator[Callable[[Answer], Server]]:
-    made: list[Server] = []
+def server_of() -> Iterator[Callable[[Answer], WebhookServer]]:
+    made: list[WebhookServer] = []
 
-    def make(answer: Answer) -> Server:
-        made.append(Server(answer))
+    def make(answer: Answer) -> WebhookServer:
+        made.append(WebhookServer(answer))
         return made[-1]
 
     yield make
@@ -134,7 +98,7 @@ def alerts_to(*urls: str, form: Any = "json") -> Alerts:
 
 @pytest.mark.usefixtures("quick")
 async def test_an_alert_arrives_after_the_server_has_failed(
-    server_of: Callable[[Answer], Server],
+    server_of: Callable[[Answer], WebhookServer],
 ) -> None:
     answers = {1: (500, {}), 2: (429, {"Retry-After": "1"})}
     server = server_of(lambda number: answers.get(number, (200, {})))
@@ -153,7 +117,7 @@ async def test_an_alert_arrives_after_the_server_has_failed(
 
 @pytest.mark.usefixtures("quick")
 async def test_the_form_of_slack_has_no_markup_of_strangers(
-    server_of: Callable[[Answer], Server],
+    server_of: Callable[[Answer], WebhookServer],
 ) -> None:
     server = server_of(lambda number: (200, {}))
     alerts = alerts_to(server.url, form="slack")
@@ -167,7 +131,7 @@ async def test_the_form_of_slack_has_no_markup_of_strangers(
 
 @pytest.mark.usefixtures("quick")
 async def test_what_is_refused_is_given_up_and_holds_nothing_up(
-    server_of: Callable[[Answer], Server], caplog: pytest.LogCaptureFixture
+    server_of: Callable[[Answer], WebhookServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     refusing = server_of(lambda number: (404, {}))
     good = server_of(lambda number: (200, {}))
@@ -181,7 +145,7 @@ async def test_what_is_refused_is_given_up_and_holds_nothing_up(
 
 @pytest.mark.usefixtures("quick")
 async def test_a_server_that_hangs_loses_the_oldest_and_stops_nobody(
-    server_of: Callable[[Answer], Server], monkeypatch: pytest.MonkeyPatch
+    server_of: Callable[[Answer], WebhookServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
 

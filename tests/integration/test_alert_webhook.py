@@ -1,0 +1,40 @@
+"""A real driver alerts by a real webhook, and its metrics count that."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+from tests.harness.driver import DriverProcess
+from tests.harness.etcd import etcd_server
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
+from tests.harness.webhook import WebhookServer
+
+from megascale_common.etcd.server import EtcdServer
+
+__all__ = ["etcd_server"]  # a fixture
+
+
+async def test_a_driver_that_leads_says_so(tmp_path: Path, etcd_server: EtcdServer) -> None:
+    server = WebhookServer(lambda number: (200, {}))
+    secret = tmp_path / "hook"
+    secret.write_text(server.url)
+    options = ("--alert-webhook", f"@{secret}", "--alert-severity", "info")
+    driver = DriverProcess(tmp_path, etcd_server.endpoint, None, "driver", *options)
+    try:
+        await driver.start()
+        await eventually(lambda: server.bodies, "the alert", story=driver.log)
+        (body,) = server.bodies
+        assert body["title"].startswith("LEADER_ELECTED: ") and body["cluster"] == "test"
+        address = driver.metrics_file.read_text().strip()
+
+        def counted() -> bool:
+            url = f"http://{address}/metrics"
+            text = urllib.request.urlopen(url, timeout=CALL_TIMEOUT_S).read().decode()
+            return 'megascale_alerts_total{outcome="sent"} 1.0' in text
+
+        await eventually(counted, "the count", story=driver.log)
+        assert "a-secret-path" not in driver.log()
+    finally:
+        await driver.close()
+        server.close()
