@@ -35,6 +35,7 @@ INNER = (
     "/retention/retire",
     "megascale_driver/journal/",
     "__main__.py",
+    "/alerting/opening.py",
     "/telemetry/opening.py",
     "/people_port.py",
     "/executor/",

@@ -69,6 +69,10 @@ KNOWN = {
     "pipeline": Plugin(
         "Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"
     ),
+    "net": Plugin(
+        "Settings of NCCL and network cards for a cluster, with reasons; compare them with a node.",
+        "megascale_driver.commands.net:app",
+    ),
     "sim": Plugin(
         "Simulate routing and congestion in the network of a cluster that you do not have.",
         "megascale_driver.commands.sim:app",

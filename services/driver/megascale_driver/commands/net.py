@@ -1,0 +1,209 @@
+"""`megascale net render` and `verify`: NCCL's and the network cards' settings for a cluster.
+
+The tables are :mod:`megascale_driver.network.profile`; here are options, forms of output and what
+an environment has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megascale_driver.network.profile import (
+    FABRICS,
+    BadProfile,
+    Fabric,
+    Setting,
+    Site,
+    card_settings,
+    differences,
+    render,
+)
+
+DIFFERS_EXIT_CODE, USER_MISTAKE_EXIT_CODE = 1, 2
+INFINIBAND = Path("/sys/class/infiniband")
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Settings of NCCL and network cards for a cluster, each with its reason.",
+)
+_console = Console(highlight=False)
+
+Nccl = Annotated[str, typer.Option(help="NCCL's release, as in 2.27.")]
+Nics = Annotated[
+    str, typer.Option(help="RDMA cards of a node, by commas; default: those of this machine.")
+]
+Kind = Annotated[str, typer.Option(help=f"{' or '.join(FABRICS)}.")]
+Qps = Annotated[int, typer.Option(help="Queue pairs of a connection.")]
+Split = Annotated[bool, typer.Option("--split-ports", help="A card's port is half a switch's.")]
+Class = Annotated[
+    int | None, typer.Option(help="Traffic class that the switches keep lossless; default: one.")
+]
+Gid = Annotated[int | None, typer.Option(help="GID index; default: NCCL chooses.")]
+Flap = Annotated[float, typer.Option("--flap-s", help="Longest time for which a link flaps.")]
+Watchdog = Annotated[
+    float, typer.Option("--watchdog-s", help="recovery.collective_timeout_s of the job.")
+]
+Floor = Annotated[
+    float, typer.Option("--hang-floor-s", help="The driver's: when a step counts as hung.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command("render")
+def render_command(
+    nccl: Nccl = "2.27",
+    nics: Nics = "",
+    fabric: Kind = "roce",
+    qps: Qps = 4,
+    split_ports: Split = False,
+    traffic_class: Class = None,
+    gid_index: Gid = None,
+    flap_s: Flap = 10.0,
+    watchdog_s: Watchdog = 300.0,
+    hang_floor_s: Floor = 60.0,
+    env: Annotated[bool, typer.Option("--env", help="Print NAME=VALUE lines, for a file.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the environment for a cluster, with the reason of each value.
+
+    Example: [bold]megascale net render --nccl 2.27 --nics mlx5_0,mlx5_1 --traffic-class 106[/bold]
+    """
+    site = _site(
+        *(nccl, nics, fabric, qps, split_ports, traffic_class, gid_index),
+        *(flap_s, watchdog_s, hang_floor_s),
+    )
+    found = _rendered(site)
+    if as_json:
+        cards = [asdict(each) for each in card_settings(site)]
+        print(json.dumps({"settings": [asdict(each) for each in found], "cards": cards}))
+        return
+    if env:
+        print("\n".join(f"{each.name}={each.value}" for each in found))
+        return
+    table = Table("VARIABLE", "VALUE", "DEFAULT", "WHY", box=None, pad_edge=False)
+    for each in found:
+        history = f" ({each.history})" if each.history else ""
+        table.add_row(each.name, each.value, each.default, f"{each.reason}{history}")
+    _console.print(table)
+    for card in card_settings(site):
+        _console.print(f"card: {card.name} = {card.value}; {card.reason}; ask: {card.query}")
+
+
+@app.command("verify")
+def verify(
+    file: Annotated[
+        Path, typer.Argument(help="NAME=VALUE lines, as from render --env.", show_default=False)
+    ],
+    pid: Annotated[
+        int | None, typer.Option(help="Of a running worker; default: this environment.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare an environment with a rendered one; status 1 where it differs.
+
+    Example: [bold]megascale net verify nccl.env --pid 4711[/bold]
+    """
+    wanted = [Setting(name, value, "", "") for name, value in _lines(file).items()]
+    found = dict(os.environ) if pid is None else _environment_of(pid)
+    # What is not set here may be set in NCCL's own file.
+    found = {**_lines(Path(found.get("NCCL_CONF_FILE", "/etc/nccl.conf")), missing=True), **found}
+    apart = differences(wanted, found)
+    for setting, value in apart:
+        shown = value or "not set"
+        print(f"{setting.name}: {shown}, wanted {setting.value}", file=sys.stderr)
+    if as_json or not apart:
+        rows = [{"name": s.name, "wanted": s.value, "found": value} for s, value in apart]
+        print(json.dumps({"holds": not apart, "compared": len(wanted), "differences": rows}))
+    if apart:
+        raise typer.Exit(DIFFERS_EXIT_CODE)
+
+
+def _site(
+    nccl: str,
+    nics: str,
+    fabric: str,
+    qps: int,
+    split_ports: bool,
+    traffic_class: int | None,
+    gid_index: int | None,
+    flap_s: float,
+    watchdog_s: float,
+    hang_floor_s: float,
+) -> Site:
+    major, dot, rest = nccl.partition(".")
+    minor = rest.partition(".")[0]
+    if not (dot and major.isdecimal() and minor.isdecimal()):
+        raise _mistake(f"--nccl {nccl!r}: give a release as in 2.27")
+    chosen: Fabric | None = next((each for each in FABRICS if each == fabric), None)
+    if chosen is None:
+        raise _mistake(f"--fabric {fabric!r}: give {' or '.join(FABRICS)}")
+    cards = nics.split(",") if nics else _cards_here()
+    return Site(
+        nccl=(int(major), int(minor)),
+        cards=tuple(cards),
+        fabric=chosen,
+        queue_pairs=qps,
+        split_ports=split_ports,
+        traffic_class=traffic_class,
+        gid_index=gid_index,
+        flap_s=flap_s,
+        watchdog_s=watchdog_s,
+        hang_floor_s=hang_floor_s,
+    )
+
+
+def _cards_here() -> list[str]:
+    return sorted(path.name for path in INFINIBAND.glob("*")) if INFINIBAND.is_dir() else []
+
+
+def _rendered(site: Site) -> list[Setting]:
+    try:
+        return render(site)
+    except BadProfile as error:
+        raise _mistake(str(error)) from None
+
+
+def _lines(path: Path, *, missing: bool = False) -> dict[str, str]:
+    """NAME=VALUE lines of a file; ``missing``: a file that is not there has none."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        if missing:
+            return {}
+        raise _mistake(f"{path}: there is no such file; write it by net render --env") from None
+    except OSError as error:
+        raise _mistake(f"{path}: {error.strerror}; give a file that can be read") from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        name, equals, value = line.strip().partition("=")
+        if not name or name.startswith("#"):
+            continue
+        if not equals or not name.replace("_", "").isalnum():
+            raise _mistake(f"{path}, line {number}: {line!r} is not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    try:
+        data = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError as error:
+        raise _mistake(f"--pid {pid}: {error.strerror}; give a process that you may read") from None
+    pairs: list[Any] = [item.partition("=") for item in data.decode(errors="replace").split("\0")]
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def _mistake(text: str) -> typer.Exit:
+    print(f"error: {text}", file=sys.stderr)
+    return typer.Exit(USER_MISTAKE_EXIT_CODE)
