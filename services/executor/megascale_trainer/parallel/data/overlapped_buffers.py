@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_trainer.parallel.data.backward_order import BackwardOrder
 from megascale_trainer.parallel.data.buffers import FlatBuffers, PlacedBucket
 from megascale_trainer.parallel.groups import Group, Pending
 
@@ -59,6 +60,7 @@ class OverlappedBuffers(FlatBuffers):
         )
         self._early = sum(not placed.plan.replicated_over for placed in self._sharded)
         self._backwards: dict[str, int] = {}  # of each unit, in this step
+        self._order, self._entered = BackwardOrder(_Boundary), set[str]()
         self._reductions: list[Pending | None] = []
         self._gathers: dict[PlacedBucket, Pending] = {}
 
@@ -71,6 +73,9 @@ class OverlappedBuffers(FlatBuffers):
 
     def enter(self, unit: str, hidden: torch.Tensor) -> torch.Tensor:
         """As the plain version; the backward through here counts as the unit's."""
+        if unit not in self._entered:
+            self._entered.add(unit)
+            self._order.watch(hidden)
         passed: torch.Tensor = _Boundary.apply(
             super().enter(unit, hidden), unit, self._note_backward
         )  # type: ignore[no-untyped-call]
@@ -110,6 +115,7 @@ class OverlappedBuffers(FlatBuffers):
 
     def _note_backward(self, unit: str) -> None:
         """A micro-batch's backward of ``unit`` is done (CUDA: enqueued), weight gradients too."""
+        self._order.left(unit)
         # A bucket is ready when each of its units has seen every micro-batch of the step. Ready
         # buckets leave from the front of the order only: all ranks start them in the same order.
         self._backwards[unit] = self._backwards.get(unit, 0) + 1
