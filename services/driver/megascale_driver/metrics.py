@@ -68,7 +68,7 @@ class DriverMetrics(Collector):
         self,
         engine: Engine,
         watch: LoopWatch | None = None,
-        alerts: Callable[[], Counter[str]] | None = None,
+        alerts: Callable[[], Counter[str]] = Counter,
     ) -> None:
         """``alerts``: how many were sent, failed and dropped."""
         self._engine, self._alerts = engine, alerts
@@ -163,14 +163,11 @@ class DriverMetrics(Collector):
         for reason, count in sorted(self._events.items()):
             events.add_metric([reason], count)
         yield events
-        if self._alerts is not None:
-            sent = CounterMetricFamily(
-                "megascale_alerts", "Alerts to webhooks.", labels=["outcome"]
-            )
-            counts = self._alerts()
-            for outcome in ("sent", "failed", "dropped"):
-                sent.add_metric([outcome], counts[outcome])
-            yield sent
+        alerts = CounterMetricFamily("megascale_alerts", "Alerts to webhooks.", labels=["outcome"])
+        counts = self._alerts()
+        for outcome in ("sent", "failed", "dropped"):
+            alerts.add_metric([outcome], counts[outcome])
+        yield alerts
         yield from _loop(self._watch)
         if self._engine.term is None:
             return  # the state of a standby is old or empty: the leader reports it
