@@ -241,6 +241,21 @@ def test_self_checks_that_fail_everywhere_do_not_quarantine_the_fleet() -> None:
     assert len(gone) == POLICY.software_checks - 1
 
 
+@pytest.mark.parametrize(("nodes", "evicted"), [(3, 2), (400, 3)])
+def test_of_a_large_fleet_some_nodes_break_alike_by_themselves(nodes: int, evicted: int) -> None:
+    """Three devices that are gone within an hour are no software where 400 nodes train."""
+    desk = Desk(*(f"n{i}" for i in range(1, nodes + 4)))
+    desk.submit(dp=nodes)
+    gone = Check("device_present", "FAIL", "GPU-0", "the device does not answer")
+    for _ in range(3):
+        node = desk.job().slots[1].node
+        desk.report(node, AttemptPhase.FAILED, checks=(gone,))
+        desk.stop()
+    assert len(desk.job().evicted) == evicted, desk.job().evicted
+    said = [line for line in desk.audit if line.reason == "SOFTWARE_SUSPECTED"]
+    assert bool(said) == (nodes == 3)
+
+
 @pytest.mark.parametrize(("status", "kind"), [(-11, ""), (0, "OTHER")])
 def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(
     desk: Desk, status: int, kind: str

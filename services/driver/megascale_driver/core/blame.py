@@ -7,6 +7,8 @@ log says so.
 
 from __future__ import annotations
 
+import math
+
 from megascale_common.node.logs.matcher import kind_of
 from megascale_common.node.logs.templates import fingerprint
 from megascale_driver.core import job_faults
@@ -14,10 +16,11 @@ from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.candidates import usable
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
+from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Job, Root
 
 MAX_ROOTS = 8  # of a job; the oldest are forgotten
-MAX_NODES = 8  # that are named with a root
+MAX_NODES = 32  # that are remembered with a root
 MAX_CHECK_ROOTS = 64
 # What counts against a node; BAD_JOB only where the job ran before, as with a mount that is gone.
 _BLAMED = frozenset(
@@ -98,8 +101,17 @@ def seen_alike(draft: Draft, job: Job, fault: Fault) -> tuple[str, ...]:
     """The nodes that had the same root, if they are so many that it is not about them."""
     nodes = job.roots.get(root_of(fault), ())
     check = fault.kind is FaultKind.CHECK_FAILED
-    limit = draft.policy.software_checks if check else draft.policy.software_nodes
-    return nodes if len(nodes) >= limit else ()
+    return nodes if len(nodes) >= software_limit(draft.policy, job, check=check) else ()
+
+
+def software_limit(policy: Policy, job: Job, *, check: bool) -> int:
+    """On how many nodes the same root is not about the nodes.
+
+    Of a thousand nodes some break in the same way within an hour by themselves: a fault of all is
+    seen on a share of them.
+    """
+    least = policy.software_checks if check else policy.software_nodes
+    return max(least, min(math.ceil(len(job.slots) * policy.software_share), MAX_NODES))
 
 
 def root_of(fault: Fault) -> str:
@@ -118,7 +130,7 @@ def check_is_about_its_node(draft: Draft, job: Job, fault: Fault) -> bool:
     nodes = tuple(dict.fromkeys((*others, fault.node)))
     recent = tuple(i for i in recent if (i.node, i.fingerprint) != (fault.node, root))
     draft.remember_roots((*recent, Root(draft.now_s, fault.node, root))[-MAX_CHECK_ROOTS:])
-    if len(nodes) < draft.policy.software_checks:
+    if len(nodes) < software_limit(draft.policy, job, check=True):
         return True
     known = root in job.roots
     _remember(draft, job, root, nodes)
@@ -158,9 +170,10 @@ def is_software(draft: Draft, job: Job, guilty: Fault, root: str = "") -> bool:
     before = job.roots.get(root, ())
     nodes = before if guilty.node in before else (*before, guilty.node)[:MAX_NODES]
     _remember(draft, job, root, nodes)
-    if len(nodes) < draft.policy.software_nodes:
+    limit = software_limit(draft.policy, job, check=False)
+    if len(nodes) < limit:
         return False
-    if len(before) < draft.policy.software_nodes:
+    if len(before) < limit:
         _say_software(draft, draft.jobs[job.name], guilty, nodes)
     return True
 

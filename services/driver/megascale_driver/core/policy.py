@@ -97,6 +97,7 @@ class Policy:
     # nodes; nor is the same failure of workers on `software_nodes` nodes.
     software_checks: int = 3
     software_nodes: int = 2
+    software_share: float = 0.01  # of the job's nodes, where that is more
     software_window_s: float = 3600.0
     request_memory_s: float = 86_400.0
 
