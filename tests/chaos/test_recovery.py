@@ -96,7 +96,7 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
     assert 0 <= detected_s < HEARTBEAT_S, (
         "the node reports an exit at once, not with its next heartbeat"
     )
-    check_goodput(job, run, killed_at_s)
+    check_goodput(job, run, killed_at_s, step)
     assert (other.goodput.faults, other.goodput.lost_steps) == (0, 0)
 
 
@@ -133,7 +133,7 @@ async def test_a_flipped_bit_in_memory_costs_neither_the_step_nor_an_attempt(
             flip_slots(cluster, run.job.nodes[1], rank=1)
             os.kill(cluster.worker_pids(run.job)[0], signal.SIGKILL)
             damaged = await run.until_event("SNAPSHOT_DAMAGED")
-            await run.until_step(160, attempt=2)
+            await run.until_step(max(160, *run.losses[1]), attempt=2)
             job, story = run.job, run.story()
             why = (await client.explain(run.name)).explanation
             await client.cancel(run.name, reason=END_REASON)
@@ -166,12 +166,17 @@ def flip_slots(cluster: ChaosCluster, node: str, rank: int) -> None:
             file.write(bytes([byte ^ 0x10]))
 
 
-def check_goodput(job: driver_pb2.Job, run: JobFollower, killed_at_s: float) -> None:
+def check_goodput(
+    job: driver_pb2.Job, run: JobFollower, killed_at_s: float, known_step: int
+) -> None:
     """What the job's goodput has lost to a killed worker is what has happened."""
     found, exited = job.goodput, run.first_event("WORKER_EXITED")
     assert exited is not None
     restarted_s = run.completed_s[2, job.restored_step + 1] - seconds(exited)
-    assert (found.faults, found.lost_steps) == (1, max(run.losses[1]) - job.restored_step)
+    assert found.faults == 1
+    # A record that arrives once the next attempt has restored is not counted any more.
+    lost_least, lost_most = known_step - job.restored_step, max(run.losses[1]) - job.restored_step
+    assert lost_least <= found.lost_steps <= lost_most
     assert abs(found.restarting.ToMilliseconds() / 1e3 - restarted_s) < DATED_WITHIN_S
     detecting_s = found.detecting.ToMilliseconds() / 1e3
     assert abs(detecting_s - (seconds(exited) - killed_at_s)) < DATED_WITHIN_S

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,26 @@ def test_slots_are_shared_with_the_other_daemons_of_the_host(
     first.allocate("job", 0, size, 6)
     staged = 6 * file_bytes
     assert second.affordable_slots(size, 20, 1) == 6
+
+
+def test_room_is_measured_while_other_daemons_come_and_go(tmp_path: Path) -> None:
+    staging, ended = folder(tmp_path), threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            for ranks in range(3):
+                (tmp_path / f"staging/other/n{ranks}/i/job/rank-00000").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "staging/other")
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        for _ in range(200):
+            assert staging.room_bytes() > 0
+            assert staging.affordable_slots(PAGE, 2, 1) == 2
+    finally:
+        ended.set()
+        other.join()
 
 
 def test_what_exceeds_the_room_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from glob import iglob
 from pathlib import Path
 from typing import Any
 
@@ -259,12 +260,13 @@ class StagingFolder:
 
     def _host(self) -> tuple[int, int]:
         """The daemons of this user that live on the host, and the bytes of all their slots."""
-        daemons = sum(_owner_lives(file.parent) for file in self._base.glob(f"*/*/*/{OWNER_FILE}"))
+        owners = _found(self._base, f"*/*/*/{OWNER_FILE}")
+        daemons = sum(_owner_lives(file.parent) for file in owners)
         return max(1, daemons), sum(file_bytes for file_bytes, _ in self._slot_files())
 
     def _slot_files(self) -> Iterator[tuple[int, int]]:
         """The size of each slot's file on the host, and how many bytes have their page."""
-        for slot in self._base.glob("*/*/*/**/slot-*"):
+        for slot in _found(self._base, "*/*/*/**/slot-*"):
             with suppress(FileNotFoundError):  # another daemon may be freeing it
                 found = slot.stat()
                 yield found.st_size, found.st_blocks * 512
@@ -291,7 +293,7 @@ class StagingFolder:
 
     def _remove_other_names(self) -> None:
         """Remove what ended daemons of other nodes and clusters of this user left in memory."""
-        for node_folder in self._base.glob("*/*"):
+        for node_folder in _found(self._base, "*/*"):
             if node_folder == self._node_folder or not node_folder.is_dir():
                 continue
             # A daemon of that name may be starting: it removes them itself.
@@ -308,6 +310,15 @@ class StagingFolder:
             "limit of the daemon's cgroup or "
             f"--staging-limit-bytes, or set checkpoint.slots to {LEAST_SLOTS}"
         )
+
+
+def _found(base: Path, pattern: str) -> Iterator[Path]:
+    """The paths below ``base`` that match; folders that go meanwhile are passed over.
+
+    Not :meth:`Path.glob`: on Python 3.11 and 3.12 it raises FileNotFoundError when another daemon
+    removes a folder that it is about to read.
+    """
+    return map(base.joinpath, iglob(pattern, root_dir=base, recursive=True))
 
 
 def _at_once(size_bytes: int, populated_bytes: int | None) -> int | None:
