@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tests.harness.fake_etcd import Connection
+from tests.simulation.shell.advance import Advance
 from tests.simulation.shell.bounds import Bounds
 from tests.simulation.shell.figures import Figures
 from tests.simulation.shell.hidden import Hidden
@@ -48,6 +49,7 @@ class Invariants:
         self.broken = ""
         self.figures = Figures(world)
         self.bounds = Bounds(world)
+        self.advance = Advance(world)
         self.orders = Ordered(world)
         self.hidden = Hidden(world)
         self.standby = Standby(world)

@@ -137,6 +137,7 @@ class World:
                 _, number, work, arguments = heapq.heappop(self._agenda)
                 self._chances_of(number)
                 work(*arguments)
+            self.invariants.advance.look()
             due_s = min(end_s, self._agenda[0][0] if self._agenda else end_s)
             if self.skips and due_s - self.now_s > QUIET_S + LANDING_S and self._quiet():
                 # All of etcd against all of the leader's state, as at the end of a history.
