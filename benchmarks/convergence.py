@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     failed, tokens = 0, None
     if not options.read:
-        limit = 1 << (16 if options.quick else 25)
+        limit = 1 << 16 if options.quick else options.corpus_tokens
         tokens = write_corpus(options.folder, options.text, limit)
         failed = _train_all(options, arguments)
     rows = rows_of(options)
@@ -306,6 +306,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--study", choices=STUDIES, required=True)
     add("--folder", type=Path, required=True, help="for the corpus and the curves")
     add("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="Python files")
+    add("--corpus-tokens", type=int, default=1 << 25, help="at most so many are taken from --text")
     add("--steps", type=int, default=600, help="of the study's batch")
     add("--layers", type=int, default=12)
     add("--hidden", type=int, default=1024)
