@@ -93,6 +93,16 @@ def test_skips_change_no_decision(seeds: Sequence[int], rest: int) -> None:
         assert decisions(skipped) == decisions(lived), f"seed {number}"
 
 
+def test_no_skip_passes_the_end_of_a_wait() -> None:
+    """A job whose attempts make no progress waits longer each time, and then begins."""
+    faults = tuple(Fault(600.0 + 7.0 * n, "kill_worker", 1.0, 4 * n + 1) for n in range(40))
+    wanted = replace(SHORT, days=0.05, faults=faults)
+    skipped, lived = run_all([wanted, replace(wanted, skip=False)], 1)
+    assert not skipped.broken and not lived.broken, (skipped.broken, lived.broken)
+    assert lived.recoveries > 5
+    assert abs(skipped.ettr - lived.ettr) < 0.01
+
+
 @pytest.mark.slow
 def test_rest_changes_no_decision_of_a_large_fleet() -> None:
     drawn = history(0, 256, 0.003, 0.0, 300.0)

@@ -176,9 +176,15 @@ class World:
         if self.now_s - state.leader_since_s + leader.clock_offset_s < QUIET_S:
             return "a new leader"
         waiting = (JobPhase.PREPARING, JobPhase.STARTING, JobPhase.STOPPING)
+        leader_s = self.now_s + leader.clock_offset_s
         for job in state.jobs.values():
             if job.phase in waiting:
                 return f"job {job.name} is {job.phase}"
+            if (
+                job.phase is JobPhase.QUEUED
+                and job.not_before_s > self.now_s + leader.clock_offset_s
+            ):
+                return f"job {job.name} waits before its next attempt"
             if job.active and job.current.leaving is not None:
                 return f"job {job.name} is to leave its nodes"
             # A driver has to know the steps of a job before their number no longer identifies it.
