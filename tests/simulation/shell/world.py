@@ -180,10 +180,7 @@ class World:
         for job in state.jobs.values():
             if job.phase in waiting:
                 return f"job {job.name} is {job.phase}"
-            if (
-                job.phase is JobPhase.QUEUED
-                and job.not_before_s > self.now_s + leader.clock_offset_s
-            ):
+            if job.phase is JobPhase.QUEUED and job.not_before_s > leader_s:
                 return f"job {job.name} waits before its next attempt"
             if job.active and job.current.leaving is not None:
                 return f"job {job.name} is to leave its nodes"

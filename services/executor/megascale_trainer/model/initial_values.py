@@ -3,7 +3,7 @@
 Values 2 i and 2 i + 1 of a parameter come from output i of a counter-based generator (Philox;
 Salmon et al., SC 2011) keyed by seed and name, so any rank can draw any part of any parameter, and
 all layouts start from the same bits. A rank draws its own shard alone, in float32: on a CPU with
-numpy, which has vector code for log, cos and sin, and on a GPU there, a hundred times as fast. The
+numpy, which has vector code for log, cos and sin, and on a GPU there, 25 times as fast. The
 random bits are the same on both; log, cos and sin may differ in the last place.
 """
 
