@@ -33,12 +33,12 @@ class SpanIntake:
         self._waiting: deque[link_pb2.ReportSpansRequest] = deque()
         self._bytes = 0
         self._thread = ThreadPoolExecutor(1, "spans")
-        self.counts: Counter[str] = Counter(stored=0, dropped=0, damaged=0)
+        self.counts: Counter[str] = Counter(stored=0, dropped=0, damaged=0, counters=0)
         self._failed = False
 
     def take(self, batch: link_pb2.ReportSpansRequest) -> bool:
         """Take a batch; False if there is no room for it. Never waits."""
-        size = len(batch.columns)
+        size = batch.ByteSize() if batch.counters else len(batch.columns)
         if self._bytes + size > self._limit:
             self.counts["dropped"] += batch.count
             return False
