@@ -33,7 +33,7 @@ class SpanIntake:
         self._waiting: deque[link_pb2.ReportSpansRequest] = deque()
         self._bytes = 0
         self._thread = ThreadPoolExecutor(1, "spans")
-        self.counts: Counter[str] = Counter(stored=0, dropped=0, damaged=0, counters=0)
+        self.counts: Counter[str] = Counter(stored=0, dropped=0, damaged=0)
         self._failed = False
 
     def take(self, batch: link_pb2.ReportSpansRequest) -> bool:
