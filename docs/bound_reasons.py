@@ -78,6 +78,8 @@ REASONS = {
     "megascale_driver/service_spans:MAX_DECLINE_STEPS": "that windows of a falling MFU have",
     "megascale_driver/service_spans:MAX_TIMELINE_STEPS": "of a trace; viewers slow down beyond",
     "megascale_driver/service_spans:MAX_STEPS": "that a heat map reads, in the store's one thread",
+    "megascale_driver/telemetry/counter_store:MAX_NAME_CHARS": "of a counter's name, and its "
+    "target; a batch with a longer one is dropped",
     "megascale_driver/telemetry/intake:MAX_WAITING_BYTES": "spans that wait for the store's "
     "thread; the newest are dropped and counted",
     "megascale_driver/link_service:MAX_HEARTBEAT_BYTES": "a larger one is dropped, and still "

@@ -1342,7 +1342,7 @@ Global___ReportStepsResponse: typing_extensions.TypeAlias = ReportStepsResponse
 
 @typing.final
 class ReportSpansRequest(google.protobuf.message.Message):
-    """Spans of one rank; at most 64 KiB."""
+    """Spans of one rank, or counters of its node; at most 64 KiB."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1355,6 +1355,8 @@ class ReportSpansRequest(google.protobuf.message.Message):
     COLUMNS_FIELD_NUMBER: builtins.int
     UNIX_OFFSET_NS_FIELD_NUMBER: builtins.int
     UNIX_OFFSET_ERROR_NS_FIELD_NUMBER: builtins.int
+    COUNTERS_FIELD_NUMBER: builtins.int
+    COUNTERS_AT_UNIX_NS_FIELD_NUMBER: builtins.int
     node: builtins.str
     """Node on which the rank runs."""
     job: builtins.str
@@ -1375,9 +1377,17 @@ class ReportSpansRequest(google.protobuf.message.Message):
     """What is to be added to a start for Unix time on the node's clock."""
     unix_offset_error_ns: builtins.int
     """Bound of the error of unix_offset_ns."""
+    counters_at_unix_ns: builtins.int
+    """When they were read, Unix time in ns on the node's clock."""
     @property
     def operations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SpanOperation]:
         """What the spans are of; a span names its operation by the place in this list."""
+
+    @property
+    def counters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Counter]:
+        """Counters of the node that say why steps take longer, at most 256; in a batch without spans, whose
+        rank is any of the node's.
+        """
 
     def __init__(
         self,
@@ -1391,8 +1401,10 @@ class ReportSpansRequest(google.protobuf.message.Message):
         columns: builtins.bytes = ...,
         unix_offset_ns: builtins.int = ...,
         unix_offset_error_ns: builtins.int = ...,
+        counters: collections.abc.Iterable[Global___Counter] | None = ...,
+        counters_at_unix_ns: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "columns", b"columns", "count", b"count", "job", b"job", "node", b"node", "operations", b"operations", "rank", b"rank", "unix_offset_error_ns", b"unix_offset_error_ns", "unix_offset_ns", b"unix_offset_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "columns", b"columns", "count", b"count", "counters", b"counters", "counters_at_unix_ns", b"counters_at_unix_ns", "job", b"job", "node", b"node", "operations", b"operations", "rank", b"rank", "unix_offset_error_ns", b"unix_offset_error_ns", "unix_offset_ns", b"unix_offset_ns"]) -> None: ...
 
 Global___ReportSpansRequest: typing_extensions.TypeAlias = ReportSpansRequest
 

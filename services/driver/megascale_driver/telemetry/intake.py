@@ -38,7 +38,7 @@ class SpanIntake:
 
     def take(self, batch: link_pb2.ReportSpansRequest) -> bool:
         """Take a batch; False if there is no room for it. Never waits."""
-        size = len(batch.columns)
+        size = batch.ByteSize() if batch.counters else len(batch.columns)
         if self._bytes + size > self._limit:
             self.counts["dropped"] += batch.count
             return False

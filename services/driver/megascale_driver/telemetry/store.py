@@ -3,14 +3,14 @@
     FOLDER/JOB/attempt-000001/operations.parquet          op, name, kind, group
     FOLDER/JOB/attempt-000001/spans-FIRST-LAST-N.parquet  a row for each span of these steps
 
-``start_ns`` is Unix time on the clock of the rank's node. A file is written whole under another
-name first, so a query never reads half of one. Small files of an attempt are merged; the oldest
-files go when the folder is larger than it may be, or they are older.
+Counters of the nodes lie beside them (:mod:`megascale_driver.telemetry.counter_store`).
+
+``start_ns`` is Unix time on the clock of the rank's node. Small files of an attempt are merged;
+the oldest files go when the folder is larger than it may be, or they are older.
 """
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections import Counter
@@ -30,10 +30,11 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.node.spans.ops import MAX_OPS, Op
 from megascale_common.node.spans.record import SPAN, from_columns
 from megascale_driver.analysis.spans.table import RECORD
+from megascale_driver.telemetry.counter_store import CounterStore
+from megascale_driver.telemetry.files import attempt_folder, bounds_of, merge_small, write_table
 
 FLUSH_S = 10.0
 FLUSH_SPANS = 1 << 18  # 8 MiB
-MERGE_FILES = 64
 MAX_ATTEMPT_OPS = 4096  # of all ranks together
 TRIM_S = 60.0
 _OPERATIONS = "operations.parquet"
@@ -71,6 +72,7 @@ class SpanStore:
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         self._trimmed_s = now_s()
         self._files = 0
+        self.counters = CounterStore(folder, now_s)
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, batches: Iterable[link_pb2.ReportSpansRequest]) -> Counter[str]:
@@ -81,6 +83,10 @@ class SpanStore:
         """
         counts: Counter[str] = Counter()
         for batch in batches:
+            if batch.counters and not batch.count:
+                known = is_dns_label(batch.job) and self.counters.add(batch)
+                counts["counters" if known else "damaged"] += len(batch.counters)
+                continue
             records = _records(batch)
             if records is None or not self._hold(batch, records):
                 counts["damaged"] += batch.count
@@ -90,6 +96,7 @@ class SpanStore:
         for attempt in list(self._attempts.values()):
             if attempt.count > FLUSH_SPANS or (attempt.count and now_s - attempt.since_s > FLUSH_S):
                 self._write(attempt)
+        self.counters.write_due()
         if now_s - self._trimmed_s > TRIM_S:
             self.trim()
         return counts
@@ -98,6 +105,7 @@ class SpanStore:
         """Write all that is held to files."""
         for attempt in self._attempts.values():
             self._write(attempt)
+        self.counters.flush()
 
     def newest_step(self, job: str, attempt: int) -> int:
         """The newest step of which spans are there; -1: none."""
@@ -124,7 +132,7 @@ class SpanStore:
         files = [
             str(path)
             for path in held.folder.glob("spans-*.parquet")
-            if (steps := _steps_of(path)) and steps[0] <= last and steps[1] >= first
+            if (steps := bounds_of(path)) and steps[0] <= last and steps[1] >= first
         ]
         if not files or not wanted:
             return {name: np.empty(0, kind) for name, kind in _dtypes().items()}, ops
@@ -152,7 +160,8 @@ class SpanStore:
                 path.unlink(missing_ok=True)
                 left -= size
         for folder in self._folder.glob("*/attempt-*"):
-            if any(folder.glob("spans-*")) or self._is_held(folder):
+            kept = any(folder.glob("spans-*")) or any(folder.glob("counters-*"))
+            if kept or self._is_held(folder):
                 continue
             (folder / _OPERATIONS).unlink(missing_ok=True)
             _remove_if_empty(folder)
@@ -187,8 +196,8 @@ class SpanStore:
     def _attempt(self, job: str, number: int) -> _Attempt:
         known = self._attempts.get((job, number))
         if known is None:
-            folder = self._folder / job / f"attempt-{number:06d}"
-            steps = [found[1] for path in folder.glob("spans-*") if (found := _steps_of(path))]
+            folder = attempt_folder(self._folder, job, number)
+            steps = [found[1] for path in folder.glob("spans-*") if (found := bounds_of(path))]
             known = _Attempt(folder, _read_operations(folder), newest_step=max(steps, default=-1))
             if is_dns_label(job):
                 self._attempts[job, number] = known
@@ -208,25 +217,13 @@ class SpanStore:
         columns = {"rank": ranks, **{name: spans[name] for name in RECORD.names or ()}}
         table = pa.table({name: pa.array(columns[name]) for name in _SCHEMA.names}, _SCHEMA)
         steps = spans["step"]
-        self._files += 1
-        number = f"{time.time_ns():x}{self._files:04x}"
-        name = f"spans-{steps.min():09d}-{steps.max():09d}-{number}.parquet"
-        _write_table(table, attempt.folder / name)
-        self._merge(attempt.folder)
+        name = self._name(int(steps.min()), int(steps.max()))
+        write_table(table, attempt.folder / name)
+        merge_small(attempt.folder, "spans-*.parquet", self._name)
 
-    def _merge(self, folder: Path) -> None:
-        """One file in place of many small ones."""
-        small = sorted(p for p in folder.glob("spans-*.parquet") if p.stat().st_size < 1 << 20)
-        if len(small) < MERGE_FILES:
-            return
-        table = pa.concat_tables([parquet.read_table(path) for path in small])
-        steps = [steps for path in small if (steps := _steps_of(path))]
-        first, last = min(step for step, _ in steps), max(step for _, step in steps)
+    def _name(self, first: int, last: int) -> str:
         self._files += 1
-        name = f"spans-{first:09d}-{last:09d}-{time.time_ns():x}{self._files:04x}.parquet"
-        _write_table(table, folder / name)
-        for path in small:
-            path.unlink(missing_ok=True)
+        return f"spans-{first:09d}-{last:09d}-{time.time_ns():x}{self._files:04x}.parquet"
 
 
 def _records(batch: link_pb2.ReportSpansRequest) -> npt.NDArray[Any] | None:
@@ -249,18 +246,11 @@ def _dtypes() -> dict[str, Any]:
     return {name: _SCHEMA.field(name).type.to_pandas_dtype() for name in _SCHEMA.names}
 
 
-def _steps_of(path: Path) -> tuple[int, int] | None:
-    parts = path.name.split("-")
-    if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
-        return None
-    return int(parts[1]), int(parts[2])
-
-
 def _write_operations(attempt: _Attempt) -> None:
     ops = list(attempt.ops)
     columns: dict[str, Any] = {"op": pa.array(range(len(ops)), pa.uint16())}
     columns |= {name: [getattr(op, name) for op in ops] for name in Op._fields}
-    _write_table(pa.table(columns), attempt.folder / _OPERATIONS)
+    write_table(pa.table(columns), attempt.folder / _OPERATIONS)
 
 
 def _read_operations(folder: Path) -> dict[Op, int]:
@@ -269,13 +259,6 @@ def _read_operations(folder: Path) -> dict[Op, int]:
     except (OSError, pa.ArrowException):
         return {}
     return {Op(row["name"], row["kind"], row["group"]): row["op"] for row in rows}
-
-
-def _write_table(table: pa.Table, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".part")
-    parquet.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, path)
 
 
 def _remove_if_empty(folder: Path) -> None:

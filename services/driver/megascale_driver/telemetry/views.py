@@ -14,6 +14,7 @@ import numpy as np
 
 from megascale.v1 import driver_pb2
 from megascale_driver.analysis.spans.clocks import Exchange, clocks
+from megascale_driver.analysis.spans.counters import CounterChange, windows_of
 from megascale_driver.analysis.spans.decline import compared
 from megascale_driver.analysis.spans.heat import heat_map
 from megascale_driver.analysis.spans.merged import merged
@@ -95,10 +96,15 @@ class SpanViews:
         if not len(table):
             answer.sentence = "no spans yet: they come with the first steps"
             return answer
+
+        def counters(at_step: int) -> Sequence[CounterChange]:
+            windows = windows_of(table, at_step)
+            return self._store.counters.changes(job.name, job.attempt, windows)
+
         first, last = int(table.step.min()), int(table.step.max())
         answer.first_step, answer.split_step, answer.last_step = first, split, last
         try:
-            found = compared(table, split)
+            found = compared(table, split, counters)
         except ValueError as error:
             answer.sentence = str(error)
             return answer

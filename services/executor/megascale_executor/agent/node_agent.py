@@ -80,7 +80,8 @@ class NodeAgent:
             ) from None
         self._sockets = create_socket_folder(config.cluster, config.node, self._incarnation)
         self._reports = StepReports()
-        self._spans = SpanReports(config.node)
+        self._counters = of_host(gpus=config.device_kind == "cuda")
+        self._spans = SpanReports(config.node, counters=lambda: self._counters.newest)
         self._daemon = CheckpointDaemon(
             config,
             self._incarnation,
@@ -111,7 +112,6 @@ class NodeAgent:
             config.cluster, token, self._driver_addresses, side, self._reports, self._spans
         )
         self._server = RpcServer(token, tls=config.tls)
-        self._counters = of_host(gpus=config.device_kind == "cuda")
         fast_s = config.fast_counters_ms / 1e3
         self._ring = traffic_ring(fast_s) if fast_s else None
         figures = AgentMetrics(

@@ -1,5 +1,7 @@
 """Spans on their way to the driver: out of the ranks' rings, in batches, on their own connection.
 
+Every few seconds the node's counters go with them, in a batch of their own.
+
 Telemetry never delays anything else. Rings are read in a thread, a bounded part at a time; batches
 wait in a bounded queue, and the newest is dropped and counted when it is full; a driver that reads
 slowly fills that queue and nothing else, because the link has another connection.
@@ -8,6 +10,7 @@ slowly fills that queue and nothing else, because the link has another connectio
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 import zlib
@@ -24,11 +27,14 @@ from megascale_common.node.spans.record import SPAN, to_columns
 from megascale_common.node.spans.ring import SpanRingReader
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import NO_ATTEMPT, AttemptKey
+from megascale_executor.counters.sampler import WITH_SPANS, Sample
 
 _log = logs.get(__name__)
 
 READ_S = 1.0
+COUNTERS_S = 5.0
 MAX_BATCHES = 64  # in the queue; each has at most 64 KiB
 # With all operations that a rank may have, a batch of so many stays below 64 KiB uncompressed.
 BATCH_SPANS = 1024
@@ -59,8 +65,17 @@ class _Watched:
 class SpanReports:
     """The spans of one node's ranks, and their sender."""
 
-    def __init__(self, node: str, limit: int = MAX_BATCHES) -> None:
+    def __init__(
+        self,
+        node: str,
+        limit: int = MAX_BATCHES,
+        counters: Callable[[], Sample] = Sample,
+        counters_s: float = COUNTERS_S,
+    ) -> None:
+        """``counters``: what was read of the host last; sent every ``counters_s`` of an attempt."""
         self._node, self._limit = node, limit
+        self._counters, self._counters_s = counters, counters_s
+        self._counted_s = -math.inf
         self._watched = _Watched()
         self._reading = threading.Lock()  # of the rings of ``_watched``
         self._waiting: deque[link_pb2.ReportSpansRequest] = deque()
@@ -137,7 +152,29 @@ class SpanReports:
                 for batch in self._read_ring(watched.key, ring):
                     batch.unix_offset_ns, batch.unix_offset_error_ns = offset_ns, error_ns
                     found.append(batch)
+            found += self._read_counters(watched)
             return found
+
+    def _read_counters(self, watched: _Watched) -> list[link_pb2.ReportSpansRequest]:
+        """A batch of the node's counters if one is due and ranks run."""
+        now_s = time.monotonic()
+        running = [ring.rank for ring in watched.rings if ring.reader is not None]
+        if not running or now_s - self._counted_s < self._counters_s:
+            return []
+        chosen = [each for each in self._counters().readings if each.name in WITH_SPANS]
+        if not chosen:
+            return []
+        self._counted_s = now_s
+        batch = link_pb2.ReportSpansRequest(
+            node=self._node,
+            job=watched.key.job,
+            attempt=watched.key.attempt,
+            rank=running[0],
+            counters_at_unix_ns=time.time_ns(),
+        )
+        for each in chosen:
+            batch.counters.add(name=each.name, target=encodable(each.target), value=each.value)
+        return [batch]
 
     def _read_ring(self, key: AttemptKey, ring: _Ring) -> list[link_pb2.ReportSpansRequest]:
         if ring.damaged or not _opened(key, ring):

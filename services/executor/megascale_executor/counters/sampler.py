@@ -27,6 +27,21 @@ IN_HEARTBEATS = frozenset(
     }
 )
 MAX_IN_HEARTBEAT = 128
+# What says why steps take longer: sent beside the spans, and kept with them.
+WITH_SPANS = frozenset(
+    {
+        *("gpu_sm_clock_hertz", "gpu_memory_clock_hertz", "gpu_power_watts", "gpu_throttled"),
+        *("gpu_temperature_celsius", "rdma_received_bytes_total", "rdma_sent_bytes_total"),
+        *("rdma_link_downed_total", "rdma_send_waits_total", "rdma_out_of_sequence_total"),
+        *("rdma_ack_timeouts_total", "rdma_receiver_not_ready_total"),
+        *("rdma_congestion_handled_total", "rdma_pauses_received_total"),
+        *("network_received_bytes_total", "network_sent_bytes_total"),
+        *("network_receive_errors_total", "network_receive_drops_total", "link_flaps_total"),
+        *("pfc_pauses_received_total", "tcp_segments_sent_total"),
+        *("tcp_segments_retransmitted_total", "host_cpu_seconds_total"),
+        *("host_pressure_seconds_total", "host_memory_available_bytes"),
+    }
+)
 # A source that is not shown is asked again after this long: a driver may be loaded later.
 RETRY_S = 60.0
 TRAFFIC = (

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _why(found: Recorded, split: int) -> int:
-    split, answer = compared(found.table, split, found.counters)
+    split, answer = compared(found.table, split, lambda _: found.counters)
     print(answer.sentence, file=sys.stderr)
     print(json.dumps({**asdict(answer), "split_step": split}))
     return 1 if answer.cause == "unknown" else 0

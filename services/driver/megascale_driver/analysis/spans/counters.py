@@ -6,9 +6,14 @@ Their names are those that agents report (megascale_executor.counters, docs/diag
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+
+from megascale_common.node.spans.ops import STEP
+from megascale_driver.analysis.spans.table import SpanTable
 
 LEAST_THROTTLED = 0.1  # more of the time than before
 LEAST_CLOCK_FALL = 0.03
@@ -47,6 +52,32 @@ class CounterChange:
         if not (math.isfinite(before) and math.isfinite(after)):
             raise ValueError(f"counters: {texts[1]} of {texts[0]} is not finite")
         return cls(texts[0], texts[1], texts[2], before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindows:
+    """The two windows of steps on one node, Unix ns on its clock: before and after ``split_ns``."""
+
+    first_ns: int
+    split_ns: int
+    last_ns: int
+
+
+def windows_of(table: SpanTable, split: int) -> Mapping[str, StepWindows]:
+    """Of each node when its first step, step ``split`` and its last step began or ended."""
+    steps = table.of_op(STEP.name)
+    ends = steps.start_ns + steps.duration_ns
+    names = np.array(table.nodes)
+    found: dict[str, StepWindows] = {}
+    for node in dict.fromkeys(table.nodes):
+        own = names[steps.rank] == node
+        later = own & (steps.step >= split)
+        if later.any():
+            found[node] = StepWindows(
+                int(steps.start_ns[own].min()), int(steps.start_ns[later].min()),
+                int(ends[own].max()),
+            )  # fmt: skip
+    return found
 
 
 def knows_clocks(counters: Sequence[CounterChange]) -> bool:

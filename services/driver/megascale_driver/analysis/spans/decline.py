@@ -10,7 +10,7 @@ What explains the largest part of the growth is named, if that is enough of it; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -142,13 +142,16 @@ def why(
 
 
 def compared(
-    table: SpanTable, split: int = 0, counters: Sequence[CounterChange] = ()
+    table: SpanTable,
+    split: int = 0,
+    counters: Callable[[int], Sequence[CounterChange]] = lambda split: (),
 ) -> tuple[int, Decline]:
     """The first step of the slower window, and why its steps take longer than those before.
 
     Args:
         split: that step; 0: where steps began to take longer. Windows that were chosen where steps
             differ most would often differ by chance, so then they have to differ more.
+        counters: their changes by the step that splits the windows.
 
     Raises:
         ValueError: too few whole steps for two windows.
@@ -157,7 +160,8 @@ def compared(
     if not split:
         split, rule = split_step(table, rule), replace(rule, least_z=5.0)
     first, last = int(table.step.min()), int(table.step.max())
-    return split, why(table.of_steps(first, split - 1), table.of_steps(split, last), counters, rule)
+    before, after = table.of_steps(first, split - 1), table.of_steps(split, last)
+    return split, why(before, after, counters(split), rule)
 
 
 def split_step(table: SpanTable, rule: DeclineRule | None = None) -> int:
