@@ -55,7 +55,7 @@ RGW_TOOLS := $(CURDIR)/.tools/ceph
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -104,6 +104,10 @@ test-system: $(READY) system-tools ## run the tests of deploy/ that need promtoo
 
 test-netns: $(READY) ## a job on hosts of its own (network namespaces): partitions, loss, delay, IPv6 (root, iptables; 3 minutes)
 	unshare --net $(PY) -m pytest -m netns -rs tests/netns $(PYTEST_ARGS)
+
+test-slurm: export PATH := $(PATH):/usr/sbin
+test-slurm: $(READY) slurm-tools ## jobs through a real SLURM: a lost node, the time limit, the next allocation (root; 5 minutes)
+	$(PY) -m pytest -m slurm -rs tests/slurm $(PYTEST_ARGS)
 
 bench-hosts: $(READY) ## the same faults, with times (root, iptables; RUNS=1)
 	@unshare --net $(PY) benchmarks/hosts.py --runs $(or $(RUNS),1)

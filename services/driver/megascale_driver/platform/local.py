@@ -63,7 +63,9 @@ Report = Callable[[str, dict[str, Any]], None]
 class LocalOptions:
     """What to start. ``etcd_endpoints`` empty: an etcd in the run folder is started too.
 
-    ``tls``: make an authority in the run folder, unless it has one, which is used in any case.
+    ``host``: where the driver serves; beyond loopback it needs ``tls``. ``nodes`` may be 0, where
+    others start them. ``tls``: make an authority in the run folder, unless it has one, which is
+    used in any case.
     """
 
     run_folder: Path
@@ -76,6 +78,7 @@ class LocalOptions:
     heartbeat_interval_s: float = 5.0
     hang_floor_s: float = 60.0
     tls: bool = False
+    host: str = "127.0.0.1"
 
     @property
     def node_names(self) -> list[str]:
@@ -258,7 +261,7 @@ class LocalCluster:
             "--cluster",
             options.cluster,
             "--bind",
-            "127.0.0.1:0",
+            f"{options.host}:0",
         ]
         command += ["--etcd", ",".join(endpoints), "--prefix", f"/megascale/{options.cluster}/v1"]
         command += ["--token-file", str(self.folder / "token"), "--address-file", str(address_file)]
