@@ -109,6 +109,15 @@ test-slurm: export PATH := $(PATH):/usr/sbin
 test-slurm: $(READY) slurm-tools ## jobs through a real SLURM: a lost node, the time limit, the next allocation (root; 5 minutes)
 	$(PY) -m pytest -m slurm -rs tests/slurm $(PYTEST_ARGS)
 
+# Without /etc/slurm/slurm.conf Debian's packages start no daemon of SLURM by themselves.
+slurm-tools:
+	@if command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing slurmctld, slurmd, slurm-client and munge"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; \
+	fi; \
+	command -v slurmctld >/dev/null || echo "no slurmctld: install your system's packages; its tests are skipped" >&2
+
 bench-hosts: $(READY) ## the same faults, with times (root, iptables; RUNS=1)
 	@unshare --net $(PY) benchmarks/hosts.py --runs $(or $(RUNS),1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.numpy import load_file
+from tests.harness import platform_contract
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.local_cluster import UpProcess, megascale
 from tests.harness.paced import paced, python_path
@@ -19,6 +21,8 @@ from tests.harness.slurm import SlurmCluster, missing
 from tests.harness.waiting import until
 
 from megascale_client import Client, NotFound
+from megascale_common.service.errors import UnavailableError
+from megascale_driver.platform.slurm import SlurmPlatform, submit
 
 pytestmark = [
     pytest.mark.slurm,
@@ -60,6 +64,13 @@ def job_file(folder: Path, steps: int, pace_s: float) -> Path:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job))
     return path
+
+
+def own_address() -> str:
+    """An address of this machine beyond loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect(("198.51.100.1", 9))  # nothing is sent
+        return str(asked.getsockname()[0])
 
 
 class Submitted:
@@ -131,10 +142,29 @@ def twin_values(folder: Path, steps: int) -> dict[str, bytes]:
     return final_values(folder, steps)
 
 
+async def test_slurm_keeps_the_contract_of_platforms(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm.environment[name])
+    platform = SlurmPlatform()
+
+    async def undo() -> None:
+        slurm.command("scontrol", "update", "NodeName=n2", "State=RESUME")
+
+    await platform_contract.check(platform, "n2", undo)
+    switches = {node.name: node.switch for node in await platform.nodes()}
+    assert switches == {"n1": "s0", "n2": "s0", "n3": "s1", "n4": "s1"}
+    with pytest.raises(UnavailableError, match="Invalid"):
+        await submit("#!/bin/bash\n#SBATCH --partition=moon\ntrue\n")
+
+
 def test_a_lost_node_is_replaced_by_the_spare_of_the_allocation(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    job = Submitted(slurm, job_file(tmp_path / "a", STEPS, 0.1))
+    # Beyond loopback, as on several hosts: with certificates.
+    job = Submitted(slurm, job_file(tmp_path / "a", STEPS, 0.1), "--host", own_address())
+    assert job.until_event("driver_ready")["address"].startswith(own_address())
     first = list(job.until_step(3 * INTERVAL).nodes)
     slurm.kill_node(first[1])
     assert job.until_event("ended")["phase"] == "SUCCEEDED", job.story()

@@ -77,6 +77,10 @@ KNOWN = {
         "Train inside an allocation of SLURM, with spares, and go on in the next one.",
         "megascale_driver.commands.slurm:app",
     ),
+    "platform": Plugin(
+        "List the nodes of SLURM or of another platform; drain there what the driver evicts.",
+        "megascale_driver.commands.platform:app",
+    ),
     "sim": Plugin(
         "Simulate routing and congestion in the network of a cluster that you do not have.",
         "megascale_driver.commands.sim:app",

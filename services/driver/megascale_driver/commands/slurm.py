@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import ServiceError, UnavailableError
@@ -118,29 +117,9 @@ def submit(
         return
     _console.print(
         f"SLURM's job {number} is queued; its log is {folder}/slurm-{number}.log. Once it runs: "
-        f"megascale --cluster {folder} watch",
+        f"megascale list --cluster {folder}",
         soft_wrap=True,
     )
-
-
-@app.command("nodes")
-def list_nodes(as_json: Json = False) -> None:
-    """List the nodes of SLURM with their state, its reason and their switch.
-
-    Example: [bold]megascale slurm nodes[/bold]
-    """
-    found = asyncio.run(slurm.SlurmPlatform().nodes())
-    if as_json:
-        rows = [
-            {"name": n.name, "states": n.conditions, "reason": n.reason, "switch": n.switch}
-            for n in found
-        ]
-        print(json.dumps(rows))
-        return
-    table = Table("node", "state", "switch", "reason")
-    for node in found:
-        table.add_row(node.name, "+".join(node.conditions), node.switch, node.reason)
-    Console(highlight=False).print(table)
 
 
 @app.command(hidden=True)

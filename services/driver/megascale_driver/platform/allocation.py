@@ -24,15 +24,16 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
+from megascale_common.node.addresses import is_loopback, on_route_to, split
 from megascale_common.node.files import replace_file
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
 from megascale_driver.platform import slurm
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind
-from megascale_driver.platform.evictions import Evictions
+from megascale_driver.platform.following import Follower
 from megascale_driver.platform.local import LocalCluster, LocalOptions, Report
-from megascale_driver.platform.local_node import LocalNode, nodes_of, start_node
+from megascale_driver.platform.local_node import LocalNode, start_node
 
 POLL_INTERVAL_S = 0.5
 CALL_TIMEOUT_S = 10.0
@@ -40,7 +41,7 @@ STOP_TIMEOUT_S = 20.0
 SUBMIT_TIMEOUT_S = 120.0
 # What is left of the time limit for the end of the processes, after the job has been saved.
 ENDING_S = 15.0
-SETTLE_INTERVAL_S = 5.0
+FOLLOW_INTERVAL_S = 5.0
 STATE_FILE, DRAINED_FILE = "slurm.json", "drained.json"
 _PHASE = types_pb2.JobPhase
 _ENDED = (
@@ -82,10 +83,8 @@ class Allocation:
         self._folder = options.run_folder.resolve()
         self._job = os.environ.get("SLURM_JOB_ID", "")
         self._limit_near, self._stopped = asyncio.Event(), asyncio.Event()
-        self._evictions = Evictions(
-            slurm.SlurmPlatform(), self._folder / DRAINED_FILE, self._take_back, report
-        )
-        self._settle_at_s = 0.0
+        self._follower = Follower(slurm.SlurmPlatform(), self._folder / DRAINED_FILE, None, report)
+        self._follow_at_s = 0.0
         self._suspending_since_s = 0.0
 
     async def run(self) -> int:
@@ -129,7 +128,7 @@ class Allocation:
             device=options.device,
             devices_per_node=options.devices_per_node,
             heartbeat_interval_s=options.heartbeat_interval_s,
-            tls=not options.host.startswith("127."),
+            tls=not is_loopback(options.host),
             host=options.host,
         )
 
@@ -192,7 +191,7 @@ class Allocation:
                             return 0
                     elif phase == "SUSPENDED" and not resumed:
                         resumed = await self._resume(stub, name)
-                    await self._settle_evicted(stub)
+                    await self._follow(channel)
             await asyncio.sleep(POLL_INTERVAL_S)
         self._report("stopping", {"job": name})
         return 1
@@ -218,6 +217,11 @@ class Allocation:
         waited_s = time.monotonic() - self._suspending_since_s
         return waited_s > self._options.save_before_s - ENDING_S
 
+    async def _follow(self, channel: Any) -> None:
+        if self._options.drain and time.monotonic() >= self._follow_at_s:
+            self._follow_at_s = time.monotonic() + FOLLOW_INTERVAL_S
+            await self._follower.look(channel)
+
     async def _resume(self, stub: Any, name: str) -> bool:
         request = driver_pb2.ResumeJobRequest(
             name=name, reason=f"SLURM's job {self._job} has its nodes again"
@@ -226,27 +230,6 @@ class Allocation:
             return False
         self._report("resumed", {"job": name})
         return True
-
-    async def _settle_evicted(self, stub: Any) -> None:
-        """Once in a while: what the driver has evicted is drained in SLURM."""
-        now_s = time.monotonic()
-        if not self._options.drain or now_s < self._settle_at_s:
-            return
-        self._settle_at_s = now_s + SETTLE_INTERVAL_S
-        if nodes := await nodes_of(stub):
-            await self._evictions.settle(
-                {
-                    node.name: node.disposition_reason
-                    for node in nodes
-                    if node.disposition == types_pb2.NODE_DISPOSITION_QUARANTINED
-                }
-            )
-
-    async def _take_back(self, node: str) -> bool:
-        request = driver_pb2.UncordonNodeRequest(name=node, reason="resumed in SLURM")
-        async with open_channel(self._address(), self._token()) as channel:
-            stub = driver_pb2_grpc.DriverServiceStub(channel)
-            return await _answer(stub.UncordonNode, request) is not None
 
 
 async def run_node(
@@ -259,7 +242,14 @@ async def run_node(
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    node = LocalNode(name=name, device=device, devices=tuple(range(devices)), switch=_switch())
+    driver, _ = split((run_folder / "driver.address").read_text())
+    node = LocalNode(
+        name=name,
+        device=device,
+        devices=tuple(range(devices)),
+        switch=_switch(),
+        host="" if is_loopback(driver) else on_route_to(driver),
+    )
     child = start_node(run_folder.resolve(), cluster, node)
     report("agent_started", {"node": name, "pid": child.pid})
     try:

@@ -1,22 +1,14 @@
 """What gives nodes to a cluster: this machine, SLURM, Kubernetes, or an installed package's.
 
 The driver alone decides which nodes work. A platform lists its nodes and their conditions, and is
-asked to give no further work to a node that the driver evicts. Another package registers one under
-the entry point group ``megascale.platforms``: a function of no argument that returns a
-:class:`Platform`.
+asked to give no further work to a node that the driver evicts.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
-from typing import Protocol, cast
+from typing import Protocol
 
-from megascale_common.service.errors import OptionError
-
-GROUP = "megascale.platforms"
 # Of the reasons for drains: it shows the platform's operators, and this project, whose they are.
 PREFIX = "megascale: "
 
@@ -79,26 +71,3 @@ class Platform(Protocol):
             UnavailableError: the platform refuses or does not answer.
         """
         ...
-
-
-@functools.cache
-def known_platforms() -> dict[str, str]:
-    """The names that :func:`open_platform` takes, with the packages that they come from."""
-    return {e.name: e.dist.name if e.dist else "" for e in metadata.entry_points(group=GROUP)}
-
-
-def open_platform(name: str) -> Platform:
-    """Return the platform that an installed package registers under ``name``.
-
-    Raises:
-        OptionError: none does, or two do, or it cannot be imported.
-    """
-    entries = list(metadata.entry_points(group=GROUP, name=name))
-    if len({entry.value for entry in entries}) != 1:
-        known = ", ".join(sorted(known_platforms())) or "none"
-        count = "no package has" if not entries else f"{len(entries)} packages have"
-        raise OptionError(f"platform: {count} {name!r}; known: {known}")
-    try:
-        return cast("Callable[[], Platform]", entries[0].load())()
-    except ImportError as error:
-        raise OptionError(f"platform {name!r} cannot be imported: {error}") from None
