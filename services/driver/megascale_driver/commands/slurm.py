@@ -117,7 +117,7 @@ def submit(
         return
     _console.print(
         f"SLURM's job {number} is queued; its log is {folder}/slurm-{number}.log. Once it runs: "
-        f"megascale list --cluster {folder}",
+        f"megascale jobs --cluster {folder}",
         soft_wrap=True,
     )
 
