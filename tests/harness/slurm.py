@@ -18,8 +18,9 @@ from typing import Self
 
 from tests.harness.waiting import until
 
+from megascale_common.etcd.server import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-FIRST_PORT = 21700  # below the ephemeral ports
 NODES_OF_A_SWITCH = 2
 
 
@@ -38,7 +39,7 @@ class SlurmCluster:
     def __init__(self, folder: Path, nodes: int, kill_wait_s: int = 5) -> None:
         self.folder = folder
         self.names = [f"n{number}" for number in range(1, nodes + 1)]
-        self._ports = _free_ports(len(self.names) + 1)
+        self._ports = [free_port("127.0.0.1") for _ in range(nodes + 1)]
         self._kill_wait_s = kill_wait_s
         self._munge = folder / "munge"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -185,18 +186,3 @@ class SlurmCluster:
                 [program, *arguments], env=self.environment, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports of their own for daemons that take none by themselves."""
-    found: list[int] = []
-    port = FIRST_PORT + os.getpid() % 500 * 8
-    while len(found) < count:
-        with socket.socket() as tried:
-            try:
-                tried.bind(("127.0.0.1", port))
-                found.append(port)
-            except OSError:
-                pass
-        port += 1
-    return found
