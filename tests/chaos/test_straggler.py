@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 from tests.harness import paced
 from tests.harness.chaos_cluster import chaos_cluster, measured
@@ -50,7 +51,22 @@ async def test_a_rank_that_is_slow_is_named_and_keeps_its_work(tmp_path: Path) -
     names = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
     assert all("clock within" in name for name in names), names
     # Ranks wait for the slow one in the collective that follows its optimizer.
-    sources = [event["pid"] for event in events if event["ph"] == "s"]
-    assert sources and max(set(sources), key=sources.count) == SLOW, sources
+    waits_us = waited_for(events)
+    assert waits_us and max(waits_us, key=lambda rank: waits_us[rank]) == SLOW, waits_us
     assert json.loads(slower.stdout)["sentence"]
     measured("slow rank", ratio=row["ratio"][SLOW])
+
+
+def waited_for(events: list[dict[str, Any]]) -> dict[int, float]:
+    """How long, in microseconds, others had been in a collective when each rank entered it."""
+    entered: dict[tuple[int, int], list[float]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            entered.setdefault((event["pid"], event["tid"]), []).append(event["ts"])
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    waits_us: dict[int, float] = {}
+    for end in (event for event in events if event["ph"] == "f"):
+        last = starts[end["id"]]
+        begin_us = max(ts for ts in entered[end["pid"], end["tid"]] if ts <= end["ts"])
+        waits_us[last["pid"]] = waits_us.get(last["pid"], 0.0) + max(last["ts"] - begin_us, 0.0)
+    return waits_us
