@@ -1,4 +1,4 @@
-"""What this machine's devices reach: products, attention, copies and a collective, for the planner.
+"""What this machine's devices reach: products, attention, copies, a collective, a training step.
 
 Each rate is measured for a share of a time budget, after a warm-up, and is the median of its
 repetitions. On a GPU the shapes are those of training; on a CPU they are small, so that the same
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megascale_trainer.training_rate import measure_step
 
 VERSION = 1
 _FP8_CAPABILITY = (8, 9)
@@ -68,11 +70,12 @@ def measure(device: torch.device, budget_s: float) -> dict[str, Any]:
     """Rates of ``device`` in FLOP/s and bytes/s, measured for about ``budget_s`` together.
 
     The collective is measured if torch.distributed runs with more than one rank, which then all
-    call this. Returns the object of the calibration file.
+    call this. On a GPU a step of the trainer itself is measured as well, on each device alone.
+    Returns the object of the calibration file.
     """
     shapes = _ON_GPU if device.type == "cuda" else _ON_CPU
     together = dist.is_initialized() and dist.get_world_size() > 1
-    share_s = budget_s / 5
+    share_s = budget_s / 6
     rates: dict[str, float] = {}
     how: dict[str, str] = {}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -97,8 +100,11 @@ def measure(device: torch.device, budget_s: float) -> dict[str, Any]:
     if together:
         rates["collective_bytes_s"] = _collective(device, shapes.copied_bytes // 16)
         how["collective_bytes_s"] = f"bus bandwidth of all-reduce, {dist.get_world_size()} ranks"
+    # Last: it chooses other kernels for the whole process, and finds the device warm.
+    training = {} if device.type == "cpu" else {"training": measure_step(device, share_s)}
     return {
         "version": VERSION,
+        **training,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "attention_tokens": shapes.sequence,

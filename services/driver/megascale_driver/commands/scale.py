@@ -28,6 +28,7 @@ from megascale_driver.planner.goodput import goodput
 from megascale_driver.planner.gpus import GPUS
 from megascale_driver.planner.search import BLOCKS, Found, layout, search, sources
 from megascale_driver.planner.systems import SYSTEMS
+from megascale_driver.planner.training_share import with_measured_share
 from megascale_driver.planner.workload import Refused, Workload, from_row
 
 USER_MISTAKE_EXIT_CODE = 2
@@ -81,12 +82,15 @@ def search_layouts(
     """
     try:
         workload = _workload(model, gpus, gpu, system, global_batch, precision)
-        device = GPUS[gpu] if calibration is None else calibrated(GPUS[gpu], _read(calibration))
-        found = search(workload, device, SYSTEMS[system], _blocks(block))
+        device, software = GPUS[gpu], SYSTEMS[system]
+        if calibration is not None:
+            device = calibrated(device, _read(calibration))
+            software = with_measured_share(software, device, _read(calibration))
+        found = search(workload, device, software, _blocks(block))
     except (Refused, BadCalibration) as error:
         raise _refuse(str(error)) from None
     rows = found.rows(top)
-    constants = sources(device, SYSTEMS[system])
+    constants = sources(device, software)
     if as_json:
         rejected = [{**layout(item.candidate), "reason": item.reason} for item in found.rejected]
         facts = {"model": model, "gpus": gpus, "gpu": gpu, "system": system}

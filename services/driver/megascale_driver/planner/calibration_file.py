@@ -2,7 +2,8 @@
 
 The file is one JSON object: ``version``, ``device`` (a name), ``rates`` (a number for each of
 :data:`RATES`, in FLOP/s or bytes/s) and ``how`` (what was measured, by rate). Rates that are absent
-keep the datasheet's value. ``attention_tokens`` is the length that attention was measured at.
+keep the datasheet's value. ``attention_tokens`` is the length that attention was measured at, and
+``training`` a step of this project's trainer (:mod:`megascale_driver.planner.training_share`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.points import Array, Points
 from megascale_driver.planner.step_time import mean_keys, step_time
 from megascale_driver.planner.systems import SYSTEMS, System
+from megascale_driver.planner.training_share import with_measured_share
 from megascale_driver.planner.workload import Workload, points_of
 
 # The rows that a system's constants were fitted on ran on these devices; elsewhere the interval is
@@ -76,10 +77,11 @@ def predict_one(workload: Workload, calibration: str | None = None) -> dict[str,
     Raises:
         BadCalibration: ``calibration``, the text of a calibration file, cannot be used.
     """
-    gpu = GPUS[workload.gpu]
+    gpu, system = GPUS[workload.gpu], SYSTEMS[workload.system]
     if calibration is not None:
         gpu = calibrated(gpu, calibration)
-    found = predict(points_of([workload]), gpu, SYSTEMS[workload.system])
+        system = with_measured_share(system, gpu, calibration)
+    found = predict(points_of([workload]), gpu, system)
     return plain(found, 0)
 
 
