@@ -139,7 +139,8 @@ async def _serve_until(
     )
     driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
     spans = telemetry.intake if telemetry is not None else None
-    LinkService(engine, leader, options.cluster, spans).add_to(server.server)
+    links = LinkService(engine, leader, options.cluster, spans, options.topology)
+    links.add_to(server.server)
     people = PeoplePort(options, token, tls, service)
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)

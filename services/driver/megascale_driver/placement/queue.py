@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megascale_driver.placement import reservation
-from megascale_driver.placement.cost import fewest_switches
+from megascale_driver.placement.cost import cheapest, joined
 from megascale_driver.placement.gang import Candidate, replace_lost
 from megascale_driver.placement.pool import Pool
 from megascale_driver.placement.preemption import Holding, victims
@@ -35,7 +35,7 @@ MAX_STARTS = 32
 MAX_NAMES = 4  # jobs that a sentence names
 
 
-def decide(view: View, place: Placer = fewest_switches) -> Plan:
+def decide(view: View, place: Placer = cheapest) -> Plan:
     """Every decision about the waiting jobs; of equal views the same."""
     return _Round(view, place).plan()
 
@@ -120,7 +120,7 @@ class _Round:
                     return kept
         for tier in tiers:
             if tier.room.fits(job.world_size, job.tp):
-                return self._place(job.world_size, job.tp, tier.nodes.values())
+                return self._place(job, tier.nodes.values())
         return None
 
     def _start(self, job: WaitingJob, found: Choice) -> Decision:
@@ -217,7 +217,7 @@ def _with_survivors(job: WaitingJob, usable: dict[str, Candidate]) -> Choice | N
     survivors = {name: c for name, c in welcome.items() if name in mine}
     named = [welcome[name] for name in job.spares if name in welcome and name not in mine]
     others = [c for name, c in welcome.items() if name not in mine and name not in job.spares]
-    parts = replace_lost(job.last, survivors, named, others)
+    parts = replace_lost(job.last, survivors, named, others, job.traffic)
     if parts is None:
         return None
     fresh = tuple(part.node for part in parts if part.node not in mine)
@@ -227,6 +227,7 @@ def _with_survivors(job: WaitingJob, usable: dict[str, Candidate]) -> Choice | N
     spares = [name for name in fresh if name in job.spares]
     origin = "spare" if len(spares) == len(fresh) else "node"
     text = f"{kept} of {len(parts)} nodes keep their ranks, {origin} {_list(fresh)} joins them"
+    text += joined(job, parts, fresh, welcome)
     return Choice(parts, text)
 
 

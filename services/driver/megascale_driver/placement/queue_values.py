@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megascale_driver.placement.gang import Candidate, Part
+from megascale_driver.planner.placement_cost import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +21,13 @@ class Choice:
     why: str
 
 
-# Chooses the cheapest placement of (ranks, tp) among candidates; None if they do not suffice. It
-# must find one whenever megascale_driver.placement.room.Room.fits the candidates.
-Placer = Callable[[int, int, Iterable[Candidate]], Choice | None]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingJob:
     """A queued job.
 
     ``last``: its placement when it was last running, while it recovers from a fault; empty for a
     job that is new, was preempted or resumed. ``waiting_since_s``: since when it is queued.
-    ``not_before_s``: it backs off until then.
+    ``not_before_s``: it backs off until then. ``traffic``: what its ranks send; None: not known.
     """
 
     name: str
@@ -45,6 +41,7 @@ class WaitingJob:
     spares: tuple[str, ...] = ()
     evicted: frozenset[str] = frozenset()
     not_before_s: float = 0.0
+    traffic: Traffic | None = None
 
     @property
     def recovering(self) -> bool:
@@ -55,6 +52,11 @@ class WaitingJob:
     def order(self) -> tuple[int, bool, float, str]:
         """Its place in the queue: by priority, then what recovers, then by age."""
         return (-self.priority, not self.recovering, self.created_s, self.name)
+
+
+# Chooses the cheapest placement of a job among candidates; None if they do not suffice. It must
+# find one whenever megascale_driver.placement.room.Room.fits the candidates.
+Placer = Callable[[WaitingJob, Iterable[Candidate]], Choice | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
