@@ -1,4 +1,4 @@
-"""Where a gang's nodes go on the network: the planner's cost, the orders, and the spare's choice."""
+"""Where a gang goes on the network: the cost, the orders of nodes, and which spare is taken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_driver.placement.cost import cheapest, compared
-from megascale_driver.placement.gang import Candidate, Part, replace_lost
+from megascale_driver.placement.gang import Candidate, Part, replace_lost, spares
 from megascale_driver.placement.queue import decide
 from megascale_driver.placement.queue_values import View, WaitingJob
 from megascale_driver.placement.topology import BadTopology, expanded, parse
@@ -31,11 +31,9 @@ def fleet(switches: int, each: int, devices: int = 1) -> list[Candidate]:
     ]
 
 
-def gang(traffic: Traffic, **options: object) -> WaitingJob:
-    layout = traffic.layout
-    return WaitingJob(
-        name="a", world_size=layout.world_size, tp=layout.tp, traffic=traffic, **options
-    )  # type: ignore[arg-type]
+def gang(traffic: Traffic, last: tuple[Part, ...] = (), spares: tuple[str, ...] = ()) -> WaitingJob:
+    size, tp = traffic.layout.world_size, traffic.layout.tp
+    return WaitingJob(name="a", world_size=size, tp=tp, traffic=traffic, last=last, spares=spares)
 
 
 @given(
@@ -65,7 +63,7 @@ def test_the_score_is_the_sum_over_all_pairs_of_ranks(
                 far = distance(paths[one], paths[other])
                 cost += size * far
                 crossing += size if far > 1 else 0
-    assert (found.cost, found.crossing_bytes) == (pytest.approx(cost), pytest.approx(crossing))
+    assert found.cost == pytest.approx(cost) and found.crossing_bytes == pytest.approx(crossing)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +100,8 @@ def test_the_papers_cluster_is_placed_in_blocks_which_halve_what_crosses_switche
 def test_a_lost_node_is_replaced_by_the_spare_that_adds_the_fewest_edges_between_switches() -> None:
     nodes = {c.name: c for c in fleet(2, 4)}
     traffic = Traffic(RankLayout(dp=4, pp=2), 1.0, 1.0)
-    last = tuple(
-        Part(name, (rank,), (0,)) for rank, name in enumerate(sorted(nodes, key=lambda n: n[::-1]))
-    )
     placed = cheapest(gang(traffic), nodes.values())
-    assert placed is not None and len(last) == 8
+    assert placed is not None and len(placed.parts) == 8
     lost = placed.parts[5]
     near = nodes[lost.node].switch
     spares = [
@@ -123,6 +118,14 @@ def test_a_lost_node_is_replaced_by_the_spare_that_adds_the_fewest_edges_between
     (decision,) = decide(View(now_s=1.0, waiting=(job,), idle=idle, known=idle)).decisions
     assert "spare z-near joins them" in decision.why
     assert "the fewest edges between switches" in decision.why
+    assert decision.score is not None and decision.score.cross_share < 0.5
+
+
+def test_a_spare_on_the_jobs_switches_is_named_first() -> None:
+    parts = (Part("n1", (0,), (0,)),)
+    others = [Candidate(name, "cuda", (0,), switch) for name, switch in (("a", "s9"), ("z", "s1"))]
+    assert spares(1, parts, others, {"s1"}) == ("z",)
+    assert spares(2, parts, others, {"s1"}) == ("z", "a")
 
 
 def test_a_topology_is_read_from_what_scontrol_prints_and_from_labels() -> None:

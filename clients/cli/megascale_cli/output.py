@@ -231,6 +231,7 @@ def job_lines(job: Job) -> list[str]:
         f"layout tp {parallelism.tp or 1}, pp {parallelism.pp or 1}, dp {parallelism.dp or 1}",
         f"nodes {', '.join(job.nodes) or 'none'}; spares {', '.join(job.spare_nodes) or 'none'}; "
         f"evicted {', '.join(job.evicted_nodes) or 'none'}",
+        *_placement_lines(job),
         _checkpoint_text(job),
     ]
     if job.spec.checkpoint.replicas:
@@ -243,6 +244,12 @@ def job_lines(job: Job) -> list[str]:
     if job.HasField("goodput"):
         lines.append(_goodput_text(job.goodput))
     return lines
+
+
+def _placement_lines(job: Job) -> list[str]:
+    """Why the job runs where it does, if that was more than a choice of one switch."""
+    score = job.placement.score
+    return [f"placement: {escape(job.placement.reason)}"] if score.cross_switch_edges else []
 
 
 def _replica_text(job: Job) -> str:

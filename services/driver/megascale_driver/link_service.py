@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -30,6 +31,7 @@ from megascale_common.service.identity.gate import caller
 from megascale_common.service.status import abort
 from megascale_driver import wire
 from megascale_driver.core import unreadable
+from megascale_driver.core.state import Identity
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
 from megascale_driver.loop_watch import LongLived

@@ -8,11 +8,12 @@ stopped for. Faults and decisions come before routine lines.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
 from megascale_driver.core import blame, failure_rate, hang, log_roots, replicas
+from megascale_driver.core.attempt import Placement
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
@@ -97,11 +98,14 @@ class Explanation:
     suggestions: tuple[Suggestion, ...]
     # Of the attempt that the cause is about.
     log_root: Audit | None = None
+    placement: Placement = field(default_factory=Placement)
 
     @property
     def text(self) -> str:
         """All of it but the events, as lines for a terminal; times are in UTC (Z)."""
         lines = [self.sentence]
+        if self.placement.score is not None:
+            lines += ["", "why there", f"  {self.placement.why}"]
         if self.cause is not None:
             lines += ["", "what happened", f"  {_line(self.cause)}"]
         if self.log_root is not None:
@@ -141,6 +145,7 @@ def explanation(
         events=(*notable[:MAX_EVENTS], *routine[:MAX_EVENTS]),
         suggestions=suggestions(state, job, cause, _held_up_by(state, job, now_s, policy)),
         log_root=_log_root(cause, log),
+        placement=job.current.placement if job.active else Placement(),
     )
 
 

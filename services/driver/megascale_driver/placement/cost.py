@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from megascale_driver.placement.gang import Candidate, Part, place
 from megascale_driver.placement.queue_values import Choice, WaitingJob
 from megascale_driver.planner.placement_cost import Score, Traffic, score
 
-MAX_BLOCKS = 16  # shapes that are compared
+MAX_BLOCKS = 8  # shapes that are compared, the largest first
 
 
 def cheapest(job: WaitingJob, candidates: Iterable[Candidate]) -> Choice | None:
@@ -32,27 +33,32 @@ def cheapest(job: WaitingJob, candidates: Iterable[Candidate]) -> Choice | None:
         return Choice(parts, f"{nodes}, the fewest that have room")
     count = f"{len(switches)} switch{'' if len(switches) == 1 else 'es'}"
     why = f"{nodes} on {count}, the fewest that have room"
-    if len(switches) == 1 or job.traffic is None:
+    if job.traffic is None:
         return Choice(parts, why)
+    if len(switches) == 1:
+        return Choice(parts, why, score=_score(job.traffic, parts, by_name))
     found = compared(job.traffic, parts, by_name)
     (name, best, cost), *others = sorted(found, key=lambda each: each[2].cost)
     why += f"; {name}: {described(cost)}"
     dearer = next((each for each in others if each[2].cost > cost.cost), None)
     if dearer is not None:
         why += f"; next {dearer[0]}, at {dearer[2].cost / cost.cost:.2f} times the cost"
-    return Choice(best, why)
+    return Choice(best, why, name, cost)
 
 
-def joined(
-    job: WaitingJob, parts: Sequence[Part], fresh: Sequence[str], nodes: Mapping[str, Candidate]
-) -> str:
-    """What nodes that replaced others cost, as the end of a clause; "" on one switch."""
-    switches = {nodes[part.node].switch for part in parts}
-    if job.traffic is None or len(switches) == 1:
-        return ""
-    chosen = "it adds" if len(fresh) == 1 else "they add"
-    cost = described(_score(job.traffic, parts, nodes))
-    return f"; {chosen} the fewest edges between switches: {cost}"
+def rescored(
+    job: WaitingJob, found: Choice, fresh: Sequence[str], nodes: Mapping[str, Candidate]
+) -> Choice:
+    """The placement of a job that recovers with its score; ``fresh`` nodes replaced others."""
+    switches = {nodes[part.node].switch for part in found.parts}
+    if job.traffic is None or switches == {""}:
+        return found
+    cost = _score(job.traffic, found.parts, nodes)
+    why = found.why
+    if fresh and len(switches) > 1:
+        chosen = "it adds" if len(fresh) == 1 else "they add"
+        why += f"; {chosen} the fewest edges between switches: {described(cost)}"
+    return replace(found, why=why, score=cost)
 
 
 def compared(
@@ -85,9 +91,8 @@ def compared(
 def described(cost: Score) -> str:
     """A score in words."""
     return (
-        f"{100 * cost.cross_share:.0f} % of the {_gigabytes(cost.between_bytes)} a step between "
-        f"nodes crosses switches ({cost.crossing_edges} edges), cost {_gigabytes(cost.cost)} x "
-        "tiers"
+        f"{100 * cost.cross_share:.0f} % of the {_text(cost.between_bytes)} a step between nodes "
+        f"crosses switches ({cost.crossing_edges} edges), cost {_text(cost.cost)} x tiers"
     )
 
 
@@ -127,5 +132,7 @@ def _score(traffic: Traffic, parts: Sequence[Part], nodes: Mapping[str, Candidat
     return score(traffic, node_of, {part.node: nodes[part.node].path for part in parts})
 
 
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
+def _text(size: float) -> str:
+    """Bytes in the largest unit that leaves at least 1."""
+    power = max(0, min(5, (len(f"{size:.0f}") - 1) // 3))
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"

@@ -8,7 +8,7 @@ surviving nodes keep their ranks, so that the snapshots in their memory can be r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -85,9 +85,7 @@ def replace_lost(
             continue
         need = len(part.ranks)
         for pool in pools:
-            fitting = [
-                c for c in pool if len(c.devices) >= need and (not kinds or c.kind in kinds)
-            ]
+            fitting = [c for c in pool if len(c.devices) >= need and (not kinds or c.kind in kinds)]
             if fitting:
                 break
         else:
@@ -104,9 +102,7 @@ def replace_lost(
 class _Neighbourhood:
     """Where the ranks around a lost node are: what a node in its place would add."""
 
-    def __init__(
-        self, traffic: Traffic | None, known: Mapping[Candidate, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, traffic: Traffic | None, known: Mapping[Candidate, tuple[int, ...]]) -> None:
         self._traffic = traffic
         self._node_of: dict[int, str] = {}
         self._paths: dict[str, Path] = {}
@@ -131,12 +127,22 @@ class _Neighbourhood:
         return sorted({rank // tp for rank in ranks})
 
 
-def spares(wanted: int, parts: Sequence[Part], candidates: Iterable[Candidate]) -> tuple[str, ...]:
-    """Names of up to ``wanted`` nodes that can replace any node of the placement, by name."""
+def spares(
+    wanted: int,
+    parts: Sequence[Part],
+    candidates: Iterable[Candidate],
+    switches: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Names of up to ``wanted`` nodes that can replace any node of the placement, by name.
+
+    Those on the placement's ``switches`` come first: in place of some node they add no edge.
+    """
     used = {part.node for part in parts}
     need = max((len(part.ranks) for part in parts), default=0)
     fitting = [c for c in candidates if c.name not in used and len(c.devices) >= need]
-    return tuple(c.name for c in sorted(fitting, key=lambda c: c.name)[:wanted])
+    return tuple(
+        c.name for c in sorted(fitting, key=lambda c: (c.switch not in switches, c.name))[:wanted]
+    )
 
 
 def _capacity(candidate: Candidate, tp: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megascale_driver.placement import reservation
-from megascale_driver.placement.cost import cheapest, joined
+from megascale_driver.placement.cost import cheapest, rescored
 from megascale_driver.placement.gang import Candidate, replace_lost
 from megascale_driver.placement.pool import Pool
 from megascale_driver.placement.preemption import Holding, victims
@@ -33,6 +33,7 @@ from megascale_driver.placement.room import Room
 # A placement of thousands of nodes costs milliseconds; what is left over starts with the next tick.
 MAX_STARTS = 32
 MAX_NAMES = 4  # jobs that a sentence names
+_SAME = "the same nodes, whose memory may hold its snapshots"
 
 
 def decide(view: View, place: Placer = cheapest) -> Plan:
@@ -132,8 +133,8 @@ class _Round:
             why = (
                 f"{found.why}; beside what is held for {_jobs(self._holding)}, without delaying it"
             )
-            return Decision(Kind.BACKFILL, job.name, why, found.parts)
-        return Decision(Kind.PLACE, job.name, found.why, found.parts)
+            return _started(Kind.BACKFILL, job, found, why)
+        return _started(Kind.PLACE, job, found, found.why)
 
     def _hold(self, job: WaitingJob, room: Room, short: int) -> Decision:
         """It cannot start yet: displace others, hold nodes, or wait behind the jobs before it."""
@@ -222,13 +223,16 @@ def _with_survivors(job: WaitingJob, usable: dict[str, Candidate]) -> Choice | N
         return None
     fresh = tuple(part.node for part in parts if part.node not in mine)
     if not fresh:
-        return Choice(parts, "the same nodes, whose memory may hold its snapshots")
+        return rescored(job, Choice(parts, _SAME), (), welcome)
     kept = len(parts) - len(fresh)
     spares = [name for name in fresh if name in job.spares]
     origin = "spare" if len(spares) == len(fresh) else "node"
     text = f"{kept} of {len(parts)} nodes keep their ranks, {origin} {_list(fresh)} joins them"
-    text += joined(job, parts, fresh, welcome)
-    return Choice(parts, text)
+    return rescored(job, Choice(parts, text), fresh, welcome)
+
+
+def _started(kind: Kind, job: WaitingJob, found: Choice, why: str) -> Decision:
+    return Decision(kind, job.name, why, found.parts, order=found.order, score=found.score)
 
 
 def _nodes_of(job: RunningJob, view: View) -> dict[str, Candidate]:

@@ -10,15 +10,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megascale_driver.placement.gang import Candidate, Part
-from megascale_driver.planner.placement_cost import Traffic
+from megascale_driver.planner.placement_cost import Score, Traffic
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A placement, and why it is the cheapest, as a clause."""
+    """A placement, and why it is the cheapest, as a clause.
+
+    ``order``: which neighbours are kept together, where that was a choice. ``score``: what it
+    costs the network; None where no switch or no traffic is known.
+    """
 
     parts: tuple[Part, ...]
     why: str
+    order: str = ""
+    score: Score | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +146,7 @@ class Decision:
     """One decision. ``why`` is a clause for the job's reason and the audit log; "": it backs off.
 
     ``parts``: with PLACE and BACKFILL. ``nodes``: idle nodes that are held for the job. ``beside``:
-    the job that a PREEMPT makes room for.
+    the job that a PREEMPT makes room for. ``order`` and ``score``: of the placement.
     """
 
     kind: Kind
@@ -149,6 +155,8 @@ class Decision:
     parts: tuple[Part, ...] = ()
     nodes: tuple[str, ...] = ()
     beside: str = ""
+    order: str = ""
+    score: Score | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 # Topology labels of a node's switches: its leaf, the aggregation block above it, and its core.
 SWITCH_LABELS = ("switch", "block", "core")
-MAX_NODES = 100_000
+MAX_NODES = 100_000  # more than any cluster that is planned for
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _NAMES = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?$")

@@ -57,7 +57,7 @@ class Score:
         cost: bytes x tiers of a step.
         between_bytes: bytes of a step between nodes.
         crossing_bytes: those of them between leaf switches.
-        crossing_edges: pairs of ranks that exchange these.
+        crossing_edges: connections that carry these: hops of rings, links between stages.
     """
 
     cost: float
