@@ -241,8 +241,28 @@ def job_lines(job: Job) -> list[str]:
         lines.append(f"restored from step {job.restored_step} ({source})")
     if job.HasField("last_record"):
         lines.append(step_text(job.last_record, steps))
+    lines += _plan_lines(job)
     if job.HasField("goodput"):
         lines.append(_goodput_text(job.goodput))
+    return lines
+
+
+def _plan_lines(job: Job) -> list[str]:
+    """The steps beside what the planner predicts for them, by term."""
+    plan = job.plan
+    if plan.problem:
+        return [f"plan: {escape(plan.problem)}"]
+    lines = []
+    if plan.sentence:
+        color = "bold red" if plan.slower_by else "default"
+        lines.append(f"plan: [{color}]{escape(plan.sentence)}[/{color}]")
+    if plan.terms:
+        parts = [
+            f"{term.name.replace('_', '-')} {1000 * term.measured_s:.3g} "
+            f"({1000 * term.predicted_s:.3g})"
+            for term in plan.terms
+        ]
+        lines.append(f"  ms measured (planned): {', '.join(parts)}")
     return lines
 
 

@@ -251,6 +251,7 @@ class Job(View, of=driver_pb2.Job):
     replica_problem: str
     committed_at: timestamp_pb2.Timestamp
     placement: driver_pb2.Placement
+    plan: driver_pb2.PlanComparison
 
 
 class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):

@@ -186,6 +186,18 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanVerdict:
+    """By which term an attempt is slower than planned, "" if it is not, as the log has it.
+
+    ``changes``: lines that the log has about it.
+    """
+
+    slower_by: str = ""
+    sentence: str = ""
+    changes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """An attempt; ``number`` counts from 1, and 0 is that of a job which was never placed."""
 
@@ -226,6 +238,7 @@ class Attempt:
     observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
     # First step of the newest divergence that was logged; 0 without one.
     diverged_from: int = field(default=0, metadata=VOLATILE)
+    plan: PlanVerdict = field(default_factory=PlanVerdict)
     # Nodes of which the log says that they are slow.
     slow_nodes: tuple[str, ...] = field(default=(), metadata=VOLATILE)
     # Its values were not finite, and it ends for that: a device may have computed them wrong.

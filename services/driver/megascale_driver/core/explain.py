@@ -76,10 +76,12 @@ ROUTINE = frozenset(
         "JOB_WAITS",
         "JOB_RESUMED",
         "JOB_DELETED",
+        "AS_PLANNED",
     }
 )
 _NO_ACTIONS = frozenset(
     {"SUBMITTED", "ATTEMPT_PREPARING", "CHECKPOINT_COMMITTED", "JOB_SUCCEEDED", "JOB_WAITS"}
+    | {"SLOWER_THAN_PLAN", "AS_PLANNED"}
 ) | {reason for reason in ROUTINE if reason.startswith("PROFILE_")}
 
 
@@ -174,7 +176,7 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
             f"its last known step is {job.current.step}"
             f"{_failing_checkpoint(job, now_s)}{_failing_replicas(state, job)}"
-            f"{_auto_interval(job)}{_short_of_spares(job)}"
+            f"{_auto_interval(job)}{_short_of_spares(job)}{_slower_than_plan(job)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text
@@ -196,6 +198,11 @@ def _failing_replicas(state: Cluster, job: Job) -> str:
 def _short_of_spares(job: Job) -> str:
     missing = job.current.spares_short
     return f"; {missing} more spares should stand by" if missing else ""
+
+
+def _slower_than_plan(job: Job) -> str:
+    verdict = job.current.plan
+    return f"; it is slower than planned: {verdict.sentence}" if verdict.slower_by else ""
 
 
 def _auto_interval(job: Job) -> str:

@@ -64,6 +64,7 @@ class LocalOptions:
     """What to start. ``etcd_endpoints`` empty: an etcd in the run folder is started too.
 
     ``tls``: make an authority in the run folder, unless it has one, which is used in any case.
+    ``calibrations``: files by which running jobs are compared with their plans.
     """
 
     run_folder: Path
@@ -76,6 +77,7 @@ class LocalOptions:
     heartbeat_interval_s: float = 5.0
     hang_floor_s: float = 60.0
     tls: bool = False
+    calibrations: tuple[Path, ...] = ()
 
     @property
     def node_names(self) -> list[str]:
@@ -267,6 +269,8 @@ class LocalCluster:
         command += ["--audit-export", str(self.folder / "audit")]
         if opening.available():
             command += ["--telemetry-folder", str(self.folder / "telemetry")]
+            for path in options.calibrations:
+                command += ["--calibration", str(path.resolve())]
         command += ["--metrics-bind", "127.0.0.1:0"]
         command += ["--metrics-address-file", str(self.folder / metrics_targets.DRIVER_FILE)]
         if (files := certificates.of_cluster(self.folder, Role.DRIVER, DRIVER_NAME)) is not None:
