@@ -97,6 +97,25 @@ def test_the_papers_cluster_is_placed_in_blocks_which_halve_what_crosses_switche
     assert len(found.parts) == 1536 and "blocks of 16 x 4 stages: 8 %" in found.why
 
 
+@pytest.mark.parametrize(
+    ("order", "of_rings", "of_stages"), [("pipeline", 0.125, 0.0), ("data", 3 / 192, 1.0)]
+)
+def test_shares_between_switches_are_those_of_the_flow_simulators_table(
+    order: str, of_rings: float, of_stages: float
+) -> None:
+    """docs/network.md: 1,536 nodes in order, 64 below each set of leaf switches."""
+    layout = RankLayout(tp=8, dp=192, pp=8)
+    places = [
+        replica * 8 + stage if order == "pipeline" else stage * 192 + replica
+        for stage in range(8)
+        for replica in range(192)
+    ]
+    paths = {f"n{at}": (f"s{at // 64}",) for at in range(1536)}
+    node_of = [f"n{at}" for at in places]
+    assert score(Traffic(layout, 1.0, 0.0), node_of, paths).cross_share == pytest.approx(of_rings)
+    assert score(Traffic(layout, 0.0, 1.0), node_of, paths).cross_share == pytest.approx(of_stages)
+
+
 def test_a_lost_node_is_replaced_by_the_spare_that_adds_the_fewest_edges_between_switches() -> None:
     nodes = {c.name: c for c in fleet(2, 4)}
     traffic = Traffic(RankLayout(dp=4, pp=2), 1.0, 1.0)

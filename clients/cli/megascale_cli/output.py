@@ -241,15 +241,14 @@ def job_lines(job: Job) -> list[str]:
         lines.append(f"restored from step {job.restored_step} ({source})")
     if job.HasField("last_record"):
         lines.append(step_text(job.last_record, steps))
-    lines += _plan_lines(job)
+    lines += plan_lines(job.plan)
     if job.HasField("goodput"):
         lines.append(_goodput_text(job.goodput))
     return lines
 
 
-def _plan_lines(job: Job) -> list[str]:
-    """The steps beside what the planner predicts for them, by term."""
-    plan = job.plan
+def plan_lines(plan: driver_pb2.PlanComparison) -> list[str]:
+    """The steps of a job beside what the planner predicts for them, by term; rich markup."""
     if plan.problem:
         return [f"plan: {escape(plan.problem)}"]
     lines = []
@@ -258,8 +257,8 @@ def _plan_lines(job: Job) -> list[str]:
         lines.append(f"plan: [{color}]{escape(plan.sentence)}[/{color}]")
     if plan.terms:
         parts = [
-            f"{term.name.replace('_', '-')} {1000 * term.measured_s:.3g} "
-            f"({1000 * term.predicted_s:.3g})"
+            f"{term.name.replace('_', '-')} {1000 * term.measured_s:,.4g} "
+            f"({1000 * term.predicted_s:,.4g})"
             for term in plan.terms
         ]
         lines.append(f"  ms measured (planned): {', '.join(parts)}")

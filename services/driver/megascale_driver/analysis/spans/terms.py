@@ -57,7 +57,7 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     duration = table.duration_ns.astype(np.float64)
     own = _own_ns(table)
     chunks = int(table.chunk.max()) + 1 if len(table) else 1
-    factor = _unmeasured(table, micro_batches * chunks)
+    factor = _unmeasured(table, column, micro_batches * chunks)
     computing = _named(table, FORWARD.name) | _named(table, BACKWARD.name)
     step_s = mean_s(_named(table, STEP.name), duration)
     shortest = _shortest_ns(table)
@@ -121,11 +121,17 @@ def _own_ns(table: SpanTable) -> Floats:
     return found
 
 
-def _unmeasured(table: SpanTable, wanted: int) -> Floats:
-    """Of each span of computation: how many such its step has, over how many were measured."""
-    keys = np.stack([table.rank, table.step, table.op]).astype(np.int64)
-    _, place, count = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
-    factor: Floats = np.maximum(wanted / count, 1.0)[place.reshape(-1)]
+def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) -> Floats:
+    """Of each forward and backward: how many its step has, over how many were measured; else 1.
+
+    ``column``: the place of each span's step.
+    """
+    factor: Floats = np.ones(len(table))
+    place = table.rank.astype(np.int64) * (int(column.max(initial=0)) + 1) + column
+    for name in (FORWARD.name, BACKWARD.name):
+        own = _named(table, name)
+        count = np.bincount(place[own])
+        factor[own] = np.maximum(wanted / count[place[own]], 1.0)
     return factor
 
 
