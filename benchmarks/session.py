@@ -178,6 +178,10 @@ class Session:
         """Free the trainer of ``run``, or all of them."""
         gone = list(self._trainers) if run is None else [_of_trainer(run)]
         for resident in [self._trainers.pop(key) for key in gone if key in self._trainers]:
+            # The last step's all-gathers of parameters are waited for by nobody. NCCL's group keeps
+            # the memory of such operations until its next call (torch, ProcessGroupNCCL:
+            # shelvesToUnstash_), and so until after the next trainer's memory is counted from here.
+            resident.trainer.settle()
             if resident.product is not None:
                 resident.product.close()
         self._empty_cache()

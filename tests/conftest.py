@@ -49,6 +49,7 @@ LANES = {
     "more clusters": (
         "chaos/test_log_root.py",
         "chaos/test_orders.py",
+        "chaos/test_plan.py",
         "chaos/test_straggler.py",
         "chaos/test_suspend.py",
         "chaos/test_unknown_culprit.py",

@@ -35,6 +35,16 @@ def test_figures_and_the_split_of_a_step(layout: list[str], pool: RankPool, tmp_
     assert found["exposed"]["all"]["share"] < 1.0
 
 
+def test_the_memory_of_a_trainer_is_free_when_the_next_one_is_measured(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """In FP8 on 2026-11-22 and 23 the parameters of the trainer before were still allocated."""
+    options = ["--dp", "2", "--overlap", "dp", *SMALL]
+    for found in pool.run("tests.harness.benchmarking:freed", 2, tmp_path, arguments=options):
+        before, after_a_leg, freed = found["allocated"]
+        assert freed - before < 0.01 * (after_a_leg - before), found
+
+
 def test_a_rank_can_train_while_its_peer_does_nothing(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.benchmarking:steps_without_peers"
     for result in pool.run(program, 2, tmp_path, arguments=["--tp", "2", *SMALL]):

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import FileStore
 
 from megascale_common.node.status_page import read_status_page
 from megascale_trainer.launch.place import Place
+from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 
 
 def _session(rank: int, world_size: int, folder: Path, deadline: float) -> Session:
@@ -48,6 +49,34 @@ def losses_of_both_loops(
         session.forget()
     session.close()
     return found
+
+
+def freed(rank: int, world_size: int, folder: Path, *, arguments: list[str]) -> dict[str, Any]:
+    """Program of one rank: operations of a trainer that nobody waits for, and bytes on the device,
+
+    before there is a trainer, after its leg, and after it was freed.
+    """
+    session = _session(rank, world_size, folder, 0.0)
+    run = entry_of([*arguments, "--loop", "bare"]).run
+    session._meet(session.config(run))
+    waiting, allocated = [0], [_allocated(session.device)]
+    session.leg(run)
+    [resident] = session._trainers.values()
+    buffers = resident.trainer._buffers
+    assert isinstance(buffers, OverlappedBuffers)
+    gathers = buffers._gathers
+    waiting.append(len(gathers))
+    allocated.append(_allocated(session.device))
+    del resident, buffers
+    session.forget()
+    waiting.append(len(gathers))
+    allocated.append(_allocated(session.device))
+    session.close()
+    return {"waiting": waiting, "allocated": allocated}
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _tp_operations(folder: Path, rank: int) -> int:

@@ -47,6 +47,14 @@ def test_a_rank_can_train_while_its_peers_do_nothing(pool: RankPool, tmp_path: P
         assert result["copied"] > 0
 
 
+def test_a_trainer_that_is_freed_leaves_no_operation_behind(pool: RankPool, tmp_path: Path) -> None:
+    options = ["--dp", "2", "--overlap", "dp", "--seq", "32", "--global-batch", "4"]
+    program = "tests.harness.benchmarking:freed"
+    for found in pool.run(program, 2, tmp_path, arguments=[*options, "--steps", "4"]):
+        none, after_a_leg, freed = found["waiting"]
+        assert none == freed == 0 and after_a_leg > 0, found
+
+
 @pytest.mark.slow
 def test_a_measurement_has_all_figures(pool: RankPool, tmp_path: Path) -> None:
     options = [

@@ -114,3 +114,21 @@ def test_a_narrow_terminal_wraps_the_name_and_the_last_column_and_cuts_none() ->
     assert all(cell in text for cell in ("running", "50/200", "n1,n2"))
     shown = [line.split("  ")[0].strip() for line in text.splitlines()[1:]]
     assert "".join(shown).startswith(row[0])
+
+
+def test_a_job_is_shown_beside_its_plan_and_with_what_its_place_costs() -> None:
+    job = driver_pb2.Job(spec=job_pb2.JobSpec(name="x"), phase=types_pb2.JOB_PHASE_RUNNING)
+    assert "plan" not in shown("\n".join(output.job_lines(job))), "nothing is known yet"
+    job.plan.sentence = "step 7.4 s, plan 6.5 s [bold]"
+    job.plan.terms.add(name="data_parallel", measured_s=1.0, predicted_s=0.3)
+    job.placement.reason = "16 nodes on 2 switches"
+    job.placement.score.cost_byte_tiers = 1e9
+    text = shown("\n".join(output.job_lines(job)))
+    assert "plan: step 7.4 s, plan 6.5 s [bold]" in text
+    assert "ms measured (planned): data-parallel 1,000 (300)" in text
+    assert "16 nodes" not in text, "all of it lies below one switch"
+    job.placement.score.cross_switch_edges = 8
+    job.plan.problem = "no prediction for cpu"
+    text = shown("\n".join(output.job_lines(job)))
+    assert "placement: 16 nodes on 2 switches" in text and "plan: no prediction for cpu" in text
+    assert "step 7.4 s" not in text

@@ -36,6 +36,14 @@ ALLOCATED = [
     (rows.own("7b", 32, (2, 2, 2, 1), 64, precision="fp8"), 51.8),
     (rows.own("7b", 32, (1, 1, 1, 4), 64, precision="fp8"), 100.6),
 ]
+# Of two configurations in one start the second, with overlap.dp. The memory of the first one's
+# last all-gathers, which is its parameters in bf16, still counted as allocated when the second's
+# count began, and was freed before its end: the figure is less by that. Session.forget of
+# benchmarks/session.py waits for these operations since.
+BEHIND_ANOTHER = [
+    (rows.own("7b", 32, (1, 1, 1, 4), 64, precision="fp8", **SERIAL), 84.8),
+    (rows.own("7b", 16, (1, 1, 1, 2), 32, precision="fp8", **SERIAL), 54.4),
+]
 
 
 def published(model: str, **changes: Any) -> Any:
@@ -111,6 +119,18 @@ def test_the_allocators_peaks_are_predicted() -> None:
     wanted = np.array([gib for _, gib in ALLOCATED])
     assert len(wanted) >= 8
     assert np.max(np.abs(found / wanted - 1)) <= 0.02
+
+
+@pytest.mark.parametrize(("row", "counted_gib"), BEHIND_ANOTHER)
+def test_two_figures_lack_the_parameters_of_the_configuration_before(
+    row: dict[str, Any], counted_gib: float
+) -> None:
+    hidden = row["hidden"]
+    parameters = row["layers"] * 12 * hidden**2 + 2 * 51200 * hidden
+    peak_gib = counted_gib + 2 * parameters / 2**30
+    found = rows.predicted([row]).memory_bytes[0] / 2**30
+    assert found / peak_gib == pytest.approx(1, abs=0.006)
+    assert found / counted_gib > 1.1
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

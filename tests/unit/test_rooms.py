@@ -36,11 +36,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megascale_driver.analysis": ("megascale_driver.analysis", *PURE),
     "megascale_driver.analysis.spans": ("megascale_driver.analysis.spans", "numpy", *PURE),
-    "megascale_driver.placement": ("megascale_driver.placement", *PURE),
+    "megascale_driver.placement": (
+        *("megascale_driver.placement", "megascale_driver.planner.placement_cost"),
+        *PURE,
+    ),
     "megascale_driver.planner": ("megascale_driver.planner", "numpy", *PURE),
+    # A driver without numpy places jobs.
+    "megascale_driver.planner.placement_cost": PURE,
     "megascale_driver.network": ("megascale_driver.network", "numpy", *PURE),
     "megascale_driver.core": (
         *("megascale_driver.core", "megascale_driver.analysis", "megascale_driver.placement"),
+        "megascale_driver.planner.placement_cost",
         *PURE,
     ),
     "megascale_checkpoint.export": (

@@ -231,6 +231,7 @@ def job_lines(job: Job) -> list[str]:
         f"layout tp {parallelism.tp or 1}, pp {parallelism.pp or 1}, dp {parallelism.dp or 1}",
         f"nodes {', '.join(job.nodes) or 'none'}; spares {', '.join(job.spare_nodes) or 'none'}; "
         f"evicted {', '.join(job.evicted_nodes) or 'none'}",
+        *_placement_lines(job),
         _checkpoint_text(job),
     ]
     if job.spec.checkpoint.replicas:
@@ -240,9 +241,34 @@ def job_lines(job: Job) -> list[str]:
         lines.append(f"restored from step {job.restored_step} ({source})")
     if job.HasField("last_record"):
         lines.append(step_text(job.last_record, steps))
+    lines += plan_lines(job.plan)
     if job.HasField("goodput"):
         lines.append(_goodput_text(job.goodput))
     return lines
+
+
+def plan_lines(plan: driver_pb2.PlanComparison) -> list[str]:
+    """The steps of a job beside what the planner predicts for them, by term; rich markup."""
+    if plan.problem:
+        return [f"plan: {escape(plan.problem)}"]
+    lines = []
+    if plan.sentence:
+        color = "bold red" if plan.slower_by else "default"
+        lines.append(f"plan: [{color}]{escape(plan.sentence)}[/{color}]")
+    if plan.terms:
+        parts = [
+            f"{term.name.replace('_', '-')} {1000 * term.measured_s:,.4g} "
+            f"({1000 * term.predicted_s:,.4g})"
+            for term in plan.terms
+        ]
+        lines.append(f"  ms measured (planned): {', '.join(parts)}")
+    return lines
+
+
+def _placement_lines(job: Job) -> list[str]:
+    """Why the job runs where it does, if that was more than a choice of one switch."""
+    score = job.placement.score
+    return [f"placement: {escape(job.placement.reason)}"] if score.cross_switch_edges else []
 
 
 def _replica_text(job: Job) -> str:

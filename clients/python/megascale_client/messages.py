@@ -250,6 +250,8 @@ class Job(View, of=driver_pb2.Job):
     replicated_step: int
     replica_problem: str
     committed_at: timestamp_pb2.Timestamp
+    placement: driver_pb2.Placement
+    plan: driver_pb2.PlanComparison
 
 
 class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):

@@ -51,6 +51,8 @@ class Job(google.protobuf.message.Message):
     REPLICATED_STEP_FIELD_NUMBER: builtins.int
     REPLICA_PROBLEM_FIELD_NUMBER: builtins.int
     COMMITTED_AT_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
     spec_revision: builtins.int
     """Revision of the spec; counts from 1 and rises with every change of the spec."""
     etag: builtins.str
@@ -123,6 +125,18 @@ class Job(google.protobuf.message.Message):
     def committed_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the driver got to know of the newest complete checkpoint; absent: none."""
 
+    @property
+    def placement(self) -> Global___Placement:
+        """Why the newest attempt runs where it does, and what that costs the network; absent before the
+        first, and for one that was placed under a build which did not keep it.
+        """
+
+    @property
+    def plan(self) -> Global___PlanComparison:
+        """The steps beside what the planner predicts for them. Of GetJob alone, while the job runs and the
+        driver keeps spans; absent before the first steps were compared.
+        """
+
     def __init__(
         self,
         *,
@@ -149,11 +163,168 @@ class Job(google.protobuf.message.Message):
         replicated_step: builtins.int = ...,
         replica_problem: builtins.str = ...,
         committed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        placement: Global___Placement | None = ...,
+        plan: Global___PlanComparison | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["committed_at", b"committed_at", "created_at", b"created_at", "goodput", b"goodput", "last_record", b"last_record", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "profile", b"profile", "replica_problem", b"replica_problem", "replicated_step", b"replicated_step", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["committed_at", b"committed_at", "created_at", b"created_at", "goodput", b"goodput", "last_record", b"last_record", "placement", b"placement", "plan", b"plan", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "placement", b"placement", "plan", b"plan", "profile", b"profile", "replica_problem", b"replica_problem", "replicated_step", b"replicated_step", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
+
+@typing.final
+class Placement(google.protobuf.message.Message):
+    """Where an attempt was placed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    SCORE_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """Why there, as a clause."""
+    order: builtins.str
+    """Which neighbours were kept together: data-inner, pipeline-inner or blocks of both; empty where
+    one switch suffices, and of an attempt that keeps its nodes.
+    """
+    @property
+    def score(self) -> Global___PlacementScore:
+        """What it costs the network; absent where no switches are known."""
+
+    def __init__(
+        self,
+        *,
+        reason: builtins.str = ...,
+        order: builtins.str = ...,
+        score: Global___PlacementScore | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["score", b"score"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["order", b"order", "reason", b"reason", "score", b"score"]) -> None: ...
+
+Global___Placement: typing_extensions.TypeAlias = Placement
+
+@typing.final
+class PlacementScore(google.protobuf.message.Message):
+    """What a placement costs: traffic of a step by how far it goes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COST_BYTE_TIERS_FIELD_NUMBER: builtins.int
+    BETWEEN_NODES_BYTES_FIELD_NUMBER: builtins.int
+    CROSS_SWITCH_SHARE_FIELD_NUMBER: builtins.int
+    CROSS_SWITCH_EDGES_FIELD_NUMBER: builtins.int
+    cost_byte_tiers: builtins.float
+    """Sum over all pairs of ranks on different nodes: bytes of a step, times tiers of switches between
+    them (1: below one leaf switch).
+    """
+    between_nodes_bytes: builtins.float
+    """Bytes of a step between nodes."""
+    cross_switch_share: builtins.float
+    """Of these, the share that crosses leaf switches, 0 to 1."""
+    cross_switch_edges: builtins.int
+    """Connections of ranks that carry those: hops of rings, links between stages."""
+    def __init__(
+        self,
+        *,
+        cost_byte_tiers: builtins.float = ...,
+        between_nodes_bytes: builtins.float = ...,
+        cross_switch_share: builtins.float = ...,
+        cross_switch_edges: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["between_nodes_bytes", b"between_nodes_bytes", "cost_byte_tiers", b"cost_byte_tiers", "cross_switch_edges", b"cross_switch_edges", "cross_switch_share", b"cross_switch_share"]) -> None: ...
+
+Global___PlacementScore: typing_extensions.TypeAlias = PlacementScore
+
+@typing.final
+class PlanComparison(google.protobuf.message.Message):
+    """Measured steps of a job beside what the planner predicts (docs/planner.md)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    FIRST_STEP_FIELD_NUMBER: builtins.int
+    LAST_STEP_FIELD_NUMBER: builtins.int
+    MEASURED_STEP_S_FIELD_NUMBER: builtins.int
+    PREDICTED_STEP_S_FIELD_NUMBER: builtins.int
+    LOW_S_FIELD_NUMBER: builtins.int
+    HIGH_S_FIELD_NUMBER: builtins.int
+    TERMS_FIELD_NUMBER: builtins.int
+    SLOWER_BY_FIELD_NUMBER: builtins.int
+    SENTENCE_FIELD_NUMBER: builtins.int
+    HARDWARE_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    attempt: builtins.int
+    """The attempt that was measured."""
+    first_step: builtins.int
+    """First step of those that were measured."""
+    last_step: builtins.int
+    """Last one."""
+    measured_step_s: builtins.float
+    """Median time of a step."""
+    predicted_step_s: builtins.float
+    """Predicted; 0 where there is no prediction."""
+    low_s: builtins.float
+    """Lower end of the prediction's interval."""
+    high_s: builtins.float
+    """Upper end."""
+    slower_by: builtins.str
+    """The term that is above its prediction the most, while the job is slower than planned; empty
+    otherwise.
+    """
+    sentence: builtins.str
+    """All of it in one sentence."""
+    hardware: builtins.str
+    """What the prediction is for, and where its rates are from."""
+    problem: builtins.str
+    """Why there is no prediction, and the remedy; empty: there is one."""
+    @property
+    def terms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlanTerm]:
+        """The parts of a step, which add up to it on both sides; empty without spans or a prediction."""
+
+    def __init__(
+        self,
+        *,
+        attempt: builtins.int = ...,
+        first_step: builtins.int = ...,
+        last_step: builtins.int = ...,
+        measured_step_s: builtins.float = ...,
+        predicted_step_s: builtins.float = ...,
+        low_s: builtins.float = ...,
+        high_s: builtins.float = ...,
+        terms: collections.abc.Iterable[Global___PlanTerm] | None = ...,
+        slower_by: builtins.str = ...,
+        sentence: builtins.str = ...,
+        hardware: builtins.str = ...,
+        problem: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "first_step", b"first_step", "hardware", b"hardware", "high_s", b"high_s", "last_step", b"last_step", "low_s", b"low_s", "measured_step_s", b"measured_step_s", "predicted_step_s", b"predicted_step_s", "problem", b"problem", "sentence", b"sentence", "slower_by", b"slower_by", "terms", b"terms"]) -> None: ...
+
+Global___PlanComparison: typing_extensions.TypeAlias = PlanComparison
+
+@typing.final
+class PlanTerm(google.protobuf.message.Message):
+    """A part of a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    PREDICTED_S_FIELD_NUMBER: builtins.int
+    MEASURED_S_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """compute, tensor_parallel, pipeline, data_parallel, optimizer, host or straggler."""
+    predicted_s: builtins.float
+    """Predicted."""
+    measured_s: builtins.float
+    """Measured: the mean over the ranks, the median over the steps."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        predicted_s: builtins.float = ...,
+        measured_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["measured_s", b"measured_s", "name", b"name", "predicted_s", b"predicted_s"]) -> None: ...
+
+Global___PlanTerm: typing_extensions.TypeAlias = PlanTerm
 
 @typing.final
 class JobCondition(google.protobuf.message.Message):
@@ -1638,6 +1809,8 @@ class ExplainJobResponse(google.protobuf.message.Message):
     SUGGESTIONS_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     LOG_ROOT_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
     explanation: builtins.str
     """One sentence."""
     text: builtins.str
@@ -1668,6 +1841,14 @@ class ExplainJobResponse(google.protobuf.message.Message):
     def log_root(self) -> Global___LogRoot:
         """What the logs of the attempt name as the root, if they name one."""
 
+    @property
+    def placement(self) -> Global___Placement:
+        """Why the newest attempt runs where it does; absent before the first."""
+
+    @property
+    def plan(self) -> Global___PlanComparison:
+        """The steps beside what the planner predicts for them, as in GetJob."""
+
     def __init__(
         self,
         *,
@@ -1678,9 +1859,11 @@ class ExplainJobResponse(google.protobuf.message.Message):
         suggestions: collections.abc.Iterable[Global___Suggestion] | None = ...,
         text: builtins.str = ...,
         log_root: Global___LogRoot | None = ...,
+        placement: Global___Placement | None = ...,
+        plan: Global___PlanComparison | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cause", b"cause", "log_root", b"log_root"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["actions", b"actions", "cause", b"cause", "events", b"events", "explanation", b"explanation", "log_root", b"log_root", "suggestions", b"suggestions", "text", b"text"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["cause", b"cause", "log_root", b"log_root", "placement", b"placement", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["actions", b"actions", "cause", b"cause", "events", b"events", "explanation", b"explanation", "log_root", b"log_root", "placement", b"placement", "plan", b"plan", "suggestions", b"suggestions", "text", b"text"]) -> None: ...
 
 Global___ExplainJobResponse: typing_extensions.TypeAlias = ExplainJobResponse
 

@@ -134,17 +134,17 @@ async def _serve_until(
     )
     telemetry = opening.opened(options, engine)
     alerts = alerting.opened(options, options.cluster, engine.clock.now_s)
-    service = DriverService(
-        engine, leader, options.cluster, telemetry.views if telemetry is not None else None
-    )
+    stored = (telemetry.views, telemetry.plans) if telemetry is not None else ()
+    service = DriverService(engine, leader, options.cluster, *stored)
     driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
     spans = telemetry.intake if telemetry is not None else None
-    LinkService(engine, leader, options.cluster, spans).add_to(server.server)
+    links = LinkService(engine, leader, options.cluster, spans, options.topology)
+    links.add_to(server.server)
     people = PeoplePort(options, token, tls, service)
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         await people.start()
-        metrics = await _serve_metrics(engine, options, alerts)
+        metrics = await _serve_metrics(engine, options, alerts, telemetry)
         await require_etcd("--etcd", client.endpoints, tls=client.tls)
         if options.address_file is not None:
             write_address("--address-file", options.address_file, engine.address)
@@ -166,12 +166,16 @@ async def _serve_until(
 
 
 async def _serve_metrics(
-    engine: Engine, options: argparse.Namespace, alerts: Alerts
+    engine: Engine,
+    options: argparse.Namespace,
+    alerts: Alerts,
+    telemetry: opening.Telemetry | None,
 ) -> MetricsServer:
     """Have the engine observed by metrics and alerts, and serve them if --metrics-bind is given."""
     watch = LoopWatch()
     watch.start()
-    figures = DriverMetrics(engine, watch, alerts.outcomes)
+    plans = telemetry.plans.comparisons if telemetry is not None else tuple
+    figures = DriverMetrics(engine, watch, alerts.outcomes, plans)
     engine.observers += [figures, alerts]
     alerts.start()
     server = MetricsServer(figures.registry)

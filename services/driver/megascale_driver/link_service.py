@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -30,6 +31,7 @@ from megascale_common.service.identity.gate import caller
 from megascale_common.service.status import abort
 from megascale_driver import wire
 from megascale_driver.core import unreadable
+from megascale_driver.core.state import Identity
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
 from megascale_driver.loop_watch import LongLived
@@ -60,13 +62,20 @@ class SpanSink(Protocol):
 class LinkService:
     """Turns the messages of nodes into events for the engine, and sends what their links hold.
 
-    Without ``spans`` the spans that nodes send are dropped.
+    Without ``spans`` the spans that nodes send are dropped. ``topology``: labels by node, which
+    come before those that a node reports.
     """
 
     def __init__(
-        self, engine: Engine, leader: Leader, cluster: str, spans: SpanSink | None = None
+        self,
+        engine: Engine,
+        leader: Leader,
+        cluster: str,
+        spans: SpanSink | None = None,
+        topology: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self._engine = engine
+        self._topology = topology or {}
         self._spans = spans
         self._leader = leader
         self._cluster = cluster
@@ -94,6 +103,11 @@ class LinkService:
         name = link_pb2.DESCRIPTOR.services_by_name["ExecutorLinkService"].full_name
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
+    def _identity(self, hello: link_pb2.ExecutorHello) -> Identity:
+        found = wire.identity(hello)
+        labels = self._topology.get(hello.node, {})
+        return replace(found, topology={**found.topology, **labels}) if labels else found
+
     async def Connect(
         self,
         request_iterator: AsyncIterator[bytes],
@@ -109,7 +123,7 @@ class LinkService:
             await abort(context, self._leader.not_leading())
         now_s = self._engine.clock.now_s()
         protocol = min(hello.protocol.highest, PROTOCOL.highest)
-        link = Link(hello.node, wire.identity(hello), now_s, context.write, protocol)
+        link = Link(hello.node, self._identity(hello), now_s, context.write, protocol)
         greeting = link_pb2.DriverHello(
             protocol=PROTOCOL,
             build=build_version(),

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as Total
@@ -27,6 +28,9 @@ from megascale_driver.core.state import Cluster, Job, JobPhase, Node
 from megascale_driver.engine import Engine
 from megascale_driver.loop_watch import LoopWatch
 from megascale_driver.presence.lane import Lane
+
+if TYPE_CHECKING:
+    from megascale_driver.planner.beside import Comparison
 
 STEP_BUCKETS_S = (
     0.01,
@@ -69,9 +73,10 @@ class DriverMetrics(Collector):
         engine: Engine,
         watch: LoopWatch | None = None,
         alerts: Callable[[], Counter[str]] = Counter,
+        plans: Callable[[], Iterable[tuple[str, Comparison]]] = tuple,
     ) -> None:
-        """``alerts``: how many were sent, failed and dropped."""
-        self._engine, self._alerts = engine, alerts
+        """``alerts``: how many were sent, failed and dropped. ``plans``: of running jobs."""
+        self._engine, self._alerts, self._plans = engine, alerts, plans
         self._watch = watch if watch is not None else LoopWatch()
         self._events: Counter[str] = Counter()
         self._recovering: dict[str, float] = {}  # job -> when its attempt broke
@@ -172,6 +177,7 @@ class DriverMetrics(Collector):
         if self._engine.term is None:
             return  # the state of a standby is old or empty: the leader reports it
         yield from _jobs(state)
+        yield from _plan_metrics(self._plans())
         yield from _goodput(state, now_s)
         yield from _nodes(state, now_s, self._engine.presence.lane)
 
@@ -219,6 +225,29 @@ class DriverMetrics(Collector):
                     KeyError
                 ):  # MFU is not set if the device's peak is unknown
                     metric.remove(*labels)
+
+
+def _plan_metrics(found: Iterable[tuple[str, Comparison]]) -> Iterator[Metric]:
+    steps = GaugeMetricFamily(
+        "megascale_plan_step_seconds",
+        "Time of a step of a running job: measured (median), planned, and the plan's interval.",
+        labels=["job", "kind"],
+    )
+    parts = GaugeMetricFamily(
+        "megascale_plan_term_seconds",
+        "Each part of a step of a running job, measured and planned.",
+        labels=["job", "term", "kind"],
+    )
+    for job, each in found:
+        plan = each.plan
+        kinds = {"low": plan.low_s, "planned": plan.step_s, "high": plan.high_s}
+        for kind, value in {"measured": each.step_s, **kinds}.items():
+            steps.add_metric([job, kind], value)
+        for term in each.terms:
+            parts.add_metric([job, term.name, "measured"], term.measured_s)
+            parts.add_metric([job, term.name, "planned"], term.planned_s)
+    yield steps
+    yield parts
 
 
 def _loop(watch: LoopWatch) -> Iterator[Metric]:

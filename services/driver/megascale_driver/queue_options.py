@@ -1,11 +1,16 @@
-"""The driver's options about the queue: quotas, preemption, how long jobs and nodes are kept."""
+"""The driver's options about the queue: quotas, preemption, switches, how long things are kept."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 from megascale_common.job.names import is_dns_label
+from megascale_driver.placement.topology import BadTopology, parse
+
+MAX_TOPOLOGY_BYTES = 32 << 20  # 100,000 nodes on three levels take some 10 MB
 
 
 def add_queue_options(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +23,14 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
         metavar="TENANT=DEVICES",
         help="the jobs of this tenant hold at most so many devices at once; may be repeated; a "
         "tenant without a quota is not limited",
+    )
+    parser.add_argument(
+        "--topology",
+        type=topology,
+        default={},
+        metavar="FILE",
+        help="switches of the nodes: what `scontrol show topology` prints, or JSON with the labels "
+        "switch, block and core of each node; comes before the labels that nodes report",
     )
     parser.add_argument(
         "--preemption",
@@ -49,6 +62,23 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
         help="forget nodes that are dead for longer and that no job needs; nodes that were "
         "cordoned, drained or quarantined stay; default 24",
     )
+
+
+def topology(path: str) -> Mapping[str, Mapping[str, str]]:
+    """The topology labels of nodes, from a file.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be read.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_TOPOLOGY_BYTES + 1)
+        if len(text) > MAX_TOPOLOGY_BYTES:
+            raise BadTopology(f"it is larger than {MAX_TOPOLOGY_BYTES >> 20} MiB")
+        return parse(text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"{path}: {reason}") from None
 
 
 def quota(text: str) -> tuple[str, int]:

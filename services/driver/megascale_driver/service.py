@@ -73,7 +73,11 @@ class DriverService(
         self, request: driver_pb2.GetJobRequest, context: Context
     ) -> driver_pb2.GetJobResponse:
         """One job, as it is now."""
-        return driver_pb2.GetJobResponse(job=self._message(self._job(request.name)))
+        job = self._job(request.name)
+        message = self._message(job)
+        if (plan := self._plan_message(job)) is not None:
+            message.plan.CopyFrom(plan)
+        return driver_pb2.GetJobResponse(job=message)
 
     @answers
     async def ListJobs(
@@ -136,7 +140,10 @@ class DriverService(
         log = [line for line in self.engine.audit if line.log == job.name]
         now_s = self.engine.clock.now_s()
         found = explanation(self.engine.state, job.name, log, now_s, self.engine.policy)
-        return wire.explanation_message(found, self._epoch())
+        message = wire.explanation_message(found, self._epoch())
+        if (plan := self._plan_message(job)) is not None:
+            message.plan.CopyFrom(plan)
+        return message
 
     @answers
     async def GetClusterInfo(

@@ -43,14 +43,29 @@ class Views(Protocol):
         """
 
 
+class Plans(Protocol):
+    """What compares jobs with their plans: :class:`megascale_driver.telemetry.plan_watch`."""
+
+    def message(self, job: Job) -> driver_pb2.PlanComparison | None:
+        """The newest comparison of the job's attempt while it runs; None before there is one."""
+
+
 class SpanMethods(ServiceBase):
-    """Answers from stored spans; ``views`` is None where this driver keeps none."""
+    """Answers from stored spans; ``views`` and ``plans`` are None where this driver keeps none."""
 
     def __init__(
-        self, engine: Engine, leader: Leader, cluster: str, views: Views | None = None
+        self,
+        engine: Engine,
+        leader: Leader,
+        cluster: str,
+        views: Views | None = None,
+        plans: Plans | None = None,
     ) -> None:
         super().__init__(engine, leader, cluster)
-        self._views = views
+        self._views, self._plans = views, plans
+
+    def _plan_message(self, job: Job) -> driver_pb2.PlanComparison | None:
+        return self._plans.message(job) if self._plans is not None else None
 
     @answers
     async def GetHeatMap(

@@ -28,6 +28,7 @@ from megascale_driver.core.state import (
     Node,
     Profile,
 )
+from megascale_driver.wire_placement import placement_message
 
 MAX_DEVICES = 1024
 MAX_TEXT = 4096
@@ -189,6 +190,8 @@ def job_message(
     if nodes is not None and job.config.checkpoint.replicas:
         message.replicated_step = replicas.replicated_step(job, nodes)
         message.replica_problem = replicas.problem(job, nodes)
+    if (placed := placement_message(job.current.placement)) is not None:
+        message.placement.CopyFrom(placed)
     if job.goodput.since_us:
         message.goodput.CopyFrom(goodput_message(goodput.at(job.goodput, now_s)))
     return message
@@ -304,6 +307,8 @@ def explanation_message(
         ],
         text=found.text,
     )
+    if (placed := placement_message(found.placement)) is not None:
+        message.placement.CopyFrom(placed)
     if found.cause is not None:
         message.cause.CopyFrom(event_message(found.cause, epoch))
     if found.log_root is not None and (root := log_roots.shown(found.log_root)) is not None:

@@ -25,6 +25,7 @@ ALERTS: Final[Mapping[Reason, Severity]] = {
     "HANG_SUSPECTED": "warning",
     "LOSS_DIVERGED": "warning",
     "STRAGGLER": "warning",
+    "SLOWER_THAN_PLAN": "warning",
     "LOG_ROOT_FOUND": "warning",
     "WORKER_OUT_OF_MEMORY": "warning",
     "SNAPSHOT_DAMAGED": "warning",

@@ -80,6 +80,13 @@ Tls = Annotated[
         "all parts, as it is done without this in a folder that has one.",
     ),
 ]
+Calibration = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A file of `megascale plan calibrate`: running jobs are compared with what the "
+        "planner predicts from it; may be repeated."
+    ),
+]
 AddNode = Annotated[
     bool,
     typer.Option(
@@ -110,6 +117,7 @@ def up(
     heartbeat_interval_s: HeartbeatInterval = 5.0,
     hang_floor_s: HangFloor = 60.0,
     tls: Tls = False,
+    calibration: Calibration = None,
     add_node: AddNode = False,
     dashboard: Dashboard = True,
     dry_run: DryRun = False,
@@ -152,6 +160,7 @@ def up(
         heartbeat_interval_s=heartbeat_interval_s,
         hang_floor_s=hang_floor_s,
         tls=tls,
+        calibrations=tuple(calibration or ()),
     )
     if dry_run:
         _print_plan(options, as_json)

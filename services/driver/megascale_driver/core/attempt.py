@@ -15,6 +15,7 @@ from megascale_driver.analysis.group_search import Answer, Search, Taken
 from megascale_driver.core.overlay import changed_keys
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
 from megascale_driver.core.storing import RIDES, VOLATILE, stored_as
+from megascale_driver.planner.placement_cost import Score
 
 
 class FaultKind(enum.StrEnum):
@@ -172,11 +173,37 @@ class SearchLog:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Why an attempt runs where it does, and what that costs the network.
+
+    ``order``: which neighbours are kept together; "" where that was no choice. ``score``: None
+    where no switches are known.
+    """
+
+    why: str = ""
+    order: str = ""
+    score: Score | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVerdict:
+    """By which term an attempt is slower than planned, "" if it is not, as the log has it.
+
+    ``changes``: lines that the log has about it.
+    """
+
+    slower_by: str = ""
+    sentence: str = ""
+    changes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """An attempt; ``number`` counts from 1, and 0 is that of a job which was never placed."""
 
     number: int = field(default=0, metadata=stored_as("attempt"))
     slots: tuple[NodeSlot, ...] = ()
+    placement: Placement = field(default_factory=Placement)
     store_endpoint: str = ""
     committer_endpoint: str = ""
     # What the committer chose to restore; None before it has.
@@ -211,6 +238,7 @@ class Attempt:
     observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
     # First step of the newest divergence that was logged; 0 without one.
     diverged_from: int = field(default=0, metadata=VOLATILE)
+    plan: PlanVerdict = field(default_factory=PlanVerdict)
     # Nodes of which the log says that they are slow.
     slow_nodes: tuple[str, ...] = field(default=(), metadata=VOLATILE)
     # Its values were not finite, and it ends for that: a device may have computed them wrong.

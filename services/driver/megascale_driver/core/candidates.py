@@ -7,16 +7,18 @@ from collections.abc import Iterable
 from megascale_driver.core.state import AttemptPhase, Desired, Disposition, Liveness, Node
 from megascale_driver.placement import fit
 from megascale_driver.placement.gang import Candidate
+from megascale_driver.placement.topology import SWITCH_LABELS
 
 _IDLE = Desired()
 
 
 def candidate(node: Node) -> Candidate:
-    """A node as placement takes it: name, devices, their kind, switch."""
+    """A node as placement takes it: name, devices, their kind, switches."""
     kinds = {device.kind for device in node.identity.devices}
     kind = kinds.pop() if len(kinds) == 1 else ""
     devices = tuple(device.index for device in node.identity.devices)
-    return Candidate(node.name, kind, devices, node.identity.topology.get("switch", ""))
+    switch, *above = (node.identity.topology.get(label, "") for label in SWITCH_LABELS)
+    return Candidate(node.name, kind, devices, switch, tuple(above) if any(above) else ())
 
 
 def capacities(nodes: Iterable[Node]) -> list[fit.Capacity]:

@@ -16,6 +16,7 @@ from megascale_driver.core.attempt import (
     FailureCount,
     Fault,
     Leaving,
+    PlanVerdict,
     Searching,
     SearchLog,
 )
@@ -128,6 +129,7 @@ class AttemptChanges(TypedDict, total=False):
     failed_copies: FailedCopies
     observed_hang_s: float
     diverged_from: int
+    plan: PlanVerdict
     slow_nodes: tuple[str, ...]
     suspects_devices: bool
     searching: Searching | None

@@ -369,6 +369,20 @@ class StragglerFound:
     sentence: str
 
 
+@dataclass(frozen=True, slots=True)
+class PlanCompared:
+    """Steps of an attempt beside their plan; ``slower_by``: a term, "" where it is as planned."""
+
+    now_s: float
+    job: str
+    attempt: int
+    slower_by: str
+    sentence: str
+    first_step: int
+    last_step: int
+    hardware: str
+
+
 Event = (
     LeaderStarted
     | Tick
@@ -383,6 +397,7 @@ Event = (
     | GroupChecked
     | LossDiverged
     | StragglerFound
+    | PlanCompared
     | RecordRefused
 )
 

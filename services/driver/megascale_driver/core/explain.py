@@ -8,11 +8,12 @@ stopped for. Faults and decisions come before routine lines.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
 from megascale_driver.core import blame, failure_rate, hang, log_roots, replicas
+from megascale_driver.core.attempt import Placement
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
@@ -75,10 +76,12 @@ ROUTINE = frozenset(
         "JOB_WAITS",
         "JOB_RESUMED",
         "JOB_DELETED",
+        "AS_PLANNED",
     }
 )
 _NO_ACTIONS = frozenset(
     {"SUBMITTED", "ATTEMPT_PREPARING", "CHECKPOINT_COMMITTED", "JOB_SUCCEEDED", "JOB_WAITS"}
+    | {"SLOWER_THAN_PLAN", "AS_PLANNED"}
 ) | {reason for reason in ROUTINE if reason.startswith("PROFILE_")}
 
 
@@ -97,11 +100,14 @@ class Explanation:
     suggestions: tuple[Suggestion, ...]
     # Of the attempt that the cause is about.
     log_root: Audit | None = None
+    placement: Placement = field(default_factory=Placement)
 
     @property
     def text(self) -> str:
         """All of it but the events, as lines for a terminal; times are in UTC (Z)."""
         lines = [self.sentence]
+        if self.placement.score is not None:
+            lines += ["", "why there", f"  {self.placement.why}"]
         if self.cause is not None:
             lines += ["", "what happened", f"  {_line(self.cause)}"]
         if self.log_root is not None:
@@ -141,6 +147,7 @@ def explanation(
         events=(*notable[:MAX_EVENTS], *routine[:MAX_EVENTS]),
         suggestions=suggestions(state, job, cause, _held_up_by(state, job, now_s, policy)),
         log_root=_log_root(cause, log),
+        placement=job.current.placement if job.active else Placement(),
     )
 
 
@@ -169,7 +176,7 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
             f"its last known step is {job.current.step}"
             f"{_failing_checkpoint(job, now_s)}{_failing_replicas(state, job)}"
-            f"{_auto_interval(job)}{_short_of_spares(job)}"
+            f"{_auto_interval(job)}{_short_of_spares(job)}{_slower_than_plan(job)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text
@@ -191,6 +198,11 @@ def _failing_replicas(state: Cluster, job: Job) -> str:
 def _short_of_spares(job: Job) -> str:
     missing = job.current.spares_short
     return f"; {missing} more spares should stand by" if missing else ""
+
+
+def _slower_than_plan(job: Job) -> str:
+    verdict = job.current.plan
+    return f"; it is slower than planned: {verdict.sentence}" if verdict.slower_by else ""
 
 
 def _auto_interval(job: Job) -> str:

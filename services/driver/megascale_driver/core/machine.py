@@ -24,6 +24,7 @@ from megascale_driver.core import (
     liveness,
     nodes,
     orders,
+    plans,
     profiles,
     quotas,
     searching,
@@ -49,6 +50,7 @@ from megascale_driver.core.events import (
     OpenFailed,
     Outcome,
     PagesRead,
+    PlanCompared,
     PolicyRequested,
     ProbeResult,
     ProfileCancelRequested,
@@ -165,6 +167,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         divergence.diverged(draft, event)
     elif isinstance(event, StragglerFound):
         stragglers.found(draft, event)
+    elif isinstance(event, PlanCompared):
+        plans.compared(draft, event)
     elif isinstance(event, LeaderStarted):
         _leader_started(draft, event)
     elif isinstance(event, Mutation):

@@ -8,6 +8,7 @@ from megascale_driver.core.draft import Draft
 from megascale_driver.core.state import Job, JobPhase
 from megascale_driver.placement.gang import Part
 from megascale_driver.placement.queue_values import Rules, RunningJob, View, WaitingJob
+from megascale_driver.planner.placement_cost import traffic_of
 
 
 def view_of(draft: Draft) -> View:
@@ -75,6 +76,7 @@ def _waiting(job: Job) -> WaitingJob:
         spares=job.spares,
         evicted=frozenset(job.evicted),
         not_before_s=job.not_before_s,
+        traffic=traffic_of(job.config),
     )
 
 

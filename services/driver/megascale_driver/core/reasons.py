@@ -21,6 +21,8 @@ Reason = Literal[
     "HANG_SUSPECTED",
     "LOSS_DIVERGED",
     "STRAGGLER",
+    "SLOWER_THAN_PLAN",
+    "AS_PLANNED",
     "SPARE_ASSIGNED",
     "SPARES_SHORT",
     "CHECKPOINT_COMMITTED",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from megascale_common.sizes.spare_count import wanted_spares
 from megascale_driver.core import leaving
-from megascale_driver.core.attempt import Attempt, NodeSlot
+from megascale_driver.core.attempt import Attempt, NodeSlot, Placement
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.failure_rate import rate
@@ -133,11 +133,12 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
     )
     number = max(job.attempt, job.opened_elsewhere) + 1
     used = {p.node for p in parts}
+    placement = Placement(decision.why, decision.order, decision.score)
     draft.job(
         job.name,
         phase=JobPhase.PREPARING,
         reason=f"attempt {number}: {len(slots)} nodes prepare",
-        current=Attempt(number, slots),
+        current=Attempt(number, slots, placement=placement),
         waits_as="",
         spares=tuple(name for name in job.spares if name not in used),
         attempts=(*job.attempts, AttemptRecord(number, slots, draft.now_s)),
@@ -261,6 +262,7 @@ def _say_shortage(draft: Draft, job: Job) -> None:
 
 def _found(draft: Draft, job: Job, missing: int, left: Mapping[str, Candidate]) -> tuple[str, ...]:
     parts = parts_of(job)
-    kinds = {candidate(draft.nodes[p.node]).kind for p in parts if p.node in draft.nodes}
+    mine = [candidate(draft.nodes[p.node]) for p in parts if p.node in draft.nodes]
+    kinds = {c.kind for c in mine}
     fitting = [c for name, c in left.items() if c.kind in kinds and name not in job.evicted]
-    return spares(missing, parts, fitting)
+    return spares(missing, parts, fitting, {c.switch for c in mine})

@@ -1,27 +1,138 @@
 """Which placement of a gang is the cheapest: the one function that the queue calls for it.
 
-What is valid is decided by :mod:`megascale_driver.placement.queue`. Another rule of cost is another
-function of the same form (:data:`megascale_driver.placement.queue_values.Placer`).
+The nodes are those of :func:`megascale_driver.placement.gang.place`, on the fewest switches. Where
+these are several, the order matters, and three kinds are compared by the planner's cost: data-inner
+(ranks in their order), pipeline-inner (all stages of some replicas beside each other), and blocks
+of both, as large as the nodes of one switch. What is valid is decided by
+:mod:`megascale_driver.placement.queue`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from megascale_driver.placement.gang import Candidate, place
-from megascale_driver.placement.queue_values import Choice
+from megascale_driver.placement.gang import Candidate, Part, place
+from megascale_driver.placement.queue_values import Choice, WaitingJob
+from megascale_driver.planner.placement_cost import Score, Traffic, score
+
+MAX_BLOCKS = 8  # shapes that are compared, the largest first
 
 
-def fewest_switches(world_size: int, tp: int, candidates: Iterable[Candidate]) -> Choice | None:
-    """The placement on the fewest switches, and then the fewest nodes."""
+def cheapest(job: WaitingJob, candidates: Iterable[Candidate]) -> Choice | None:
+    """The placement on the fewest switches and nodes, in the order that costs the least."""
     candidates = list(candidates)
-    parts = place(world_size, tp, candidates)
+    parts = place(job.world_size, job.tp, candidates)
     if parts is None:
         return None
-    chosen = {part.node for part in parts}
-    switches = {c.switch for c in candidates if c.name in chosen}
+    by_name = {c.name: c for c in candidates}
+    switches = {by_name[part.node].switch for part in parts}
     nodes = f"{len(parts)} node{'' if len(parts) == 1 else 's'}"
     if switches == {""}:
         return Choice(parts, f"{nodes}, the fewest that have room")
     count = f"{len(switches)} switch{'' if len(switches) == 1 else 'es'}"
-    return Choice(parts, f"{nodes} on {count}, the fewest that have room")
+    why = f"{nodes} on {count}, the fewest that have room"
+    if job.traffic is None:
+        return Choice(parts, why)
+    if len(switches) == 1:
+        return Choice(parts, why, score=_score(job.traffic, parts, by_name))
+    found = compared(job.traffic, parts, by_name)
+    (name, best, cost), *others = sorted(found, key=lambda each: each[2].cost)
+    why += f"; {name}: {described(cost)}"
+    dearer = next((each for each in others if each[2].cost > cost.cost), None)
+    if dearer is not None:
+        why += f"; next {dearer[0]}, at {dearer[2].cost / cost.cost:.2f} times the cost"
+    return Choice(best, why, name, cost)
+
+
+def rescored(
+    job: WaitingJob, found: Choice, fresh: Sequence[str], nodes: Mapping[str, Candidate]
+) -> Choice:
+    """The placement of a job that recovers with its score; ``fresh`` nodes replaced others."""
+    switches = {nodes[part.node].switch for part in found.parts}
+    if job.traffic is None or switches == {""}:
+        return found
+    cost = _score(job.traffic, found.parts, nodes)
+    why = found.why
+    if fresh and len(switches) > 1:
+        chosen = "it adds" if len(fresh) == 1 else "they add"
+        why += f"; {chosen} the fewest edges between switches: {described(cost)}"
+    return replace(found, why=why, score=cost)
+
+
+def compared(
+    traffic: Traffic, parts: Sequence[Part], nodes: Mapping[str, Candidate]
+) -> list[tuple[str, tuple[Part, ...], Score]]:
+    """The orders of the nodes of ``parts`` that are possible: name, placement and score of each.
+
+    Other orders than the first need nodes of one size, of which whole numbers make a stage.
+    """
+    first = tuple(parts)
+    found = [("data-inner", first, _score(traffic, first, nodes))]
+    sizes = {len(part.ranks) for part in first}
+    layout = traffic.layout
+    of_stage = layout.world_size // layout.pp
+    if len(sizes) > 1 or layout.pp == 1 or of_stage % (size := sizes.pop()):
+        return found
+    columns = of_stage // size
+    together = sorted(first, key=lambda part: (*nodes[part.node].path[::-1], part.ranks[0]))
+    room = max(Counter(nodes[part.node].switch for part in first).values())
+    for name, order in _orders(columns, layout.pp, room):
+        moved = [
+            Part(part.node, first[index].ranks, part.devices)
+            for part, index in zip(together, order, strict=True)
+        ]
+        moved.sort(key=lambda part: part.ranks[0])
+        found.append((name, tuple(moved), _score(traffic, moved, nodes)))
+    return found
+
+
+def described(cost: Score) -> str:
+    """A score in words."""
+    return (
+        f"{100 * cost.cross_share:.0f} % of the {_text(cost.between_bytes)} a step between nodes "
+        f"crosses switches ({cost.crossing_edges} edges), cost {_text(cost.cost)} x tiers"
+    )
+
+
+def _orders(columns: int, stages: int, room: int) -> Iterator[tuple[str, list[int]]]:
+    """Orders of the nodes' places, which are numbered stage after stage: name and places."""
+    yield "data-inner by switch", list(range(columns * stages))
+    yield "pipeline-inner", _tiled(columns, stages, 1, stages)
+    shapes = [
+        (wide, deep)
+        for wide in _divisors(columns)
+        for deep in _divisors(stages)
+        if wide * deep <= room and deep > 1 and wide > 1
+    ]
+    shapes.sort(key=lambda shape: (-shape[0] * shape[1], shape))
+    for wide, deep in shapes[:MAX_BLOCKS]:
+        yield f"blocks of {wide} x {deep} stages", _tiled(columns, stages, wide, deep)
+
+
+def _tiled(columns: int, stages: int, wide: int, deep: int) -> list[int]:
+    return [
+        stage * columns + column
+        for top in range(0, stages, deep)
+        for left in range(0, columns, wide)
+        for column in range(left, left + wide)
+        for stage in range(top, top + deep)
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _score(traffic: Traffic, parts: Sequence[Part], nodes: Mapping[str, Candidate]) -> Score:
+    tp = traffic.layout.tp
+    of_rank = sorted(parts, key=lambda part: part.ranks[0])
+    node_of = [part.node for part in of_rank for _ in range(len(part.ranks) // tp)]
+    return score(traffic, node_of, {part.node: nodes[part.node].path for part in parts})
+
+
+def _text(size: float) -> str:
+    """Bytes in the largest unit that leaves at least 1."""
+    power = max(0, min(5, (len(f"{size:.0f}") - 1) // 3))
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"

@@ -1,26 +1,39 @@
 """Gang placement: all ranks of a job at once, on the fewest switches.
 
 A tensor-parallel group never spans nodes. Ranks are contiguous by node, so that neighbouring ranks
-(tensor, then data parallel) share nodes and switches (MegaScale section 3.6). After a fault the
+(tensor, then data parallel) share nodes and switches (MegaScale section 3.6);
+:mod:`megascale_driver.placement.cost` compares other orders of the nodes. After a fault the
 surviving nodes keep their ranks, so that the snapshots in their memory can be restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+
+from megascale_driver.planner.placement_cost import Path, Traffic, added
 
 KINDS = ("cuda", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that may be used: its devices (indices, all of one kind) and switch ("": unknown)."""
+    """A node that may be used: its devices (indices, all of one kind) and switch ("": unknown).
+
+    ``above``: the switches above that one, the nearest first, as far as they are known.
+    """
 
     name: str
     kind: str
     devices: tuple[int, ...]
     switch: str = ""
+    above: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """Its switches, leaf first."""
+        return (self.switch, *self.above)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,45 +63,86 @@ def replace_lost(
     survivors: Mapping[str, Candidate],
     named_spares: Sequence[Candidate],
     others: Sequence[Candidate],
+    traffic: Traffic | None = None,
 ) -> tuple[Part, ...] | None:
     """The old placement with lost nodes replaced and survivors at their ranks; None if impossible.
 
-    Named spares are used first, then other nodes; of each, first those on a survivor's switch.
+    Named spares are used first, then other nodes; of each, the one that adds the fewest edges
+    between switches to the ``traffic``, and then the least cost.
     """
+    kept = {
+        part.node: part
+        for part in parts
+        if part.node in survivors and set(part.devices) <= set(survivors[part.node].devices)
+    }
+    near = _Neighbourhood(traffic, {survivors[name]: part.ranks for name, part in kept.items()})
     kinds = {c.kind for c in survivors.values()}
-    near = {c.switch for c in survivors.values()}
-    pool = [
-        *sorted(named_spares, key=lambda c: (c.switch not in near, c.name)),
-        *sorted(others, key=lambda c: (c.switch not in near, c.name)),
-    ]
+    pools = [list(named_spares), list(others)]
     placed: list[Part] = []
     for part in parts:
-        survivor = survivors.get(part.node)
-        if survivor is not None and set(part.devices) <= set(survivor.devices):
+        if part.node in kept:
             placed.append(part)
             continue
-        found = next(
-            (
-                c
-                for c in pool
-                if len(c.devices) >= len(part.ranks) and (not kinds or c.kind in kinds)
-            ),
-            None,
-        )
-        if found is None:
+        need = len(part.ranks)
+        for pool in pools:
+            fitting = [c for c in pool if len(c.devices) >= need and (not kinds or c.kind in kinds)]
+            if fitting:
+                break
+        else:
             return None
+        rank_key = near.key(part.ranks)
+        found = min(fitting, key=lambda c: (*rank_key(c.path), c.name))
         pool.remove(found)
         kinds.add(found.kind)
-        placed.append(Part(found.name, part.ranks, found.devices[: len(part.ranks)]))
+        near.take(found, part.ranks)
+        placed.append(Part(found.name, part.ranks, found.devices[:need]))
     return tuple(placed)
 
 
-def spares(wanted: int, parts: Sequence[Part], candidates: Iterable[Candidate]) -> tuple[str, ...]:
-    """Names of up to ``wanted`` nodes that can replace any node of the placement, by name."""
+class _Neighbourhood:
+    """Where the ranks around a lost node are: what a node in its place would add."""
+
+    def __init__(self, traffic: Traffic | None, known: Mapping[Candidate, tuple[int, ...]]) -> None:
+        self._traffic = traffic
+        self._node_of: dict[int, str] = {}
+        self._paths: dict[str, Path] = {}
+        self._switches = {node.switch for node in known}
+        for node, ranks in known.items():
+            self.take(node, ranks)
+
+    def take(self, node: Candidate, ranks: Sequence[int]) -> None:
+        """The node has these ranks."""
+        self._paths[node.name] = node.path
+        self._node_of.update(dict.fromkeys(self._groups(ranks), node.name))
+
+    def key(self, ranks: Sequence[int]) -> Callable[[Path], tuple[int, float]]:
+        """Edges between switches, and cost, that a node adds with these ranks, by its path."""
+        traffic, groups = self._traffic, self._groups(ranks)
+        if traffic is None:
+            return lambda path: (path[0] not in self._switches, 0.0)
+        return cache(lambda path: added(traffic, groups, self._node_of, path, self._paths))
+
+    def _groups(self, ranks: Sequence[int]) -> list[int]:
+        tp = self._traffic.layout.tp if self._traffic is not None else 1
+        return sorted({rank // tp for rank in ranks})
+
+
+def spares(
+    wanted: int,
+    parts: Sequence[Part],
+    candidates: Iterable[Candidate],
+    switches: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Names of up to ``wanted`` nodes that can replace any node of the placement, by name.
+
+    Those on the placement's ``switches`` come first: in place of some node they add no edge.
+    """
     used = {part.node for part in parts}
     need = max((len(part.ranks) for part in parts), default=0)
     fitting = [c for c in candidates if c.name not in used and len(c.devices) >= need]
-    return tuple(c.name for c in sorted(fitting, key=lambda c: c.name)[:wanted])
+    return tuple(
+        c.name for c in sorted(fitting, key=lambda c: (c.switch not in switches, c.name))[:wanted]
+    )
 
 
 def _capacity(candidate: Candidate, tp: int) -> int:

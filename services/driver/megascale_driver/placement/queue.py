@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megascale_driver.placement import reservation
-from megascale_driver.placement.cost import fewest_switches
+from megascale_driver.placement.cost import cheapest, rescored
 from megascale_driver.placement.gang import Candidate, replace_lost
 from megascale_driver.placement.pool import Pool
 from megascale_driver.placement.preemption import Holding, victims
@@ -33,9 +33,10 @@ from megascale_driver.placement.room import Room
 # A placement of thousands of nodes costs milliseconds; what is left over starts with the next tick.
 MAX_STARTS = 32
 MAX_NAMES = 4  # jobs that a sentence names
+_SAME = "the same nodes, whose memory may hold its snapshots"
 
 
-def decide(view: View, place: Placer = fewest_switches) -> Plan:
+def decide(view: View, place: Placer = cheapest) -> Plan:
     """Every decision about the waiting jobs; of equal views the same."""
     return _Round(view, place).plan()
 
@@ -120,7 +121,7 @@ class _Round:
                     return kept
         for tier in tiers:
             if tier.room.fits(job.world_size, job.tp):
-                return self._place(job.world_size, job.tp, tier.nodes.values())
+                return self._place(job, tier.nodes.values())
         return None
 
     def _start(self, job: WaitingJob, found: Choice) -> Decision:
@@ -132,8 +133,8 @@ class _Round:
             why = (
                 f"{found.why}; beside what is held for {_jobs(self._holding)}, without delaying it"
             )
-            return Decision(Kind.BACKFILL, job.name, why, found.parts)
-        return Decision(Kind.PLACE, job.name, found.why, found.parts)
+            return _started(Kind.BACKFILL, job, found, why)
+        return _started(Kind.PLACE, job, found, found.why)
 
     def _hold(self, job: WaitingJob, room: Room, short: int) -> Decision:
         """It cannot start yet: displace others, hold nodes, or wait behind the jobs before it."""
@@ -217,17 +218,21 @@ def _with_survivors(job: WaitingJob, usable: dict[str, Candidate]) -> Choice | N
     survivors = {name: c for name, c in welcome.items() if name in mine}
     named = [welcome[name] for name in job.spares if name in welcome and name not in mine]
     others = [c for name, c in welcome.items() if name not in mine and name not in job.spares]
-    parts = replace_lost(job.last, survivors, named, others)
+    parts = replace_lost(job.last, survivors, named, others, job.traffic)
     if parts is None:
         return None
     fresh = tuple(part.node for part in parts if part.node not in mine)
     if not fresh:
-        return Choice(parts, "the same nodes, whose memory may hold its snapshots")
+        return rescored(job, Choice(parts, _SAME), (), welcome)
     kept = len(parts) - len(fresh)
     spares = [name for name in fresh if name in job.spares]
     origin = "spare" if len(spares) == len(fresh) else "node"
     text = f"{kept} of {len(parts)} nodes keep their ranks, {origin} {_list(fresh)} joins them"
-    return Choice(parts, text)
+    return rescored(job, Choice(parts, text), fresh, welcome)
+
+
+def _started(kind: Kind, job: WaitingJob, found: Choice, why: str) -> Decision:
+    return Decision(kind, job.name, why, found.parts, order=found.order, score=found.score)
 
 
 def _nodes_of(job: RunningJob, view: View) -> dict[str, Candidate]:

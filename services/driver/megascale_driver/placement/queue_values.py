@@ -10,19 +10,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megascale_driver.placement.gang import Candidate, Part
+from megascale_driver.planner.placement_cost import Score, Traffic
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A placement, and why it is the cheapest, as a clause."""
+    """A placement, and why it is the cheapest, as a clause.
+
+    ``order``: which neighbours are kept together, where that was a choice. ``score``: what it
+    costs the network; None where no switch or no traffic is known.
+    """
 
     parts: tuple[Part, ...]
     why: str
-
-
-# Chooses the cheapest placement of (ranks, tp) among candidates; None if they do not suffice. It
-# must find one whenever megascale_driver.placement.room.Room.fits the candidates.
-Placer = Callable[[int, int, Iterable[Candidate]], Choice | None]
+    order: str = ""
+    score: Score | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class WaitingJob:
 
     ``last``: its placement when it was last running, while it recovers from a fault; empty for a
     job that is new, was preempted or resumed. ``waiting_since_s``: since when it is queued.
-    ``not_before_s``: it backs off until then.
+    ``not_before_s``: it backs off until then. ``traffic``: what its ranks send; None: not known.
     """
 
     name: str
@@ -45,6 +47,7 @@ class WaitingJob:
     spares: tuple[str, ...] = ()
     evicted: frozenset[str] = frozenset()
     not_before_s: float = 0.0
+    traffic: Traffic | None = None
 
     @property
     def recovering(self) -> bool:
@@ -55,6 +58,11 @@ class WaitingJob:
     def order(self) -> tuple[int, bool, float, str]:
         """Its place in the queue: by priority, then what recovers, then by age."""
         return (-self.priority, not self.recovering, self.created_s, self.name)
+
+
+# Chooses the cheapest placement of a job among candidates; None if they do not suffice. It must
+# find one whenever megascale_driver.placement.room.Room.fits the candidates.
+Placer = Callable[[WaitingJob, Iterable[Candidate]], Choice | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +146,7 @@ class Decision:
     """One decision. ``why`` is a clause for the job's reason and the audit log; "": it backs off.
 
     ``parts``: with PLACE and BACKFILL. ``nodes``: idle nodes that are held for the job. ``beside``:
-    the job that a PREEMPT makes room for.
+    the job that a PREEMPT makes room for. ``order`` and ``score``: of the placement.
     """
 
     kind: Kind
@@ -147,6 +155,8 @@ class Decision:
     parts: tuple[Part, ...] = ()
     nodes: tuple[str, ...] = ()
     beside: str = ""
+    order: str = ""
+    score: Score | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale_driver.planner.gpus import GPUS
+from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.points import RECOMPUTE, Points
 from megascale_driver.planner.systems import SYSTEMS
 
@@ -133,8 +133,9 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def illegal(w: Workload) -> str:
-    """Why a configuration cannot run, empty if it can."""
+def illegal(w: Workload, gpu: Gpu | None = None) -> str:
+    """Why a configuration cannot run, empty if it can; ``gpu``: one that no table has."""
+    device = gpu or GPUS[w.gpu]
     unit = w.dp * w.micro_batch
     problems = (
         (w.tp * w.pp * w.dp != w.gpus, f"gpus: {w.gpus} is not tp {w.tp} x pp {w.pp} x dp {w.dp}"),
@@ -161,7 +162,7 @@ def illegal(w: Workload) -> str:
             f"vpp: {w.global_batch // unit} micro-batches are not a multiple of pp {w.pp}",
         ),
         (
-            w.precision == "fp8" and not GPUS[w.gpu].peak_fp8_flops,
+            w.precision == "fp8" and not device.peak_fp8_flops,
             f"precision: {w.gpu} has no fp8",
         ),
     )

@@ -66,7 +66,7 @@ class LocalOptions:
 
     ``host``: where the driver serves; beyond loopback it needs ``tls``. ``nodes`` may be 0, where
     others start them. ``tls``: make an authority in the run folder, unless it has one, which is
-    used in any case.
+    used in any case. ``calibrations``: files by which running jobs are compared with their plans.
     """
 
     run_folder: Path
@@ -80,6 +80,7 @@ class LocalOptions:
     hang_floor_s: float = 60.0
     tls: bool = False
     host: str = "127.0.0.1"
+    calibrations: tuple[Path, ...] = ()
 
     @property
     def node_names(self) -> list[str]:
@@ -272,6 +273,8 @@ class LocalCluster:
         command += ["--audit-export", str(self.folder / "audit")]
         if opening.available():
             command += ["--telemetry-folder", str(self.folder / "telemetry")]
+            for path in options.calibrations:
+                command += ["--calibration", str(path.resolve())]
         command += ["--metrics-bind", "127.0.0.1:0"]
         command += ["--metrics-address-file", str(self.folder / metrics_targets.DRIVER_FILE)]
         if (files := certificates.of_cluster(self.folder, Role.DRIVER, DRIVER_NAME)) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 PACKAGES = ("numpy", "pyarrow", "duckdb")
 DAY_S = 86_400.0
 MIB = 1 << 20
+MAX_CALIBRATION_CHARACTERS = 1 << 20  # of a file; a calibration has some thousand
 
 
 def available() -> bool:
@@ -37,6 +39,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="keep the spans that ranks measure here, as parquet files (extra observability); "
         "default: they are dropped",
+    )
+    group.add_argument(
+        "--calibration",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="plan running jobs by what `megascale plan calibrate` measured on their devices; may "
+        "be repeated; default: the planner's table of devices",
     )
     group.add_argument(
         "--telemetry-mib",
@@ -57,14 +68,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Telemetry:
     """The parts of a driver's telemetry, which end with :meth:`close`."""
 
-    def __init__(self, intake: SpanIntake, views: SpanViews, engine: Engine) -> None:
+    def __init__(
+        self,
+        intake: SpanIntake,
+        views: SpanViews,
+        engine: Engine,
+        calibrations: Mapping[str, str],
+    ) -> None:
+        """``calibrations``: texts of calibration files, by device."""
+        from megascale_driver.telemetry.plan_watch import PlanWatch
         from megascale_driver.telemetry.straggler_watch import StragglerWatch
 
         self.intake, self.views = intake, views
-        watch = StragglerWatch(views, lambda: engine.state, engine.clock.now_s, engine.post)
+        parts = views, lambda: engine.state, engine.clock.now_s, engine.post
+        stragglers, self.plans = StragglerWatch(*parts), PlanWatch(*parts, calibrations)
         self._tasks = [
             asyncio.create_task(intake.run(), name="spans"),
-            asyncio.create_task(watch.run(), name="stragglers"),
+            asyncio.create_task(stragglers.run(), name="stragglers"),
+            asyncio.create_task(self.plans.run(), name="plans"),
         ]
 
     async def close(self) -> None:
@@ -79,10 +100,12 @@ def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
     """What the options ask for; None without a folder.
 
     Raises:
-        OptionError: a package is missing, or the folder cannot be made.
+        OptionError: a package is missing, the folder cannot be made, a calibration is none.
     """
     folder: Path | None = options.telemetry_folder
     if folder is None:
+        if options.calibration:
+            raise OptionError("--calibration: give --telemetry-folder too; plans need spans")
         return None
     if not available():
         raise OptionError(
@@ -109,7 +132,25 @@ def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
             for link in engine.links.all()
         }
 
-    return Telemetry(intake, SpanViews(intake, store, exchanges), engine)
+    views = SpanViews(intake, store, exchanges)
+    return Telemetry(intake, views, engine, _calibrations(options.calibration))
+
+
+def _calibrations(files: Sequence[Path]) -> dict[str, str]:
+    """The texts of calibration files, by the device of each."""
+    from megascale_driver.planner.calibration_file import BadCalibration
+    from megascale_driver.planner.job_plan import by_device
+
+    texts = {}
+    try:
+        for path in files:
+            with path.open(encoding="utf-8") as file:
+                texts[str(path)] = file.read(MAX_CALIBRATION_CHARACTERS)
+        return by_device(texts)
+    except OSError as error:
+        raise OptionError(f"--calibration {error.filename}: {error.strerror}") from None
+    except (UnicodeDecodeError, BadCalibration) as error:
+        raise OptionError(f"--calibration {error}") from None
 
 
 def _positive(text: str) -> int:

@@ -20,6 +20,7 @@ from megascale_driver.analysis.spans.heat import heat_map
 from megascale_driver.analysis.spans.merged import merged
 from megascale_driver.analysis.spans.outliers import COMPARED, OutlierRule, SlowNode, slow_nodes
 from megascale_driver.analysis.spans.table import SpanTable
+from megascale_driver.analysis.spans.terms import MeasuredSteps, measured_steps
 from megascale_driver.core.state import Job
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
@@ -27,6 +28,7 @@ from megascale_driver.telemetry.store import SpanStore
 MAX_TRACED: Final = 500_000  # spans of a trace; viewers slow down beyond
 MAX_COMPARED: Final = 4_000_000  # spans that the tree of causes reads
 _SPANS_PER_STEP: Final = 12  # of a rank at level "phases"
+_MISSED_STEPS: Final = 10  # of which a rank's spans were dropped; they are left out
 
 
 class SpanViews:
@@ -55,6 +57,15 @@ class SpanViews:
     async def slow_nodes(self, job: Job, rule: OutlierRule) -> list[SlowNode]:
         """The nodes that are slow by the steps that ``rule`` takes."""
         return await self._intake.ask(self._slow_nodes, job, rule)
+
+    @staticmethod
+    def most_measured_steps(job: Job) -> int:
+        """Steps that :meth:`measured_steps` can give at once; of 12,288 ranks 27."""
+        return MAX_COMPARED // max(job.config.layout.world_size * _SPANS_PER_STEP, 1)
+
+    async def measured_steps(self, job: Job, steps: int) -> MeasuredSteps:
+        """What the newest ``steps`` steps of the job's newest attempt consist of."""
+        return await self._intake.ask(self._measured_steps, job, steps)
 
     async def decline(self, job: Job, steps: int, split: int) -> driver_pb2.GetMfuDeclineResponse:
         """Why the newest ``steps`` steps take longer from step ``split`` (0: found) on."""
@@ -88,6 +99,13 @@ class SpanViews:
     def _slow_nodes(self, job: Job, rule: OutlierRule) -> list[SlowNode]:
         steps = rule.windows * rule.window_steps
         return slow_nodes(self._table(job, steps, COMPARED), rule)
+
+    def _measured_steps(self, job: Job, steps: int) -> MeasuredSteps:
+        count = min(steps + _MISSED_STEPS, max(self.most_measured_steps(job), 1))
+        # All ranks have to be there; the newest step of one may still be written to.
+        last = self._store.complete_step(job.name, job.attempt) - 1
+        table = self._read(job, max(0, last - count + 1), last)
+        return measured_steps(table, job.config.micro_batches)
 
     def _decline(self, job: Job, steps: int, split: int) -> driver_pb2.GetMfuDeclineResponse:
         spans_per_step = max(job.config.layout.world_size * _SPANS_PER_STEP, 1)

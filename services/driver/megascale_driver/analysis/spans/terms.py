@@ -1,0 +1,157 @@
+"""What steps consist of, measured: seconds of each term of a plan, step by step.
+
+A step is the mean over the ranks: computation (without the collectives inside it), collectives,
+transfers between stages, optimizer and pauses of the host. Of a collective the time of the last
+rank to enter is the network's; the others' time above it is their wait for that rank. What lies in
+no span is the host's, or with a pipeline the wait for other stages. So the terms add up to a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megascale_common.node.spans.ops import BACKWARD, FORWARD, OPTIMIZER, STEP
+from megascale_common.node.spans.record import DEVICE_TIMED
+from megascale_driver.analysis.spans.instances import collectives
+from megascale_driver.analysis.spans.table import SpanTable
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+TERMS = (
+    *("compute", "tensor_parallel", "pipeline", "data_parallel"),
+    *("optimizer", "host", "straggler"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredSteps:
+    """Whole steps in order: their numbers, seconds, and seconds of each of TERMS; arrays [n]."""
+
+    steps: npt.NDArray[np.int64]
+    step_s: Floats
+    terms: Mapping[str, Floats]
+
+
+def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
+    """The steps that all ranks with spans have ended.
+
+    ``micro_batches``: those of a replica in a step. At level "phases" spans have the first ones
+    alone, and stand for the others.
+    """
+    whole = table.of_op(STEP.name)
+    numbers, ended = np.unique(whole.step, return_counts=True)
+    ranks = max(len(np.unique(table.rank)), 1)
+    steps = numbers[ended >= ranks].astype(np.int64)
+    table = table.where(np.isin(table.step, steps))
+    column = np.searchsorted(steps, table.step)
+
+    def mean_s(chosen: Bools, values_ns: Floats) -> Floats:
+        sums = np.bincount(column[chosen], values_ns[chosen], len(steps))
+        seconds: Floats = sums[: len(steps)] / ranks / 1e9
+        return seconds
+
+    duration = table.duration_ns.astype(np.float64)
+    own = _own_ns(table)
+    chunks = int(table.chunk.max()) + 1 if len(table) else 1
+    factor = _unmeasured(table, column, micro_batches * chunks)
+    computing = _named(table, FORWARD.name) | _named(table, BACKWARD.name)
+    step_s = mean_s(_named(table, STEP.name), duration)
+    shortest = _shortest_ns(table)
+    collective, tp = _of_kind(table, "collective"), _of_group(table, "tp")
+    host = _of_kind(table, "host") & ~_named(table, STEP.name)
+    terms = {
+        "compute": mean_s(computing, own * factor),
+        "tensor_parallel": mean_s(collective & tp, shortest),
+        "pipeline": mean_s(_of_kind(table, "p2p"), duration),
+        "data_parallel": mean_s(collective & ~tp, shortest),
+        "optimizer": mean_s(_named(table, OPTIMIZER.name), own),
+        "host": mean_s(host, duration),
+        "straggler": mean_s(collective, duration - shortest),
+    }
+    rest: Floats = step_s - np.sum(list(terms.values()), axis=0)
+    into = "pipeline" if table.layout.pp > 1 else "host"
+    terms[into] = terms[into] + np.maximum(rest, 0)
+    terms["compute"] = terms["compute"] + np.minimum(rest, 0)  # transfers that ran beside it
+    return MeasuredSteps(steps, step_s, terms)
+
+
+def _named(table: SpanTable, name: str) -> Bools:
+    return _chosen(table, [op.name == name for op in table.ops])
+
+
+def _of_kind(table: SpanTable, kind: str) -> Bools:
+    return _chosen(table, [op.kind == kind for op in table.ops])
+
+
+def _of_group(table: SpanTable, group: str) -> Bools:
+    return _chosen(table, [op.group == group for op in table.ops])
+
+
+def _chosen(table: SpanTable, ops: list[bool]) -> Bools:
+    found: Bools = np.array(ops, np.bool_)[table.op] if ops else np.zeros(len(table), np.bool_)
+    return found
+
+
+def _own_ns(table: SpanTable) -> Floats:
+    """Durations; of computation without what its rank began and measured inside it."""
+    own = table.duration_ns.astype(np.float64)
+    on_device = (table.aux >> np.uint32(16)) & np.uint32(DEVICE_TIMED) != 0
+    computing = _of_kind(table, "compute")
+    # A garbage collection of the host does not stop a device.
+    inside = ~computing & ~_named(table, STEP.name)
+    outer, inner = np.flatnonzero(computing), np.flatnonzero(inside)
+    if not len(outer) or not len(inner):
+        return own
+    # One line of time for all ranks, one behind the other.
+    begin = table.start_ns - table.start_ns.min()
+    length = int((begin + table.duration_ns).max()) + 1
+    begin = begin + table.rank.astype(np.int64) * length
+    end = begin + table.duration_ns
+    outer = outer[np.argsort(begin[outer], kind="stable")]
+    place = np.searchsorted(begin[outer], begin[inner], side="right") - 1
+    inner, around = inner[place >= 0], outer[place[place >= 0]]
+    shared = np.maximum(np.minimum(end[around], end[inner]) - begin[inner], 0)
+    same_clock = on_device[around] == on_device[inner]
+    np.subtract.at(own, around, np.where(same_clock, shared, 0).astype(np.float64))
+    found: Floats = np.maximum(own, 0)
+    return found
+
+
+def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) -> Floats:
+    """Of each forward and backward: how many its step has, over how many were measured; else 1.
+
+    ``column``: the place of each span's step.
+    """
+    factor: Floats = np.ones(len(table))
+    place = table.rank.astype(np.int64) * (int(column.max(initial=0)) + 1) + column
+    for name in (FORWARD.name, BACKWARD.name):
+        own = _named(table, name)
+        count = np.bincount(place[own])
+        factor[own] = np.maximum(wanted / count[place[own]], 1.0)
+    return factor
+
+
+def _shortest_ns(table: SpanTable) -> Floats:
+    """Of each collective's span the time of its last member; its own where none else is known."""
+    found = collectives(table)
+    shortest = table.duration_ns.astype(np.float64)
+    if not len(found):
+        return shortest
+    spans = found.spans
+    known = _keys(table)
+    order = np.argsort(known, kind="stable")
+    place = order[np.searchsorted(known, _keys(spans), sorter=order)]
+    shortest[place] = found.shortest_ns[found.number]
+    return shortest
+
+
+def _keys(table: SpanTable) -> npt.NDArray[np.int64]:
+    """A number for each span: of one rank, step, operation and place no two are the same."""
+    key = (table.step - table.step.min()).astype(np.int64) * len(table.nodes) + table.rank
+    key = key * max(len(table.ops), 1) + table.op
+    unique: npt.NDArray[np.int64] = (key << 20) + np.minimum(table.seq, (1 << 20) - 1)
+    return unique

@@ -1,0 +1,165 @@
+"""Compares running jobs with their plans beside the core: every few steps, from stored spans.
+
+The newest comparison of each job is kept here for those who ask. A verdict that differs from the
+one in the state is an event for the core, which writes it down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from megascale.v1 import driver_pb2
+from megascale_common.service import logs
+from megascale_driver.core.events import Event, PlanCompared
+from megascale_driver.core.state import Cluster, Job, JobPhase
+from megascale_driver.planner.beside import Comparison, PlanRule, beside
+from megascale_driver.planner.calibration_file import BadCalibration
+from megascale_driver.planner.job_plan import JobPlan, plan_of
+from megascale_driver.planner.workload import Refused
+from megascale_driver.telemetry.views import SpanViews
+
+LOOK_S: Final = 5.0
+RULE: Final = PlanRule()
+# Of a job whose spans are so many that windows would be shorter, step records are compared.
+LEAST_WINDOW_STEPS: Final = 3
+_log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is known of an attempt; without a comparison ``problem`` says why, with the remedy."""
+
+    attempt: int
+    comparison: Comparison | None = None
+    problem: str = ""
+
+
+class PlanWatch:
+    """Compares jobs whose newest step is a window of the rule beyond the last comparison."""
+
+    def __init__(
+        self,
+        views: SpanViews,
+        state: Callable[[], Cluster],
+        now_s: Callable[[], float],
+        post: Callable[[Event], None],
+        calibrations: Mapping[str, str],
+    ) -> None:
+        """``calibrations``: texts of calibration files, by device."""
+        self._views, self._state, self._now_s, self._post = views, state, now_s, post
+        self._calibrations = calibrations
+        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
+        self._answers: dict[str, Answer] = {}
+
+    def of(self, job: Job) -> Answer | None:
+        """The newest answer about the job's attempt while it runs; None before there is one."""
+        found = self._answers.get(job.name)
+        current = found is not None and found.attempt == job.attempt
+        return found if current and job.phase is JobPhase.RUNNING else None
+
+    def message(self, job: Job) -> driver_pb2.PlanComparison | None:
+        """:meth:`of`, for clients."""
+        answer = self.of(job)
+        if answer is None:
+            return None
+        found = answer.comparison
+        if found is None:
+            return driver_pb2.PlanComparison(attempt=answer.attempt, problem=answer.problem)
+        return driver_pb2.PlanComparison(
+            attempt=answer.attempt,
+            first_step=found.first,
+            last_step=found.last,
+            measured_step_s=found.step_s,
+            predicted_step_s=found.plan.step_s,
+            low_s=found.plan.low_s,
+            high_s=found.plan.high_s,
+            terms=[
+                driver_pb2.PlanTerm(
+                    name=term.name, predicted_s=term.planned_s, measured_s=term.measured_s
+                )
+                for term in found.terms
+            ],
+            slower_by=found.slower_by,
+            sentence=found.sentence,
+            hardware=found.plan.hardware,
+        )
+
+    def comparisons(self) -> Iterator[tuple[str, Comparison]]:
+        """The newest comparison of each running job, by name."""
+        jobs = self._state().jobs
+        for name, job in jobs.items():
+            answer = self.of(job)
+            if answer is not None and answer.comparison is not None:
+                yield name, answer.comparison
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (OSError, ValueError) as error:
+                _log.warning("jobs cannot be compared with their plans", reason=str(error))
+
+    async def look(self) -> None:
+        """Compare the jobs that are due."""
+        state = self._state()
+        self._seen = {name: seen for name, seen in self._seen.items() if name in state.jobs}
+        self._answers = {name: one for name, one in self._answers.items() if name in state.jobs}
+        for job in state.jobs.values():
+            if job.phase is JobPhase.RUNNING:
+                await self._look_at(state, job)
+
+    async def _look_at(self, state: Cluster, job: Job) -> None:
+        step = await self._views.newest_step(job)
+        if step < 0:
+            step = job.current.step  # its spans are off, or not there yet
+        attempt, last = self._seen.get(job.name, (0, 0))
+        if attempt == job.attempt and step < last + RULE.window_steps:
+            return
+        self._seen[job.name] = job.attempt, step
+        try:
+            plan = self._plan(state, job)
+        except (Refused, BadCalibration) as error:
+            self._answers[job.name] = Answer(job.attempt, problem=str(error))
+            return
+        found = await self._compared(job, plan)
+        if found is None:
+            return
+        self._answers[job.name] = Answer(job.attempt, found)
+        if found.slower_by != job.current.plan.slower_by:
+            self._post(
+                PlanCompared(
+                    self._now_s(), job.name, job.attempt, found.slower_by, found.sentence,
+                    found.first, found.last, plan.hardware,
+                )
+            )  # fmt: skip
+
+    async def _compared(self, job: Job, plan: JobPlan) -> Comparison | None:
+        before, most = job.current.plan.slower_by, self._views.most_measured_steps(job)
+        window = min(RULE.window_steps, most // RULE.windows)
+        if job.config.telemetry.spans == "none" or window < LEAST_WINDOW_STEPS:
+            times = np.array(job.step_times[-RULE.windows * RULE.window_steps :], np.float64)
+            numbers = np.arange(job.current.step - len(times) + 1, job.current.step + 1)
+            return beside(numbers, times, {}, plan, before, RULE)
+        found = await self._views.measured_steps(job, RULE.windows * window)
+        rule = replace(RULE, window_steps=window)
+        return beside(found.steps, found.step_s, found.terms, plan, before, rule)
+
+    def _plan(self, state: Cluster, job: Job) -> JobPlan:
+        models: set[str] = set()
+        for slot in job.slots:
+            node = state.nodes.get(slot.node)
+            for device in node.identity.devices if node is not None else ():
+                if device.index in slot.devices:
+                    models.add("cpu" if device.kind == "cpu" else device.model)
+        if len(models) != 1:
+            kinds = ", ".join(sorted(models)) or "unknown"
+            raise Refused(f"no prediction for nodes with different devices ({kinds})")
+        node_devices = max(len(slot.devices) for slot in job.slots)
+        return plan_of(job.config, models.pop(), node_devices, self._calibrations)
