@@ -55,7 +55,7 @@ RGW_TOOLS := $(CURDIR)/.tools/ceph
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-wheel test-image sbom audit proto-breaking bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -108,6 +108,9 @@ test-netns: $(READY) ## a job on hosts of its own (network namespaces): partitio
 bench-hosts: $(READY) ## the same faults, with times (root, iptables; RUNS=1)
 	@unshare --net $(PY) benchmarks/hosts.py --runs $(or $(RUNS),1)
 
+test-wheel: $(READY) ## build the wheel, install it into empty environments, train outside of the tree (4 minutes)
+	MEGASCALE_TEST_TORCH="$(TORCH)" $(PY) -m pytest -m wheel -rs tests/packages $(PYTEST_ARGS)
+
 test-browser: $(READY) ## run the tests of the dashboard in a real Chromium: 1,536 nodes, accessibility (SCREENSHOTS=1 renews docs/images)
 	MEGASCALE_SCREENSHOTS=$(SCREENSHOTS) $(PY) -m pytest -m browser -rs tests/system/test_dashboard_pages.py $(PYTEST_ARGS)
 
@@ -123,9 +126,11 @@ test-hdfs: $(READY) hdfs-tools ## run the contract of storages on a real HDFS (n
 check: $(READY) proto-check docs-check dashboard-check ## style, types, layers, wire contract
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py $(wildcard docs/*.py) $(wildcard deploy/*/*.py)
+	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py proto/breaking.py $(wildcard docs/*.py) $(wildcard deploy/*/*.py)
 	lint-imports
 	cd proto && buf lint
+	$(PY) proto/breaking.py --skip-without-history
+	$(PY) -m deploy.packages.sbom --check
 
 format: $(READY) ## format the code
 	$(PY) -m ruff check --fix .
@@ -136,6 +141,15 @@ proto: $(VENV)-proto/.ready ## generate the Python code of the protos
 
 proto-check: $(VENV)-proto/.ready ## check that the generated code is up to date
 	$(VENV)-proto/bin/python proto/generate.py --check
+
+proto-breaking: $(READY) ## compare the protos with the newest tag, or with main (AGAINST=commit)
+	$(PY) proto/breaking.py $(if $(AGAINST),--against $(AGAINST))
+
+sbom: $(READY) ## write deploy/packages/sbom.cdx.json, the pinned requirements as a bill of materials
+	$(PY) -m deploy.packages.sbom
+
+audit: $(READY) ## ask a source of advisories about all that is pinned and installed (SOURCE=url of a mirror)
+	@$(PY) -m deploy.packages.audit --installed $(if $(SOURCE),--source $(SOURCE))
 
 docs: $(READY) $(SITE_READY) ## write the generated parts of pages and of the synchronous client, and build the site (site/)
 	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done

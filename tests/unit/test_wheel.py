@@ -62,9 +62,7 @@ def test_every_command_is_a_module_of_the_wheel(wheel: zipfile.ZipFile) -> None:
         assert {f"{module}.py", f"{module}/__init__.py"} & packed, value
 
 
-def test_its_metadata_offers_the_extras(
-    wheel: zipfile.ZipFile, project: dict[str, object]
-) -> None:
+def test_its_metadata_offers_the_extras(wheel: zipfile.ZipFile, project: dict[str, object]) -> None:
     metadata = Parser().parsestr(content(wheel, ".dist-info/METADATA"))
     extras = project["project"]["optional-dependencies"]  # type: ignore[index]
     assert set(metadata.get_all("Provides-Extra", [])) == set(extras)
