@@ -46,6 +46,7 @@ LANES = {
         "integration/test_up.py",
     ),
     "more clusters": (
+        "chaos/test_job_surroundings.py",
         "chaos/test_log_root.py",
         "chaos/test_orders.py",
         "chaos/test_straggler.py",

@@ -41,6 +41,23 @@ def unpack(wheel: Path, folder: Path) -> str:
     return str(folder)
 
 
+def one_module_wheel(folder: Path, name: str, version: str, **files: str) -> Path:
+    """A wheel of one module, as a build tool writes it."""
+    info = f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    content = {
+        f"{name}.py": f"VERSION = {version!r}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+        **files,
+    }
+    with zipfile.ZipFile(path, "w") as packed:
+        for member, text in content.items():
+            packed.writestr(zipfile.ZipInfo(member), text)
+    return path
+
+
 class Environment:
     """A virtual environment in ``folder`` that sees neither the source tree nor this one."""
 
