@@ -56,7 +56,9 @@ def compare(revision: str, protos: Path = PROTO) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="megascale-proto-") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-            packed.extractall(folder, filter="data")
+            # Python 3.11.2 of Debian 12 has no filters; git's archive needs none.
+            packed.extraction_filter = getattr(tarfile, "data_filter", lambda entry, _: entry)
+            packed.extractall(folder)
         done = subprocess.run(["buf", "breaking", "--against", folder], cwd=protos, check=False)
     if done.returncode in (0, BUF_FOUND_BREAKING):
         found = "break what clients" if done.returncode else "break nothing that clients"

@@ -286,6 +286,28 @@ async def test_a_job_runs_only_under_an_account_of_the_node(tmp_path: Path) -> N
         await Preparation(NodeSetup(tmp_path), tmp_path).processes(job(run_as="daemon"))
 
 
+async def test_what_is_fetched_can_be_read_by_the_accounts(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "acme").mkdir(parents=True)
+    (source / "acme" / "__init__.py").write_text("VERSION = 7\n")
+    (source / "acme" / "tool").write_text("#!/bin/sh\n")
+    (source / "acme" / "tool").chmod(0o700)
+    uri, digest = storing.push(source, str(tmp_path / "store"))
+    setup = NodeSetup(tmp_path / "cache", accounts=(NOBODY,))
+    before = os.umask(0o077)
+    try:
+        found = await Preparation(setup, tmp_path).processes(
+            job(CodeConfig(uri=uri, sha256=digest))
+        )
+    finally:
+        os.umask(before)
+    assert found.account == NOBODY
+    kept = Path(found.code.path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (kept, *kept.rglob("*"))}
+    assert modes["acme"] == modes[digest] == 0o755 and modes["__init__.py"] == 0o644
+    assert modes["tool"] == 0o755 and kept.parent.stat().st_mode & 0o777 == 0o755
+
+
 @ROOT_ONLY
 def test_a_process_becomes_the_account_and_cannot_go_back() -> None:
     # Not Python, whose interpreter may lie where the account cannot go.

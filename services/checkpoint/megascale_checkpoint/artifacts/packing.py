@@ -14,8 +14,10 @@ import shutil
 import stat
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from megascale_common.service.errors import RequestError
 
@@ -83,7 +85,14 @@ def unpack(file: Path, folder: Path, name: str) -> None:
             _unpack_wheel(file, folder)
         else:
             _unpack_folder(file, folder)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, gzip.BadGzipFile) as error:
+    except (
+        tarfile.TarError,
+        zipfile.BadZipFile,
+        EOFError,
+        ValueError,
+        OSError,
+        zlib.error,
+    ) as error:
         raise RequestError(f"{name} cannot be unpacked: {error}") from error
 
 
@@ -95,7 +104,8 @@ def _unpack_folder(file: Path, folder: Path) -> None:
             _bound(count, size_bytes, file.name)
             if not entry.isfile() and not entry.isdir():
                 raise RequestError(f"{entry.name} is no plain file: pack the folder again")
-            archive.extract(entry, folder, filter="data")
+            content = archive.extractfile(entry) if entry.isfile() else None
+            _place(folder, entry.name, content, bool(entry.mode & stat.S_IXUSR))
 
 
 def _unpack_wheel(file: Path, folder: Path) -> None:
@@ -103,23 +113,37 @@ def _unpack_wheel(file: Path, folder: Path) -> None:
         entries = wheel.infolist()
         _bound(len(entries), sum(entry.file_size for entry in entries), file.name)
         for entry in entries:
-            path = PurePosixPath(entry.filename)
-            if path.is_absolute() or ".." in path.parts or "\\" in entry.filename:
-                raise RequestError(f"{entry.filename!r} leaves the wheel's folder")
-            if path.parts[0].endswith(".data"):
+            first = entry.filename.partition("/")[0]
+            if first.endswith(".data"):
                 raise RequestError(
-                    f"the wheel has {path.parts[0]}, which only an installer puts in place: "
+                    f"the wheel has {first}, which only an installer puts in place: "
                     "`pip install --target FOLDER WHEEL`, and push that folder"
                 )
         for entry in entries:
-            target = folder / entry.filename
             if entry.is_dir():
-                target.mkdir(parents=True, exist_ok=True)
+                _place(folder, entry.filename.rstrip("/"), None, False)
                 continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with wheel.open(entry) as source, target.open("xb") as copy:
-                # zipfile reads no more than the entry states, and checks its sum.
-                shutil.copyfileobj(source, copy, CHUNK_BYTES)
+            # zipfile reads no more than the entry states, and checks its sum.
+            with wheel.open(entry) as content:
+                _place(folder, entry.filename, content, False)
+
+
+def _place(folder: Path, name: str, content: IO[bytes] | None, executable: bool) -> None:
+    """Write one file, or make one folder (``content`` None), below ``folder``.
+
+    There are no links in it, so a name without ".." stays below it.
+    """
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+        raise RequestError(f"{name!r} leaves the artifact's folder")
+    target = folder / path
+    if content is None:
+        target.mkdir(parents=True, exist_ok=True)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("xb") as copy:
+        shutil.copyfileobj(content, copy, CHUNK_BYTES)
+    target.chmod(0o755 if executable else 0o644)
 
 
 def _bound(count: int, size_bytes: int, what: str) -> None:

@@ -135,6 +135,7 @@ class Preparation:
             fetcher += ["--uri", code.uri, "--sha256", code.sha256, "--to", str(folder)]
             log = self._log_folder / "fetch.log"
             await _run(fetcher, log, FETCH_TIMEOUT_S, "code.uri")
+            await self._offer(folder)
 
         held = await self._code.hold(code.sha256, fetch)
         self._held.append(held)
@@ -155,10 +156,16 @@ class Preparation:
 
         async def install(folder: Path) -> None:
             await self._install(folder, path, locked)
+            await self._offer(folder)
 
         held = await self._environments.hold(_environment_key(locked), install)
         self._held.append(held)
         return str(held.path / "bin" / "python")
+
+    async def _offer(self, folder: Path) -> None:
+        """Let the node's accounts read what the agent, by its mask, may have kept to itself."""
+        if self._setup.accounts:
+            await asyncio.to_thread(_readable, folder)
 
     async def _install(self, folder: Path, path: Path, locked: bytes) -> None:
         """A virtual environment with the locked packages before the agent's own."""
@@ -218,6 +225,15 @@ def _check_account(account: Account, entered: tuple[Path, ...]) -> None:
                 f"--run-as {account.name}: it cannot enter {closed}, which leads to {path}: "
                 f"`chmod o+x {closed}`, or use another folder"
             )
+
+
+def _readable(folder: Path) -> None:
+    folder.parent.chmod(0o755)
+    for place, _, files in os.walk(folder):
+        Path(place).chmod(0o755)
+        for path in (Path(place) / name for name in files):
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | 0o444)
 
 
 def _is_program(path: Path) -> bool:
