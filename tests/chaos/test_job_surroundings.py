@@ -163,6 +163,14 @@ async def until_trained(
     return followed
 
 
+def log_users(cluster: ChaosCluster, spec: job_pb2.JobSpec, file: Path) -> None:
+    """Have every Python process that looks up modules in the job's code write its user first."""
+    source = cluster.folder / f"source-{spec.name}"
+    code = f"import os; print(os.geteuid(), file=open({str(file)!r}, 'a'))\n"
+    (source / "sitecustomize.py").write_text(code)
+    spec.code.uri, spec.code.sha256 = storing.push(source, str(cluster.folder / "store"))
+
+
 def nobody() -> Account:
     """An account that can run this interpreter; skips the test where there is none."""
     if os.geteuid() != 0:
@@ -190,6 +198,10 @@ async def test_processes_of_a_job_run_under_their_own_account() -> None:
                 async with cluster.client() as client:
                     spec = careless(cluster, "apart", fails_at=-1)
                     spec.trainer.telemetry.tensorboard = True
+                    as_whom = folder / "as-whom"
+                    as_whom.touch()
+                    as_whom.chmod(0o666)
+                    log_users(cluster, spec, as_whom)
                     followed = JobFollower(client, spec, cluster.up.folder)
                     async with followed:
                         await followed.until(
@@ -208,6 +220,7 @@ async def test_processes_of_a_job_run_under_their_own_account() -> None:
                 assert cluster.commit_log("apart").commits(), followed.story()
                 log = cluster.status_page(followed.job, 0).with_name("rank-00000.log")
                 assert f"user {account.uid}" in log.read_text()
+                assert set(as_whom.read_text().split()) == {str(account.uid)}
                 assert (log.stat().st_uid, log.parent.stat().st_uid) == (0, 0)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -26,7 +26,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.node.account import Account
 from megascale_common.node.redaction import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError, RequestError
-from megascale_executor.agent import job_secrets
+from megascale_executor.agent import job_secrets, locked_requirements
 from megascale_executor.agent.folder_cache import FolderCache
 from megascale_executor.agent.job_processes import (
     DEFAULT,
@@ -185,6 +185,25 @@ async def test_locked_requirements_are_installed_once_over_the_agents_own(tmp_pa
     lock.write_text(f"acme_locked @ {made.as_uri()} --hash=sha256:{'0' * 64}\n")
     with pytest.raises(AssignmentError, match=r"environment\.requirements.*ERROR"):
         await preparation.processes(wanted)
+    for bad in (
+        "acme_locked==1.2",
+        f"acme_locked @ {(tmp_path / 'x.tar.gz').as_uri()} --hash=sha256:{digest}",
+        f"acme_locked @ git+https://example.org/x.whl --hash=sha256:{digest}",
+        "--index-url https://example.org/simple",
+        "-r /etc/hostname",
+        f"acme_locked>=1 --hash=sha256:{digest}",
+        "root:secret-hash:1:0",
+        f"acme_locked==1.2 \\\n  --hash=sha256:{digest} \\",
+        "# nothing",
+    ):
+        lock.write_text(f"\n{bad}\n")
+        with pytest.raises(AssignmentError) as refused:
+            await preparation.processes(wanted)
+        assert "secret-hash" not in str(refused.value)
+        assert ("line 2" in str(refused.value)) != (bad.endswith(("\\", "nothing")))
+    lines = f"a==1 ; python_version < '4' --hash=sha256:{digest} \\\n    --hash=sha256:{digest}\n"
+    lock.write_text(f"# by a tool\n{lines}    # via b\nb[x]==2!1.0+cpu --hash=sha256:{digest}\n")
+    assert locked_requirements.read(lock).decode().count("\n") == 2
     with pytest.raises(AssignmentError, match="cannot be read on this node"):
         await preparation.processes(job(requirements=str(tmp_path / "absent")))
     with pytest.raises(AssignmentError, match="no program"):
@@ -309,13 +328,20 @@ async def test_what_is_fetched_can_be_read_by_the_accounts(tmp_path: Path) -> No
 
 
 @ROOT_ONLY
-def test_a_process_becomes_the_account_and_cannot_go_back() -> None:
+def test_a_process_becomes_the_account_and_cannot_go_back(tmp_path: Path) -> None:
     # Not Python, whose interpreter may lie where the account cannot go.
     shell = "id -u; id -g; id -G; grep -c ^CapEff:.0*$ /proc/self/status"
     done = subprocess.run(
         NOBODY.command(["/bin/sh", "-c", shell]), capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["65534", "65534", "65534", "1"], done.stderr
+    # What a job puts first where modules are looked up is not loaded as root.
+    (tmp_path / "sitecustomize.py").write_text("import os; print('loaded by', os.geteuid())\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        NOBODY.command(["/bin/true"]), env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
     lost = subprocess.run(
         NOBODY.command(["/root/absent"]), capture_output=True, text=True, check=False
     )

@@ -1,10 +1,4 @@
-"""Processes under another account: what an account may enter, and a program that becomes it.
-
-    python -m megascale_common.node.account UID GID GROUP[,GROUP...] -- program [argument...]
-
-changes user and groups, arms the parent-death signal (a change of user clears it) and becomes the
-program. Only root may do so.
-"""
+"""An account of this host: how a program is run as it, and what it may enter."""
 
 from __future__ import annotations
 
@@ -15,9 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from megascale_common.node.process import exec_with_parent_death
+_BECOME = Path(__file__).with_name("become.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +40,9 @@ class Account:
         return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """``command``, run as this account; start it with ``child_environment``."""
+        """``command``, run as this account by root; start it with ``child_environment``."""
         groups = ",".join(map(str, self.groups))
-        become = [sys.executable, "-m", "megascale_common.node.account"]
+        become = [sys.executable, "-I", "-S", str(_BECOME)]
         return [*become, str(self.uid), str(self.gid), groups, "--", *command]
 
     def closed_folder(self, path: Path) -> Path | None:
@@ -70,29 +63,3 @@ class Account:
         if found.st_gid in self.groups:
             return bool(found.st_mode & (right << 3))
         return bool(found.st_mode & right)
-
-
-def become(uid: int, gid: int, groups: Sequence[int]) -> None:
-    """Change this process to an account for good.
-
-    Raises:
-        OSError: only root may do so.
-    """
-    os.setgroups(list(groups))
-    os.setresgid(gid, gid, gid)
-    os.setresuid(uid, uid, uid)
-
-
-def _main(arguments: Sequence[str]) -> NoReturn:
-    if len(arguments) < 5 or arguments[3] != "--":
-        sys.exit("usage: python -m megascale_common.node.account UID GID GROUPS -- program ...")
-    try:
-        groups = [int(group) for group in arguments[2].split(",") if group]
-        become(int(arguments[0]), int(arguments[1]), groups)
-        exec_with_parent_death(arguments[4:])
-    except (OSError, ValueError) as error:
-        sys.exit(f"cannot run {arguments[4]} as user {arguments[0]}: {error}")
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])

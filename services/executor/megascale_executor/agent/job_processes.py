@@ -19,13 +19,12 @@ from megascale_common.job.config import JobConfig
 from megascale_common.node.account import Account
 from megascale_common.node.redaction import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError
-from megascale_executor.agent import child_processes, job_code, job_secrets
+from megascale_executor.agent import child_processes, job_code, job_secrets, locked_requirements
 from megascale_executor.agent.folder_cache import FolderCache, HeldFolder
 from megascale_executor.agent.job_code import INSTALLED, JobCode
 
 FETCH_TIMEOUT_S = 600.0
 INSTALL_TIMEOUT_S = 1800.0
-MAX_REQUIREMENTS_BYTES = 1 << 20  # several thousand lines with hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ class Preparation:
         if not wanted.requirements:
             return sys.executable
         path = Path(code.path or "/") / wanted.requirements
-        locked = await asyncio.to_thread(_read_requirements, path)
+        locked = await asyncio.to_thread(locked_requirements.read, path)
 
         async def install(folder: Path) -> None:
             await self._install(folder, path, locked)
@@ -178,7 +177,13 @@ class Preparation:
         requirements.write_bytes(locked)
         install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
         install += ["--no-input", "--disable-pip-version-check", "--require-hashes", "--no-deps"]
-        install += ["--ignore-installed", "--requirement", str(requirements)]
+        install += [
+            "--only-binary",
+            ":all:",
+            "--ignore-installed",
+            "--requirement",
+            str(requirements),
+        ]
         await _run(install, log, INSTALL_TIMEOUT_S, what)
         # The agent's packages come after what was installed here, editable ones included.
         paths = {"platbase": str(folder), "base": str(folder)}
@@ -238,21 +243,6 @@ def _readable(folder: Path) -> None:
 
 def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
-
-
-def _read_requirements(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_REQUIREMENTS_BYTES + 1)
-    except OSError as error:
-        raise AssignmentError(
-            f"environment.requirements {path} cannot be read on this node: {error.strerror}"
-        ) from None
-    if len(text) > MAX_REQUIREMENTS_BYTES:
-        raise AssignmentError(
-            f"environment.requirements {path} has more than {MAX_REQUIREMENTS_BYTES >> 10} KiB"
-        )
-    return text
 
 
 def _environment_key(locked: bytes) -> str:
