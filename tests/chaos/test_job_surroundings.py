@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster
 from tests.harness.installed_package import install
 from tests.harness.job_follower import JobFollower
-from tests.harness.wheel import one_module_wheel
+from tests.harness.wheel import one_module_wheel, unpack
 
 from megascale.v1 import job_pb2
 from megascale_checkpoint.artifacts import storing
@@ -42,6 +44,7 @@ class Careless(AdamW):
         super().__init__(setup)
         shown = " ".join(hashlib.sha256(value.encode()).hexdigest()[:12] for value in GIVEN)
         print("digests", shown, "locked", acme_locked.VERSION, "user", os.getuid(), flush=True)
+        print("interpreter", sys.executable, flush=True)
         print({name: os.environ[name] for name in ("API_KEY", "HUB_TOKEN")}, file=sys.stderr)
         self._steps = 0
 
@@ -92,6 +95,17 @@ def careless(cluster: ChaosCluster, name: str, fails_at: int) -> job_pb2.JobSpec
     return spec
 
 
+def another_interpreter(folder: Path) -> str:
+    """An environment that an operator made: the locked package, and what is installed here."""
+    made = folder / "of-the-operator"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
+    (packages,) = made.glob("lib/python*/site-packages")
+    unpack(one_module_wheel(folder, "acme_locked", "1.2"), packages)
+    own = sysconfig.get_path("purelib")
+    (packages / "zz_here.pth").write_text(f"import site; site.addsitedir({own!r})\n")
+    return str(made / "bin" / "python")
+
+
 def digests() -> str:
     values = (FROM_FILE, FROM_VARIABLE)
     return " ".join(hashlib.sha256(value.encode()).hexdigest()[:12] for value in values)
@@ -116,9 +130,12 @@ async def test_no_secret_is_in_any_file_that_a_run_leaves(cluster: ChaosCluster)
             assert "[secret API_KEY]" in log and "[secret HUB_TOKEN]" in log
         shown = str(await client.get("armed"))
         assert "file:api-key" in shown and "env:HUB" in shown
-        broken = JobFollower(client, careless(cluster, "broken", fails_at=5), cluster.up.folder)
-        async with broken:
+        spec = careless(cluster, "broken", fails_at=5)
+        spec.environment.python = another_interpreter(cluster.folder)
+        spec.environment.ClearField("requirements")
+        async with JobFollower(client, spec, cluster.up.folder) as broken:
             await broken.until_ended()
+        assert f"interpreter {spec.environment.python}\n" in cluster.rank_log(broken.job, 0)
         why = str(await client.explain("broken"))
         assert "the hub refused" in f"{broken.story()} {why}"
         told = [shown, why, broken.story(), str([event async for event in client.events()])]
