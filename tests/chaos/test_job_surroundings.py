@@ -168,6 +168,27 @@ async def test_a_value_in_a_job_file_is_refused_and_not_repeated(cluster: ChaosC
     assert files_with(cluster.folder, "hunter2-in-a-job-file") == []
 
 
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("code", "uri", "/absent/a.whl"),
+        ("code", "path", "/absent/folder"),
+        ("environment", "python", "/absent/python"),
+        ("environment", "requirements", "/absent/lock.txt"),
+    ],
+)
+async def test_what_is_certainly_not_there_is_refused_at_submit(
+    cluster: ChaosCluster, section: str, field: str, value: str
+) -> None:
+    spec = cluster.job("absent", steps=1, interval_steps=1)
+    setattr(getattr(spec, section), field, value)
+    if field == "uri":
+        spec.code.sha256 = "0" * 64
+    async with cluster.client() as client:
+        with pytest.raises(InvalidJob, match=f"{section}.{field}: there is no {value}"):
+            await client.submit(spec)
+
+
 async def until_trained(
     client: AsyncClient, cluster: ChaosCluster, spec: job_pb2.JobSpec
 ) -> JobFollower:
