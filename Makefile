@@ -50,12 +50,14 @@ endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 # promtool and prometheus, unpacked from the system's package
 TOOLS := $(CURDIR)/.tools/prometheus
+# mmdebstrap, which makes Debian roots, unpacked from Debian's package
+MMDEBSTRAP := $(CURDIR)/.tools/mmdebstrap
 # Ceph's radosgw with a monitor and an OSD, unpacked from Debian's packages
 RGW_TOOLS := $(CURDIR)/.tools/ceph
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools test-wheel test-image sbom audit proto-breaking bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -121,6 +123,13 @@ slurm-tools:
 bench-hosts: $(READY) ## the same faults, with times (root, iptables; RUNS=1)
 	@unshare --net $(PY) benchmarks/hosts.py --runs $(or $(RUNS),1)
 
+test-wheel: $(READY) ## build the wheel, install it into empty environments, train outside of the tree (4 minutes)
+	MEGASCALE_TEST_TORCH="$(TORCH)" $(PY) -m pytest -m wheel -rs tests/packages $(PYTEST_ARGS)
+
+test-image image-tools: export PATH := $(PATH):$(MMDEBSTRAP)/usr/bin
+test-image: $(READY) image-tools ## run the install steps of deploy/Containerfile in Debian roots (root; 5 minutes)
+	MEGASCALE_TEST_TORCH="$(TORCH)" $(PY) -m pytest -m image -rs tests/packages $(PYTEST_ARGS)
+
 test-browser: $(READY) ## run the tests of the dashboard in a real Chromium: 1,536 nodes, accessibility (SCREENSHOTS=1 renews docs/images)
 	MEGASCALE_SCREENSHOTS=$(SCREENSHOTS) $(PY) -m pytest -m browser -rs tests/system/test_dashboard_pages.py $(PYTEST_ARGS)
 
@@ -136,9 +145,11 @@ test-hdfs: $(READY) hdfs-tools ## run the contract of storages on a real HDFS (n
 check: $(READY) proto-check docs-check dashboard-check ## style, types, layers, wire contract
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py $(wildcard docs/*.py) $(wildcard deploy/*/*.py)
+	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py proto/breaking.py $(wildcard docs/*.py) $(wildcard deploy/*/*.py)
 	lint-imports
 	cd proto && buf lint
+	$(PY) proto/breaking.py --skip-without-history
+	$(PY) -m deploy.packages.sbom --check
 
 format: $(READY) ## format the code
 	$(PY) -m ruff check --fix .
@@ -149,6 +160,15 @@ proto: $(VENV)-proto/.ready ## generate the Python code of the protos
 
 proto-check: $(VENV)-proto/.ready ## check that the generated code is up to date
 	$(VENV)-proto/bin/python proto/generate.py --check
+
+proto-breaking: $(READY) ## compare the protos with the newest tag, or with main (AGAINST=commit)
+	$(PY) proto/breaking.py $(if $(AGAINST),--against $(AGAINST))
+
+sbom: $(READY) ## write deploy/packages/sbom.cdx.json, the pinned requirements as a bill of materials
+	$(PY) -m deploy.packages.sbom
+
+audit: $(READY) ## ask a source of advisories about all that is pinned and installed (SOURCE=url of a mirror)
+	@$(PY) -m deploy.packages.audit --installed $(if $(SOURCE),--source $(SOURCE))
 
 docs: $(READY) $(SITE_READY) ## write the generated parts of pages and of the synchronous client, and build the site (site/)
 	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done
@@ -230,6 +250,18 @@ system-tools:
 	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
 	fi; \
 	command -v promtool >/dev/null || echo "no promtool: install your system's package; its tests are skipped" >&2
+
+# One Perl script, which takes apt and dpkg of the system.
+image-tools:
+	@if command -v mmdebstrap >/dev/null; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
+	  echo "fetching mmdebstrap into $(MMDEBSTRAP)"; \
+	  mkdir -p $(MMDEBSTRAP)/apt/lists/partial $(MMDEBSTRAP)/apt/archives/partial && cd $(MMDEBSTRAP) \
+	  && $(IMAGE_APT) update && $(IMAGE_APT) download mmdebstrap \
+	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
+	fi; \
+	command -v mmdebstrap >/dev/null || echo "no mmdebstrap: its tests are skipped" >&2
+IMAGE_APT := $(subst $(TOOLS),$(MMDEBSTRAP),$(APT))
 
 # With what they need that the system lacks, as apt finds it (some 70 MB).
 RGW_APT := $(subst $(TOOLS),$(RGW_TOOLS),$(APT))

@@ -47,6 +47,7 @@ LANES = {
         "integration/test_up.py",
     ),
     "more clusters": (
+        "chaos/test_job_surroundings.py",
         "chaos/test_log_root.py",
         "chaos/test_orders.py",
         "chaos/test_plan.py",

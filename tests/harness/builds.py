@@ -1,4 +1,4 @@
-"""Another build of the project: the tree of a commit, unpacked beside this one."""
+"""Another build of the project: the wheel of a commit, built and unpacked beside this tree."""
 
 from __future__ import annotations
 
@@ -10,29 +10,26 @@ from pathlib import Path
 
 import pytest
 from tests.harness.driver import here
+from tests.harness.wheel import build_wheel, unpack
 
 # A commit or tag; without it the newest tag, and without tags the commit before this one.
 PREVIOUS_VARIABLE = "MEGASCALE_PREVIOUS_BUILD"
-ROOTS = (
-    "proto", "services/common", "services/driver", "services/executor", "services/checkpoint",
-    "kernels", "clients/python", "clients/cli",
-)  # fmt: skip
 
 
 def previous_build(folder: Path) -> str:
-    """The code of the build before this one, in the form of ``PYTHONPATH``, unpacked in ``folder``.
+    """The wheel of the build before this one, unpacked in ``folder``: the form of ``PYTHONPATH``.
 
-    Skips the test where there is no git history.
+    Skips the test where there is no git history, or no hatchling to build the wheel with.
     """
     if not (here() / ".git").exists():
         pytest.skip("not a git clone: there is no build before this one")
     revision = os.environ.get(PREVIOUS_VARIABLE) or _newest_tag() or "HEAD^"
-    archive = _git("archive", "--format=tar", revision, *ROOTS)
+    archive = _git("archive", "--format=tar", revision)
     if archive is None:
         pytest.skip(f"git has no tree of {revision} (a shallow clone?)")
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-        packed.extractall(folder, filter="data")
-    return os.pathsep.join(str(folder / root) for root in ROOTS)
+        packed.extractall(folder / "tree", filter="data")
+    return unpack(build_wheel(folder, folder / "tree"), folder / "installed")
 
 
 def _newest_tag() -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.child_processes import RestartBudget
 from megascale_executor.agent.config import addresses_from, parse_devices, parse_topology
 from megascale_executor.agent.heartbeat import host_counters
+from megascale_executor.agent.job_processes import DEFAULT, JobProcesses
 from megascale_executor.agent.link import MAX_HEARTBEAT_BYTES, fit
 from megascale_executor.agent.step_reports import StepReports, to_proto
 from megascale_executor.agent.template_keeper import TemplateKeeper
@@ -297,16 +299,16 @@ async def test_an_attempt_of_other_code_gets_a_template_of_its_own(tmp_path: Pat
         return Path(f"/proc/{keeper.pid}/environ").read_text()
 
     try:
-        installed = await keeper.ready_for(job_code.INSTALLED)
+        installed = await keeper.ready_for(DEFAULT)
         assert await keeper.ready() is installed and str(folder) not in environment()
-        code = await job_code.find(CodeConfig(path=str(folder)))
+        code = JobProcesses(await job_code.find(CodeConfig(path=str(folder))))
         own = await keeper.ready_for(code)
         assert own is not installed and f"PYTHONPATH={folder}" in environment()
-        assert await keeper.ready_for(await job_code.find(CodeConfig(path=str(folder)))) is own
+        assert await keeper.ready_for(replace(code)) is own
         (folder / "own.py").write_text("VERSION = 2")
-        changed = await job_code.find(CodeConfig(path=str(folder)))
+        changed = JobProcesses(await job_code.find(CodeConfig(path=str(folder))))
         assert changed != code and await keeper.ready_for(changed) is not own
-        await keeper.ready_for(job_code.INSTALLED)
+        await keeper.ready_for(DEFAULT)
         assert str(folder) not in environment()
     finally:
         await keeper.stop()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import types_pb2
 from megascale_common.job import config as job_config
+from megascale_common.job.code_config import CodeConfig, EnvironmentConfig
 from megascale_common.service.errors import AssignmentError
 from megascale_driver import orders
 from megascale_driver.core.attempt import Attempt, NodeSlot
@@ -21,6 +25,7 @@ from megascale_driver.core.state import (
     Node,
 )
 from megascale_driver.orders import Orders, desired_state
+from megascale_executor.agent import job_code
 from megascale_executor.agent.assignment import check_assignment
 
 NODES, RANKS = 1536, 8
@@ -126,3 +131,27 @@ def test_a_node_without_work_gets_no_assignment() -> None:
     desk = Desk("n1")
     message = desired_state(desk.state.nodes["n1"], None, EPOCH)
     assert message.epoch == EPOCH and not message.HasField("assignment")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"code": CodeConfig(uri="/store/a.whl", sha256="0" * 64)},
+        {"environment": EnvironmentConfig(secrets={"KEY": "env:KEY"})},
+        {"environment": EnvironmentConfig(run_as="acme")},
+    ],
+)
+async def test_an_older_agent_refuses_a_job_whose_surroundings_it_would_leave_out(
+    changes: dict[str, Any],
+) -> None:
+    cluster = fleet(2)
+    job = replace(cluster.jobs["a"], config=replace(cluster.jobs["a"].config, **changes))
+    sent = Orders(replace(cluster, jobs={"a": job}), EPOCH)
+    name = next(iter(cluster.nodes))
+    assert not sent.of(name).assignment.spec.code.path
+    for protocol in (1, 2):
+        path = sent.of(name, protocol).assignment.spec.code.path
+        with pytest.raises(AssignmentError, match=r"update the node cannot be read on this node"):
+            await job_code.find(CodeConfig(path=path))
+    plain = Orders(cluster, EPOCH)
+    assert plain.of(name, 2).assignment.spec == plain.of(name).assignment.spec

@@ -56,6 +56,11 @@ KNOWN = {
         "megascale_dashboard.command:app",
         "dashboard",
     ),
+    "code": Plugin(
+        "Put a job's own code on storage, from where every node fetches it.",
+        "megascale_checkpoint.artifacts.commands:app",
+        "checkpoint",
+    ),
     "data": Plugin(
         "Tokenise your own text, and inspect tokenised data.",
         "megascale_trainer.commands.data:app",

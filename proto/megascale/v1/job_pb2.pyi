@@ -480,6 +480,7 @@ class JobSpec(google.protobuf.message.Message):
     CHECKPOINT_FIELD_NUMBER: builtins.int
     RECOVERY_FIELD_NUMBER: builtins.int
     CODE_FIELD_NUMBER: builtins.int
+    ENVIRONMENT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """DNS-1123 label; the job's key everywhere. Required."""
     tenant: builtins.str
@@ -508,6 +509,10 @@ class JobSpec(google.protobuf.message.Message):
     def code(self) -> Global___CodeSpec:
         """Code of the job's own."""
 
+    @property
+    def environment(self) -> Global___EnvironmentSpec:
+        """What its processes run in."""
+
     def __init__(
         self,
         *,
@@ -520,9 +525,10 @@ class JobSpec(google.protobuf.message.Message):
         checkpoint: Global___CheckpointSpec | None = ...,
         recovery: Global___RecoverySpec | None = ...,
         code: Global___CodeSpec | None = ...,
+        environment: Global___EnvironmentSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "code", b"code", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "code", b"code", "labels", b"labels", "name", b"name", "owner", b"owner", "priority", b"priority", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "code", b"code", "environment", b"environment", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "checkpoint", b"checkpoint", "code", b"code", "environment", b"environment", "labels", b"labels", "name", b"name", "owner", b"owner", "priority", b"priority", "recovery", b"recovery", "tenant", b"tenant", "trainer", b"trainer", "workload", b"workload"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tenant", b"_tenant"]) -> typing.Literal["tenant"] | None: ...
     @typing.overload
@@ -538,6 +544,7 @@ class CodeSpec(google.protobuf.message.Message):
 
     PATH_FIELD_NUMBER: builtins.int
     SHA256_FIELD_NUMBER: builtins.int
+    URI_FIELD_NUMBER: builtins.int
     path: builtins.str
     """Absolute path of a folder that all nodes see, such as one that `pip install --target` filled. It
     comes first where the job's processes look for modules. Each attempt begins with the files as
@@ -545,17 +552,79 @@ class CodeSpec(google.protobuf.message.Message):
     """
     sha256: builtins.str
     """Digest of the folder; a node whose files differ refuses the attempt and names its digest. Empty:
-    not compared.
+    not compared. With `uri`: SHA-256 of the artifact, required.
+    """
+    uri: builtins.str
+    """In place of `path`: an artifact on storage that each node fetches once and checks, a wheel (.whl)
+    or a packed folder (.tar.gz), as `megascale code push` writes it.
     """
     def __init__(
         self,
         *,
         path: builtins.str = ...,
         sha256: builtins.str = ...,
+        uri: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["path", b"path", "sha256", b"sha256"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "sha256", b"sha256", "uri", b"uri"]) -> None: ...
 
 Global___CodeSpec: typing_extensions.TypeAlias = CodeSpec
+
+@typing.final
+class EnvironmentSpec(google.protobuf.message.Message):
+    """What the processes of a job run in on every node: workers and data loader."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class SecretsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    PYTHON_FIELD_NUMBER: builtins.int
+    REQUIREMENTS_FIELD_NUMBER: builtins.int
+    SECRETS_FIELD_NUMBER: builtins.int
+    RUN_AS_FIELD_NUMBER: builtins.int
+    python: builtins.str
+    """Absolute path of an interpreter that is on all nodes, with torch, numpy and this build of
+    megascale; empty: that of the node's agent.
+    """
+    requirements: builtins.str
+    """In place of `python`: a locked requirements file (each line with version and hashes), which a
+    node installs on top of the agent's own packages, once for each content. An absolute path that
+    all nodes see, or one relative to the job's code.
+    """
+    run_as: builtins.str
+    """Account of the processes, one of those that the agent was started with (--run-as); empty: the
+    first of them, or the agent's own.
+    """
+    @property
+    def secrets(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Variables of the processes by name, each a reference that the node's agent resolves:
+        `file:NAME` in its folder of secrets, `env:NAME` of its variable MEGASCALE_SECRET_NAME; at most 32.
+        """
+
+    def __init__(
+        self,
+        *,
+        python: builtins.str = ...,
+        requirements: builtins.str = ...,
+        secrets: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        run_as: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["python", b"python", "requirements", b"requirements", "run_as", b"run_as", "secrets", b"secrets"]) -> None: ...
+
+Global___EnvironmentSpec: typing_extensions.TypeAlias = EnvironmentSpec
 
 @typing.final
 class TrainerSpec(google.protobuf.message.Message):

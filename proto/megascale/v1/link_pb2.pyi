@@ -183,7 +183,7 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 class ProtocolRange(google.protobuf.message.Message):
     """Range of the link protocol versions that a side speaks, both ends included. The link uses the
     highest that both have. 1: every node gets the whole rank table. 2: it gets its own ranks and the
-    digest of the table.
+    digest of the table. 3: it knows `code.uri` and `environment` of a job.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

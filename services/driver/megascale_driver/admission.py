@@ -62,6 +62,7 @@ def missing_files(config: JobConfig) -> Iterator[JobProblem]:
     yield from _missing_sources("trainer.data.sources", config.data.sources)
     if config.evaluates:
         yield from _missing_sources("trainer.evaluation.sources", config.evaluation.sources)
+    yield from _missing_surroundings(config)
     folder = _path(config.checkpoint.load_uri)
     if folder.startswith("/") and _absent(Path(folder)):  # of another storage, the nodes find out
         yield JobProblem(
@@ -69,6 +70,19 @@ def missing_files(config: JobConfig) -> Iterator[JobProblem]:
             f"there is no folder {folder}",
             "give the checkpoint.uri of a job that has checkpoints, or leave it out",
         )
+
+
+def _missing_surroundings(config: JobConfig) -> Iterator[JobProblem]:
+    """What the job's processes need and that is certainly not there."""
+    code, environment = config.code, config.environment
+    for field, path, remedy in (
+        ("code.path", code.path, "give the folder that has the code, or code.uri"),
+        ("code.uri", _path(code.uri), "`megascale code push` writes it and prints its address"),
+        ("environment.python", environment.python, "give an interpreter of the nodes"),
+        ("environment.requirements", environment.requirements, "give a file that all nodes see"),
+    ):
+        if path.startswith("/") and _absent(Path(path)):
+            yield JobProblem(field, f"there is no {path}", remedy)
 
 
 def _path(uri: str) -> str:

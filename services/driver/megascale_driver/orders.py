@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_common.job.code_config import EnvironmentConfig
+from megascale_common.job.config import JobConfig
 from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver import wire
@@ -22,9 +24,13 @@ from megascale_driver.core.attempt import NodeSlot
 from megascale_driver.core.state import Cluster, Desired, Job, Node
 from megascale_driver.open_links import OpenLinks
 
-PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=2)
+PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=3)
 AT_ONCE = 16  # orders sent before other tasks get a turn: 2 to 4 ms
 SLICES = 2  # from this version of the link protocol on
+SURROUNDINGS = 3  # from this one on agents know `code.uri` and `environment`
+# An older agent would leave them out and run the job without its code, secrets and account. It does
+# know `code.path`, refuses a folder that is not there, and repeats its name.
+OLDER_AGENT = "/this agent is of a build without code.uri and environment - update the node"
 DIGEST_DIGITS = 32  # of the SHA-256 over the nodes in the order of their ranks
 
 
@@ -70,6 +76,8 @@ class Orders:
             _fill(message.assignment, node.desired, slot)
             if protocol < SLICES:
                 message.assignment.rank_nodes.extend(common.table)
+            if protocol < SURROUNDINGS and _has_surroundings(job.config):
+                message.assignment.spec.code.path = OLDER_AGENT
         return message
 
 
@@ -118,6 +126,10 @@ def desired_state(
     """The desired state of ``node``; ``job`` is the job that holds it, if any."""
     jobs = {job.name: job} if job is not None else {}
     return Orders(Cluster(nodes={node.name: node}, jobs=jobs), epoch).of(node.name, protocol)
+
+
+def _has_surroundings(config: JobConfig) -> bool:
+    return bool(config.code.uri) or config.environment != EnvironmentConfig()
 
 
 def _attempt(job: Job) -> tuple[object, ...]:

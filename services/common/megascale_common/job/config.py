@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascale_common.job import reading, validation
+from megascale_common.job.code_config import CodeConfig, EnvironmentConfig
 from megascale_common.job.data_checks import NO_SOURCES
 from megascale_common.job.data_config import (
     BlendRule,
@@ -309,14 +310,6 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CodeConfig:
-    """Code of the job's own: a folder ("": what is installed), of that digest if one is given."""
-
-    path: str = ""
-    sha256: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig:
     """A whole job. ``name`` is a DNS-1123 label and the job's key everywhere."""
 
@@ -333,6 +326,7 @@ class JobConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     code: CodeConfig = field(default_factory=CodeConfig, metadata=ADDED)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig, metadata=ADDED)
     tenant: str = "default"
     owner: str = ""
     priority: int = 0

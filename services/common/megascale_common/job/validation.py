@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megascale_common.job import size_checks
+from megascale_common.job.code_checks import code_problems
 from megascale_common.job.data_checks import data_problems, evaluation_problems
 from megascale_common.job.fp8_checks import fp8_problems
 from megascale_common.job.names import is_dns_label
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # config imports this module
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
 _MAX_PATH = 4096  # the kernel's own limit
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")  # S3's own rule
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
@@ -59,7 +59,7 @@ def validate(config: JobConfig) -> list[JobProblem]:
         *evaluation_problems(config.evaluation),
         *_checkpoint(config),
         *_recovery(config),
-        *_code(config),
+        *code_problems(config),
     ]
 
 
@@ -290,24 +290,6 @@ def _storage(field: str, uri: str) -> Iterator[JobProblem]:
 
 def _folder(uri: str) -> str:
     return posixpath.normpath(uri.removeprefix("file://"))
-
-
-def _code(config: JobConfig) -> Iterator[JobProblem]:
-    code = config.code
-    if code.path and not code.path.startswith("/"):
-        yield JobProblem(
-            "code.path", f"{code.path!r} is relative", "give an absolute path that all nodes see"
-        )
-    if ":" in code.path:
-        yield JobProblem("code.path", f"{code.path!r} has a colon", "give one folder")
-    if code.sha256 and not _SHA256.fullmatch(code.sha256):
-        yield JobProblem(
-            "code.sha256", f"{code.sha256!r} is no digest", "give 64 digits of 0-9 and a-f"
-        )
-    if code.sha256 and not code.path:
-        yield JobProblem(
-            "code.path", "empty although code.sha256 is set", "give the folder that has the code"
-        )
 
 
 def _roll_back(config: JobConfig) -> Iterator[JobProblem]:

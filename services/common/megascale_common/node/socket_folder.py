@@ -17,20 +17,29 @@ from pathlib import Path
 from megascale_common.node.process import start_ticks
 
 _OWNER_FILE = "owner"
+_PASSABLE = 0o711
 _MAX_FOLDER_BYTES = 80  # leaves 27 for the longest socket name
 
 
-def create_socket_folder(cluster: str, node: str, incarnation: str) -> Path:
+def create_socket_folder(
+    cluster: str, node: str, incarnation: str, *, passable: bool = False
+) -> Path:
     """A new private folder for this agent's sockets; removes those of dead agents of the node.
+
+    Args:
+        passable: other accounts may pass through it to a socket or folder that is theirs, and
+            neither list nor change it.
 
     Raises:
         OSError: the folder cannot be made, or its parent belongs to another user.
     """
-    parent = _socket_parent()
+    parent = _passable_parent() if passable else _socket_parent()
     prefix = hashlib.sha256(f"{cluster}/{node}".encode()).hexdigest()[:12]
     _remove_stale(parent, prefix)
     folder = parent / f"{prefix}-{incarnation}"
     folder.mkdir(mode=0o700)
+    if passable:
+        folder.chmod(_PASSABLE)
     (folder / _OWNER_FILE).write_text(f"{os.getpid()} {start_ticks(os.getpid())}\n")
     return folder
 
@@ -62,10 +71,25 @@ def _socket_parent() -> Path:
     parent = candidates[0]
     with contextlib.suppress(FileExistsError):
         parent.mkdir(mode=0o700)
+    return _checked(parent, 0o700)
+
+
+def _passable_parent() -> Path:
+    """``/tmp/megascale-UID-jobs``, mode 0711: the runtime folder of a user is closed to others."""
+    parent = Path(f"/tmp/megascale-{os.getuid()}-jobs")
+    with contextlib.suppress(FileExistsError):
+        parent.mkdir(mode=0o700)
+        parent.chmod(_PASSABLE)
+    return _checked(parent, _PASSABLE)
+
+
+def _checked(parent: Path, mode: int) -> Path:
     # Anybody may make files in /tmp: a folder of another user, or a link to one, is refused.
     found = parent.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    unwanted = stat.S_IMODE(found.st_mode) & ~mode
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or unwanted:
         raise OSError(
-            f"{parent} must be a folder of mode 0700 that belongs to user {os.getuid()}; remove it"
+            f"{parent} must be a folder of mode {mode:04o} that belongs to user {os.getuid()}; "
+            "remove it"
         )
     return parent

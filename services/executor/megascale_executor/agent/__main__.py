@@ -27,6 +27,9 @@ from megascale_executor.agent.config import (
 )
 from megascale_executor.agent.kernel_log import KERNEL_LOG, KERNEL_LOG_VARIABLE
 
+SECRETS_FOLDER_VARIABLE = "MEGASCALE_SECRETS_FOLDER"  # defaults that `megascale up` passes on
+RUN_AS_VARIABLE = "MEGASCALE_RUN_AS"
+
 _EPILOG = """\
 example: one node with four CPU slots, whose driver writes its address to a file
   python -m megascale_executor.agent --cluster demo --node n0 --driver-file run/driver.address \\
@@ -98,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
         help="where faults of the hardware are read: the kernel's log, or a recorded file "
         "(default %(default)s)",
     )
+    _add_jobs(made)
     _add_certificates(made)
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
@@ -120,6 +124,30 @@ def _add_metrics(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="sample the traffic of the ports every so many milliseconds for the metrics; "
         "0 (default): only every second",
+    )
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--cache-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="where code and environments of jobs are kept; default: cache in the run folder",
+    )
+    add(
+        "--secrets-folder",
+        type=Path,
+        default=os.environ.get(SECRETS_FOLDER_VARIABLE) or None,
+        metavar="FOLDER",
+        help="files that jobs may name as secrets (file:NAME); any job may name any of them",
+    )
+    add(
+        "--run-as",
+        default=os.environ.get(RUN_AS_VARIABLE, ""),
+        metavar="ACCOUNT[,ACCOUNT]",
+        help="accounts under which the processes of jobs may run, the first by default; "
+        "only for an agent that runs as root",
     )
 
 
@@ -191,6 +219,9 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
         daemon_tls=_daemon_tls(options, tls),
         kernel_log=options.kernel_log,
         fast_counters_ms=options.fast_counters_ms,
+        cache_folder=options.cache_folder and options.cache_folder.absolute(),
+        secrets_folder=options.secrets_folder and options.secrets_folder.absolute(),
+        run_as=tuple(name for name in options.run_as.split(",") if name),
     )
 
 

@@ -79,9 +79,13 @@ def worker_assignments(
     config: JobConfig,
     agent: AgentConfig,
     folder: AttemptFolder,
+    work_folder: Path,
     sockets: Sockets,
 ) -> list[tuple[Assignment, Path]]:
     """The message for each worker of this node, and its log file.
+
+    Args:
+        work_folder: beside it processes keep files for other tools.
 
     Raises:
         AssignmentError: the store's endpoint is not host:port.
@@ -132,7 +136,7 @@ def worker_assignments(
             },
             "restore": restore.from_proto(assignment.restore).to_mapping(),
             "reports": rank == 0,
-            "run_folder": str(folder.path),
+            "run_folder": str(work_folder),
         }
         messages.append((message, folder.log(rank)))
     return messages

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs
 from megascale_common.service.errors import AssignmentError, TemplateError
-from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders, job_code
+from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders, job_folders
 from megascale_executor.agent.assignment import (
     Sockets,
     check_assignment,
@@ -35,6 +34,7 @@ from megascale_executor.agent.attempt import AttemptAction, AttemptState
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig, addresses_from
 from megascale_executor.agent.diagnosis import Diagnosis
+from megascale_executor.agent.job_processes import DEFAULT, Preparation
 from megascale_executor.agent.kernel_log import KernelLog
 from megascale_executor.agent.leave_orders import LeaveOrders
 from megascale_executor.agent.log_scanner import LogScanner
@@ -72,6 +72,7 @@ class AttemptRunner:
         reports: StepReports,
         spans: SpanReports,
         socket_folder: Path,
+        preparation: Preparation,
         changed: Callable[[], None],
     ) -> None:
         self.state = AttemptState()
@@ -88,6 +89,7 @@ class AttemptRunner:
         self.diagnosis = Diagnosis(
             registry, devices, config.node_folder, templates, daemon, self._peers
         )
+        self._preparation = preparation
         self._socket_folder, self._changed = socket_folder, changed
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
@@ -96,7 +98,7 @@ class AttemptRunner:
         self._loader: asyncio.subprocess.Process | None = None
         self._loader_watch: asyncio.Task[None] | None = None
         self._job: JobConfig | None = None
-        self._code = job_code.INSTALLED
+        self._processes, self._work_folder = DEFAULT, config.node_folder
 
     @property
     def workers(self) -> list[Worker]:
@@ -137,6 +139,7 @@ class AttemptRunner:
     async def shut_down(self) -> None:
         """Stop what runs, when the agent itself ends."""
         await self._stop()
+        await self._preparation.close()
         self.scanner.kernel.close()
 
     def _wake_and_report(self) -> None:
@@ -198,9 +201,11 @@ class AttemptRunner:
         config = from_accepted_proto(assignment.spec)
         check_assignment(assignment, config, self._config.node, self._devices)
         self._job = config
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        self._code = await job_code.find(config.code)
-        template = await self._templates.ready_for(self._code)
+        self._processes = await self._preparation.processes(config)
+        account = self._processes.account
+        self._work_folder = job_folders.prepare(self.folder, account, assignment.ranks)
+        self._daemon.serve_account(account)
+        template = await self._templates.ready_for(self._processes)
         findings = await self._checks.run(
             config, list(assignment.ranks), list(assignment.devices), template
         )
@@ -236,12 +241,15 @@ class AttemptRunner:
             [assignment.store_endpoint, assignment.committer_endpoint, assignment.replica_target]
         )
         folder = self.folder
-        sockets = Sockets(
-            self._socket_folder / f"loader-{assignment.attempt}.sock", self._daemon.socket_path
+        loader = job_folders.loader_socket(
+            self._socket_folder, assignment.attempt, self._processes.account
         )
-        assignments = worker_assignments(assignment, self._job, self._config, folder, sockets)
+        sockets = Sockets(loader, self._daemon.socket_path)
+        assignments = worker_assignments(
+            assignment, self._job, self._config, folder, self._work_folder, sockets
+        )
         await self._start_loader(self._job, folder, sockets.loader)
-        template = await self._templates.ready_for(self._code)
+        template = await self._templates.ready_for(self._processes)
         events = WorkerEvents(
             all_running=self._on_running,
             all_finished=self._on_finished,
@@ -251,7 +259,7 @@ class AttemptRunner:
             profiled=self.profiles.take,
             not_left=self._on_not_left,
         )
-        self._workers = WorkerSet(template, events)
+        self._workers = WorkerSet(template, events, redact=self._processes.redact)
         logs = {message["rank"]: log for message, log in assignments}
         self.scanner.watch(self.state.key, logs)
         self._spans.watch(self.state.key, {rank: folder.spans(rank) for rank in logs})
@@ -264,10 +272,10 @@ class AttemptRunner:
     async def _start_loader(self, config: JobConfig, folder: AttemptFolder, path: Path) -> None:
         folder.config.write_text(job_config.to_json(config))
         path.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "megascale_trainer.data.loader"]
-        command += ["--socket", str(path), "--config", str(folder.config)]
+        options = ("--socket", str(path), "--config", str(folder.config))
+        command = self._processes.command("-m", "megascale_trainer.data.loader", *options)
         self._loader = await child_processes.spawn(
-            command, folder.loader_log, environment=self._code.environment
+            command, folder.loader_log, environment=self._processes.environment
         )
         self._loader_watch = asyncio.create_task(
             self._watch_loader(self._loader, folder.loader_log)

@@ -8,6 +8,7 @@ on the same socket path.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 import grpc
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2
+from megascale_common.node.account import Account
 from megascale_common.service import logs
 from megascale_common.service.channel import open_channel
 from megascale_executor.agent import asyncio_tasks, child_processes
@@ -56,6 +58,7 @@ class CheckpointDaemon:
         self._ready = asyncio.Event()
         self._started_at_s = 0.0
         self._exit_status = 0
+        self._account: Account | None = None
         self.endpoint = self.replica_endpoint = ""
         self.progress: list[link_pb2.CheckpointProgress] = []
 
@@ -89,6 +92,19 @@ class CheckpointDaemon:
     async def serving_endpoint(self) -> str:
         """Its endpoint once it serves, within READY_TIMEOUT_S; "" when it does not."""
         return self.endpoint if await self.wait_ready() else ""
+
+    def serve_account(self, account: Account | None) -> None:
+        """Let processes of ``account`` connect, and of no other; None: of the agent's own."""
+        self._account = account
+        self._give_socket()
+
+    def _give_socket(self) -> None:
+        uid = os.getuid() if self._account is None else self._account.uid
+        try:
+            if self.socket_path.stat().st_uid != uid:
+                os.chown(self.socket_path, uid, -1)
+        except FileNotFoundError:
+            pass  # given when the daemon serves again
 
     def holds_slots(self, job: str) -> bool:
         """Whether staging memory holds sealed snapshots of ``job``."""
@@ -175,6 +191,7 @@ class CheckpointDaemon:
                 if self._child.pid is None:
                     return
                 self.endpoint = address
+                self._give_socket()
                 self._ready.set()
                 self._take(response)
         finally:

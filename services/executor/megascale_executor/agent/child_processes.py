@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from megascale_common.node.process import child_environment
+from megascale_common.node.process import armed_command, child_environment
 from megascale_common.service import logs
 from megascale_executor.agent import asyncio_tasks
 
@@ -49,6 +49,15 @@ async def spawn(
             env=child_environment(environment),
             pass_fds=tuple(pass_fds),
         )
+
+
+async def spawn_armed(command: Sequence[str], log_path: Path) -> asyncio.subprocess.Process:
+    """Start a program that knows nothing of the agent, so that it ends with it all the same.
+
+    Raises:
+        OSError: as :func:`spawn`.
+    """
+    return await spawn(armed_command(command), log_path)
 
 
 async def stop(process: asyncio.subprocess.Process, *, grace_s: float = TERMINATE_GRACE_S) -> None:

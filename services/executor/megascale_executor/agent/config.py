@@ -33,6 +33,9 @@ class AgentConfig:
         metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
             metrics.
         tls: the certificates of the agent, ``daemon_tls`` those of the node's checkpoint daemon.
+        cache_folder: fetched code and installed environments; None: ``cache`` in the run folder.
+        secrets_folder: files that jobs may refer to as secrets.
+        run_as: accounts under which jobs' processes may run; empty: the agent's own.
         fast_counters_ms: period in which the ports' traffic is sampled besides; 0: never.
     """
 
@@ -53,6 +56,9 @@ class AgentConfig:
     daemon_tls: Certificates | None = None
     kernel_log: Path = KERNEL_LOG
     fast_counters_ms: int = 0
+    cache_folder: Path | None = None
+    secrets_folder: Path | None = None
+    run_as: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for option, name in (("--cluster", self.cluster), ("--node", self.node)):

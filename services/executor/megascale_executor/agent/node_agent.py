@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import sys
+from pathlib import Path
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
 from megascale_common.node import host
@@ -20,13 +22,14 @@ from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import read_token, write_address
-from megascale_executor.agent import asyncio_tasks, attempt, folders
+from megascale_executor.agent import asyncio_tasks, attempt, folders, job_secrets
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig, addresses_from
 from megascale_executor.agent.group_checks import GroupChecks
 from megascale_executor.agent.heartbeat import build_heartbeat, build_hello
+from megascale_executor.agent.job_processes import NodeSetup, Preparation, offered_accounts
 from megascale_executor.agent.link import DriverLink, NodeSide
 from megascale_executor.agent.metrics import AgentMetrics
 from megascale_executor.agent.service import SERVICE_NAME, ExecutorService
@@ -78,7 +81,10 @@ class NodeAgent:
                 f"--run-folder: {config.node_folder} cannot be used ({error.strerror or error}): "
                 "give a folder that you may write to"
             ) from None
-        self._sockets = create_socket_folder(config.cluster, config.node, self._incarnation)
+        setup = _setup_of(config)
+        self._sockets = create_socket_folder(
+            config.cluster, config.node, self._incarnation, passable=bool(setup.accounts)
+        )
         self._reports = StepReports()
         self._counters = of_host(gpus=config.device_kind == "cuda")
         self._spans = SpanReports(config.node, counters=lambda: self._counters.newest)
@@ -89,8 +95,9 @@ class NodeAgent:
             self._sockets / "checkpoint.sock",
             self._on_daemon_change,
         )
+        preparation = Preparation(setup, config.node_folder)
         self._templates = TemplateKeeper(
-            config.template_command, config.node_folder / "template.log"
+            config.template_command, config.node_folder / "template.log", preparation.idle
         )
         self.runner = AttemptRunner(
             config,
@@ -100,6 +107,7 @@ class NodeAgent:
             self._reports,
             self._spans,
             self._sockets,
+            preparation,
             self._changed,
         )
         side = NodeSide(
@@ -254,6 +262,25 @@ class NodeAgent:
             _log.warning("pids.json cannot be written", error=str(error))
         else:
             self._pids_written = text
+
+
+def _setup_of(config: AgentConfig) -> NodeSetup:
+    """What this node offers to jobs.
+
+    Raises:
+        OptionError: an account of ``--run-as`` cannot be used, or a folder cannot be made.
+    """
+    cache = config.cache_folder or config.run_folder / "cache"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if config.run_as:
+            config.node_folder.chmod(0o711)
+    except OSError as error:
+        raise OptionError(f"--cache-folder: {error}: give a folder that can be written") from None
+    interpreter = Path(sys.executable)
+    entered = (config.node_folder, cache, interpreter, interpreter.resolve(), Path(__file__))
+    accounts = offered_accounts(config.run_as, entered)
+    return NodeSetup(cache, config.secrets_folder, job_secrets.take_variables(), accounts)
 
 
 async def find_devices(config: AgentConfig) -> list[DeviceFacts]:

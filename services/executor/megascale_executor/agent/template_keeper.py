@@ -12,16 +12,22 @@ from pathlib import Path
 
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent import asyncio_tasks, child_processes
-from megascale_executor.agent.job_code import INSTALLED, JobCode
+from megascale_executor.agent.job_processes import DEFAULT, JobProcesses
 from megascale_executor.agent.template_process import FORK_TIMEOUT_S, TemplateProcess
 
 
 class TemplateKeeper:
-    """The current template process and its replacement."""
+    """The current template process and its replacement.
 
-    def __init__(self, command: Sequence[str], log_path: Path) -> None:
+    Args:
+        processes: how the first one is started, before any job is known.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log_path: Path, processes: JobProcesses = DEFAULT
+    ) -> None:
         self._command, self._log_path = command, log_path
-        self._code = INSTALLED
+        self._processes = processes
         self._current: TemplateProcess | None = None
         self._arrival = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
@@ -55,15 +61,15 @@ class TemplateKeeper:
                 await asyncio_tasks.either(current.ready, current.end, timeout_s=left_s)
         raise TemplateError(f"no template process becomes ready; see {self._log_path}")
 
-    async def ready_for(self, code: JobCode) -> TemplateProcess:
-        """A template that has imported this code; one of other code is replaced.
+    async def ready_for(self, processes: JobProcesses) -> TemplateProcess:
+        """A template that was started so; one that was started otherwise is replaced.
 
         Raises:
             TemplateError: as :meth:`ready`.
         """
-        if code != self._code:
+        if processes != self._processes:
             await self.stop()
-            self._code, self._current = code, None
+            self._processes, self._current = processes, None
             self._child = child_processes.SupervisedChild("template", self._start)
             self._child.begin()
         return await self.ready()
@@ -77,7 +83,7 @@ class TemplateKeeper:
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._current, process = await TemplateProcess.spawn(
-            self._command, self._log_path, self._code.environment
+            self._command, self._log_path, self._processes
         )
         self._ending = asyncio.create_task(_end_with(self._current, process), name="template-end")
         self._arrival.set()

@@ -12,9 +12,8 @@ import contextlib
 import os
 import select
 import signal
-import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +23,7 @@ from megascale_common.service import logs
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent import asyncio_tasks, child_processes
 from megascale_executor.agent.channels import MessageChannel
+from megascale_executor.agent.job_processes import DEFAULT, JobProcesses
 
 _log = logs.get(__name__)
 
@@ -95,22 +95,26 @@ class TemplateProcess:
 
     @classmethod
     async def spawn(
-        cls, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
+        cls, command: Sequence[str], log_path: Path, processes: JobProcesses = DEFAULT
     ) -> tuple[TemplateProcess, asyncio.subprocess.Process]:
         """Start ``command`` (by default the trainer) with ``--socket-fd N``.
+
+        Args:
+            processes: how, ``command`` aside.
 
         Raises:
             OSError: the program cannot be started.
         """
         channel, theirs = MessageChannel.pair()
-        program = list(command) or [sys.executable, "-m", "megascale_trainer.process"]
         with theirs:
             descriptor = theirs.fileno()
+            option = ("--socket-fd", str(descriptor))
+            program = processes.command("-m", "megascale_trainer.process", *option)
             try:
                 process = await child_processes.spawn(
-                    [*program, "--socket-fd", str(descriptor)],
+                    [*command, *option] if command else program,
                     log_path,
-                    environment={**_ENVIRONMENT, **(environment or {})},
+                    environment={**_ENVIRONMENT, **processes.environment},
                     pass_fds=[descriptor],
                 )
             except OSError:

@@ -112,8 +112,10 @@ class WorkerSet:
         template: TemplateProcess,
         events: WorkerEvents,
         group_of: Callable[[int], MemoryGroup] = memory_group,
+        redact: Callable[[str], str] = str,
     ) -> None:
         self._template, self._events, self._group_of = template, events, group_of
+        self._redact = redact
         self.workers: list[Worker] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -194,7 +196,7 @@ class WorkerSet:
             worker.error_kind = message["error_kind"]
             # The driver reads the damaged file's name, or field and remedy; people read the
             # traceback in the log.
-            worker.error = (
+            worker.error = self._redact(
                 detail if worker.error_kind in _EXPLAINED and detail else message["error"]
             )
             worker.exited_at_s = worker.exited_at_s or time.time()

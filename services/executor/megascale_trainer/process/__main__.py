@@ -27,6 +27,7 @@ from typing import NoReturn
 from megascale_common.node import framing
 from megascale_common.node.messages import Exited, Forked, TemplateHello
 from megascale_common.node.process import arm_parent_death
+from megascale_common.node.redaction import redact_streams
 
 _FAILED_EXIT_CODE = 1
 _USED_LATE = (
@@ -42,6 +43,7 @@ Program = Callable[[socket.socket, framing.Message, list[int]], int]
 def main() -> int:
     """Arm the parent-death signal, import torch, serve until the agent closes the socket."""
     arm_parent_death()
+    redact_streams()
     parser = argparse.ArgumentParser(
         prog="python -m megascale_trainer.process", description=__doc__
     )
@@ -155,6 +157,7 @@ class _Template:
             os.close(log)
             sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            redact_streams()
             status = self._run_first_message(socket.socket(fileno=socket_descriptor))
         except BaseException:
             traceback.print_exc()
