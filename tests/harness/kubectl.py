@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,9 +15,20 @@ TIMEOUT_S = 60.0
 
 
 def program() -> str:
-    """That of `make kubernetes-tools`, else of the system; "" for none."""
-    path = f"{TOOLS / 'usr/bin'}:{os.environ.get('PATH', '')}"
+    """That of the system, else of `make kubernetes-tools`; "" for none."""
+    path = f"{os.environ.get('PATH', '')}:{TOOLS / 'usr/bin'}"
     return shutil.which("kubectl", path=path) or ""
+
+
+def minor_version() -> int:
+    """The program's minor version, 32 of 1.32; 0 for no program."""
+    if not program():
+        return 0
+    done = subprocess.run(
+        [program(), "version", "--client", "--output=json"],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+    )  # fmt: skip
+    return int(re.sub(r"\D.*", "", json.loads(done.stdout)["clientVersion"]["minor"]))
 
 
 def kustomized(folder: Path) -> str:

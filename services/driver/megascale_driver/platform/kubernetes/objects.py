@@ -163,7 +163,7 @@ def changing_mark(found: Json, mark: Mark) -> Json:
 
 def unmarking(found: Json, mark: Mark) -> Json:
     """The patch that removes what :func:`marking` has set, but for the cordon of somebody else."""
-    spec: Json = {"taints": _foreign_taints(found.get("spec") or {})}
+    spec: Json = {"taints": _foreign_taints(found.get("spec") or {}) or None}
     if mark.cordoned:
         spec["unschedulable"] = None
     return {"metadata": _of_version(found, {MARK: None}), "spec": spec}
