@@ -113,6 +113,8 @@ async def test_an_evicted_machine_gets_no_work_and_its_node_comes_back_elsewhere
 
     await eventually(shown, "the machine's condition")
     if tool.program():  # somebody has repaired it
+        why = "custom-columns=MACHINE:.metadata.name,WHY:.metadata.annotations.megascale/eviction"
+        assert "megascale: it burns" in await cluster.kubectl("get", "nodes", "-o", why)
         await cluster.kubectl("uncordon", where[name])
         await eventually(lambda: not shown(), "the machine is given back", story=cluster.story)
         assert "taints" not in cluster.api.store.get(("nodes", "", where[name]))["spec"]
