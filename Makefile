@@ -57,7 +57,7 @@ HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 # kubectl, unpacked from Debian's package
 KUBERNETES_TOOLS := $(CURDIR)/.tools/kubernetes
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-kubernetes kubernetes-tools bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools test-kubernetes kubernetes-tools bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -106,6 +106,19 @@ test-system: $(READY) system-tools ## run the tests of deploy/ that need promtoo
 
 test-netns: $(READY) ## a job on hosts of its own (network namespaces): partitions, loss, delay, IPv6 (root, iptables; 3 minutes)
 	unshare --net $(PY) -m pytest -m netns -rs tests/netns $(PYTEST_ARGS)
+
+test-slurm: export PATH := $(PATH):/usr/sbin
+test-slurm: $(READY) slurm-tools ## jobs through a real SLURM: a lost node, the time limit, the next allocation (root; 5 minutes)
+	$(PY) -m pytest -m slurm -rs tests/slurm $(PYTEST_ARGS)
+
+# Without /etc/slurm/slurm.conf Debian's packages start no daemon of SLURM by themselves.
+slurm-tools:
+	@if command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing slurmctld, slurmd, slurm-client and munge"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; \
+	fi; \
+	command -v slurmctld >/dev/null || echo "no slurmctld: install your system's packages; its tests are skipped" >&2
 
 test-kubernetes: export PATH := $(PATH):$(KUBERNETES_TOOLS)/usr/bin
 test-kubernetes: $(READY) kubernetes-tools ## jobs on pods: a pod deleted, machines evicted, lost, drained; kubectl and manifests (about 2 minutes)

@@ -152,12 +152,13 @@ def train(name: str, options: argparse.Namespace) -> None:
     trainer.initialise()
     begin, previous = time.monotonic(), None
     with _curve(options, name, seed).open("w") as file:
-        for step in range(config.training.steps):
+        last = min(config.training.steps, options.stop_after or config.training.steps)
+        for step in range(last):
             result = trainer.train_step(batches.step(trainer.step))
             if previous is not None:
                 _write(file, step, previous)
             previous = result
-        _write(file, config.training.steps, previous)
+        _write(file, last, previous)
     print(f"{name}, {seed}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     destroy_groups()
 
@@ -308,6 +309,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="Python files")
     add("--corpus-tokens", type=int, default=1 << 25, help="at most so many are taken from --text")
     add("--steps", type=int, default=600, help="of the study's batch")
+    add("--stop-after", type=int, default=0, help="end runs after so many of their --steps")
     add("--layers", type=int, default=12)
     add("--hidden", type=int, default=1024)
     add("--head-size", type=int, default=128)

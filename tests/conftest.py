@@ -44,6 +44,7 @@ LANES = {
         "chaos/test_replicas.py",
         "integration/test_job_on_s3.py",
         "integration/test_node_start.py",
+        "integration/test_platform_follow.py",
         "integration/test_up.py",
     ),
     "more clusters": (

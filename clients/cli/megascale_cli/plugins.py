@@ -73,6 +73,14 @@ KNOWN = {
         "Settings of NCCL and network cards for a cluster, with reasons; compare them with a node.",
         "megascale_driver.commands.net:app",
     ),
+    "slurm": Plugin(
+        "Train inside an allocation of SLURM, with spares, and go on in the next one.",
+        "megascale_driver.commands.slurm:app",
+    ),
+    "platform": Plugin(
+        "List the nodes of SLURM or of another platform; drain there what the driver evicts.",
+        "megascale_driver.commands.platform:app",
+    ),
     "sim": Plugin(
         "Simulate routing and congestion in the network of a cluster that you do not have.",
         "megascale_driver.commands.sim:app",

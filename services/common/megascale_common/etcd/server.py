@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from megascale_common.node.process import armed_command, child_environment
 
 PROGRAM_VARIABLE = "MEGASCALE_ETCD"
 _LOWEST_PORT, _PORTS_TRIED = 15_000, 100
+_given: deque[int] = deque(maxlen=1000)
 _PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PORT_ATTEMPTS = 5  # a free port may be taken before etcd binds it
 READY_TIMEOUT_S = 30.0
@@ -55,10 +57,12 @@ def free_port(host: str) -> int:
     """A port that nothing listens on now, outside of those that the system gives to connections.
 
     Else a connection may get the port of a server that is down, which then cannot start again.
+    Nor is it one that this process was given a while ago: its server may not have begun to listen.
     """
     candidates = range(_LOWEST_PORT, max(_LOWEST_PORT, _first_of_connections()))
     for port in random.sample(candidates, min(_PORTS_TRIED, len(candidates))):
-        if (found := _bound(host, port)) is not None:
+        if port not in _given and (found := _bound(host, port)) is not None:
+            _given.append(found)
             return found
     found = _bound(host, 0)
     assert found is not None, "the system has no port left"

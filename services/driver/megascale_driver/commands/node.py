@@ -24,7 +24,7 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service.errors import ClusterError, ServiceError, UnavailableError
 from megascale_driver.platform.joining import JoiningNode, RunningCluster, stop_node
-from megascale_driver.platform.local_node import node_folder
+from megascale_driver.platform.local_node import RUN_FOLDER_VARIABLE, node_folder
 
 app = typer.Typer(
     add_completion=False,
@@ -34,7 +34,6 @@ app = typer.Typer(
 )
 _console = Console(stderr=True, highlight=False)
 
-RUN_FOLDER_VARIABLE = "MEGASCALE_RUN_FOLDER"
 POLL_INTERVAL_S = 0.1
 _SENTENCES = {
     "node_ready": "[green]node {node} is alive[/green]: {device} devices {devices} in {run_folder}",

@@ -22,6 +22,7 @@ from typing import Any
 from megascale.v1 import driver_pb2_grpc
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
+from megascale_common.node.addresses import is_loopback, joined
 from megascale_common.node.process import start_ticks
 from megascale_common.service.channel import open_channel, present
 from megascale_common.service.errors import ClusterError, ServiceError
@@ -63,7 +64,9 @@ Report = Callable[[str, dict[str, Any]], None]
 class LocalOptions:
     """What to start. ``etcd_endpoints`` empty: an etcd in the run folder is started too.
 
-    ``tls``: make an authority in the run folder, unless it has one, which is used in any case.
+    ``host``: where the driver serves; beyond loopback it needs ``tls``. ``nodes`` may be 0, where
+    others start them. ``tls``: make an authority in the run folder, unless it has one, which is
+    used in any case.
     """
 
     run_folder: Path
@@ -76,6 +79,7 @@ class LocalOptions:
     heartbeat_interval_s: float = 5.0
     hang_floor_s: float = 60.0
     tls: bool = False
+    host: str = "127.0.0.1"
 
     @property
     def node_names(self) -> list[str]:
@@ -229,8 +233,9 @@ class LocalCluster:
             authority.create(folder, cluster)
         for role, name in ((Role.DRIVER, DRIVER_NAME), (Role.OPERATOR, OPERATOR_NAME)):
             files = certificates.of_cluster(self.folder, role, name)
-            if files is not None and not files.certificate.exists():
-                authority.issue(folder, cluster, role, name)
+            beyond = role is Role.DRIVER and not is_loopback(self.options.host)
+            if files is not None and (beyond or not files.certificate.exists()):
+                authority.issue(folder, cluster, role, name, [self.options.host] if beyond else [])
         present(certificates.of_cluster(self.folder, Role.OPERATOR, OPERATOR_NAME))
 
     async def _start_etcd(self) -> None:
@@ -258,7 +263,7 @@ class LocalCluster:
             "--cluster",
             options.cluster,
             "--bind",
-            "127.0.0.1:0",
+            joined(options.host, 0),
         ]
         command += ["--etcd", ",".join(endpoints), "--prefix", f"/megascale/{options.cluster}/v1"]
         command += ["--token-file", str(self.folder / "token"), "--address-file", str(address_file)]

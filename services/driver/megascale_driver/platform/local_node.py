@@ -27,6 +27,7 @@ from megascale_driver.platform.devices import DeviceKind
 START_TIMEOUT_S = 90.0
 STOP_NODE_TIMEOUT_S = 10.0
 MAX_PAGE = 1000
+RUN_FOLDER_VARIABLE = "MEGASCALE_RUN_FOLDER"
 # Whose certificates a cluster of one machine has, beside those of its nodes.
 DRIVER_NAME, OPERATOR_NAME = "driver", "operator"
 _AGENT = "megascale_executor.agent"
@@ -34,12 +35,16 @@ _AGENT = "megascale_executor.agent"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalNode:
-    """A node's name, the devices that it owns (indices on this machine), and its switch."""
+    """A node's name, the devices that it owns (indices on its machine), and its switch.
+
+    ``host``: its address for its peers, beyond loopback with TLS; empty: what the agent finds.
+    """
 
     name: str
     device: DeviceKind
     devices: tuple[int, ...]
     switch: str
+    host: str = ""
 
 
 def node_folder(run_folder: Path, name: str) -> Path:
@@ -92,23 +97,25 @@ def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
         *("--run-folder", str(run_folder), "--topology", f"switch={node.switch}"),
         *("--address-file", str(folder / "executor.address"), "--metrics-bind", "127.0.0.1:0"),
     ]
+    command += ["--host", node.host] if node.host else []
     agent = certificates.of_cluster(run_folder, Role.EXECUTOR, node.name)
     daemon = certificates.of_cluster(run_folder, Role.CHECKPOINT, node.name)
     if agent is not None and daemon is not None:
-        _issue_if_absent(run_folder, cluster, agent, daemon, node.name)
+        _issue_if_absent(run_folder, cluster, agent, daemon, node)
         command += [*agent.options(), "--daemon-tls-key", str(daemon.key)]
         command += ["--daemon-tls-certificate", str(daemon.certificate)]
     return Child(node.name, command, folder / "agent.log")
 
 
 def _issue_if_absent(
-    run_folder: Path, cluster: str, agent: Certificates, daemon: Certificates, name: str
+    run_folder: Path, cluster: str, agent: Certificates, daemon: Certificates, node: LocalNode
 ) -> None:
-    """Give a node of this machine its certificates, if its cluster's authority is here."""
+    """Give a node its certificates, if its cluster's authority is here; new ones for a host."""
     folder = run_folder / certificates.FOLDER
+    hosts = [node.host] if node.host else []
     for role, found in ((Role.EXECUTOR, agent), (Role.CHECKPOINT, daemon)):
-        if not found.certificate.exists():
-            authority.issue(folder, cluster, role, name)
+        if hosts or not found.certificate.exists():
+            authority.issue(folder, cluster, role, node.name, hosts)
 
 
 async def nodes_of(stub: Any) -> list[driver_pb2.Node]:

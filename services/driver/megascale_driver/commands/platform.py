@@ -1,0 +1,136 @@
+"""The command `megascale platform`: what gives nodes to a cluster, and who has drained which."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megascale_common.service.channel import open_channel, present
+from megascale_common.service.identity import certificates
+from megascale_common.service.identity.peers import Role
+from megascale_driver.commands.node import Cluster, run_folder
+from megascale_driver.platform.following import Follower
+from megascale_driver.platform.joining import RunningCluster
+from megascale_driver.platform.local_node import OPERATOR_NAME, RUN_FOLDER_VARIABLE
+from megascale_driver.platform.registry import known_platforms, open_platform
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    help="List the nodes of SLURM or of another platform; drain there what the driver evicts.",
+)
+_console = Console(stderr=True, highlight=False)
+RECORD_FILE = "drained.json"  # in the run folder
+_SENTENCES = {
+    "following": "what the driver of {run_folder} evicts is drained on {platform}; Ctrl-C ends it",
+    "drained": "[yellow]node {node} is drained[/yellow]",
+    "restored": "node {node} is no longer drained: the driver has taken it back",
+    "returned": "[green]node {node} is repaired[/green]: the driver takes it back",
+    "replaced": "another node is asked for in place of {node}",
+    "not_replaced": "[yellow]this platform provides no node in place of {node}[/yellow]",
+    "refused": "[red]node {node}[/red]: {error}",
+}
+
+Name = Annotated[
+    str, typer.Option("--platform", help="local, slurm, or an installed package's (see `list`).")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_platforms(as_json: Json = False) -> None:
+    """List the platforms that this installation knows, with the package of each.
+
+    Example: [bold]megascale platform list[/bold]
+    """
+    if as_json:
+        print(json.dumps(known_platforms()))
+        return
+    table = Table("platform", "package")
+    for name, package in sorted(known_platforms().items()):
+        table.add_row(name, package)
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def nodes(platform: Name = "local", cluster: Cluster = None, as_json: Json = False) -> None:
+    """List a platform's nodes with their condition, its reason and their switch.
+
+    Example: [bold]megascale platform nodes --platform slurm[/bold]
+    """
+    os.environ[RUN_FOLDER_VARIABLE] = str(run_folder(cluster))
+    found = asyncio.run(open_platform(platform).nodes())
+    if as_json:
+        print(json.dumps([{key: getattr(n, key) for key in n.__slots__} for n in found]))
+        return
+    table = Table("node", "ready", "drained", "conditions", "switch", "reason")
+    for node in found:
+        words = ("yes" if node.ready else "no", "yes" if node.drained else "no")
+        table.add_row(node.name, *words, "+".join(node.conditions), node.switch, node.reason)
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def follow(
+    platform: Name = "local",
+    cluster: Cluster = None,
+    replace_after_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="Ask for another node so long after one is lost; default: never."),
+    ] = None,
+    interval_s: Annotated[float, typer.Option(min=0.5, max=600, help="Between looks.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Drain on the platform what the driver evicts, and have the driver take back what is repaired.
+
+    It runs until Ctrl-C or the end of the cluster, and may be started again at any time.
+
+    Example: [bold]megascale platform follow --platform slurm[/bold]
+    """
+    found = RunningCluster.find(run_folder(cluster))
+    os.environ[RUN_FOLDER_VARIABLE] = str(found.folder)  # where the platform `local` looks
+
+    def report(kind: str, fields: dict[str, Any]) -> None:
+        if as_json:
+            print(json.dumps({"event": kind, **fields}), flush=True)
+        else:
+            plain = {key: escape(str(value)) for key, value in fields.items()}
+            _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
+
+    follower = Follower(
+        open_platform(platform), found.folder / RECORD_FILE, replace_after_s, report
+    )
+    report("following", {"platform": platform, "run_folder": str(found.folder)})
+    asyncio.run(_follow(found, follower, interval_s))
+
+
+async def _follow(cluster: RunningCluster, follower: Follower, interval_s: float) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    present(certificates.of_cluster(cluster.folder, Role.OPERATOR, OPERATOR_NAME))
+    while not stopped.is_set() and cluster.runs:
+        address = _read(cluster.folder / "driver.address")
+        if address:  # else the driver restarts
+            async with open_channel(address, _read(cluster.folder / "token")) as channel:
+                await follower.look(channel)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopped.wait(), interval_s)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,189 @@
+"""The command `megascale slurm`: a job with its own cluster inside an allocation of SLURM.
+
+It also runs as ``python -m megascale_driver.commands.slurm``: that is how a batch script starts the
+driver's side (`run`), and `srun` each node's (`node`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from megascale_common.job.names import is_dns_label
+from megascale_common.service.errors import ServiceError, UnavailableError
+from megascale_driver.platform import slurm
+from megascale_driver.platform.allocation import Allocation, AllocationOptions, run_node
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    help="Train inside an allocation of SLURM, with spares, and go on in the next one.",
+)
+_console = Console(stderr=True, highlight=False)
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job's file.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Nodes that the job trains on.")]
+Spares = Annotated[int, typer.Option(min=0, help="Further nodes, which stand by.")]
+DevicesPerNode = Annotated[int, typer.Option(min=1, max=64, help="Devices of each node.")]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="What a rank runs on.")]
+RunFolder = Annotated[
+    Path, typer.Option(help="For state, logs and certificates; all nodes see it.")
+]
+ClusterName = Annotated[str, typer.Option(help="Name of the cluster of ours.")]
+TimeLimit = Annotated[
+    str, typer.Option("--time", help="Time limit, as in sbatch; default: the partition's.")
+]
+SaveBefore = Annotated[
+    int,
+    typer.Option(
+        "--save-before-s", min=30, help="So long before the limit the job saves and is queued."
+    ),
+]
+Host = Annotated[
+    str,
+    typer.Option(help="Address of the driver as nodes reach it, with TLS; default: the first's."),
+]
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option("--sbatch", help="A further option of sbatch, as in --sbatch=--account=lab."),
+]
+Heartbeat = Annotated[float, typer.Option(min=0.1, max=60, help="Between heartbeats of a node.")]
+Drain = Annotated[bool, typer.Option(help="Drain nodes in SLURM that the driver has evicted.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def submit(
+    job_file: JobFile,
+    nodes: Nodes,
+    spares: Spares = 1,
+    devices_per_node: DevicesPerNode = 8,
+    device: Device = "cuda",
+    run_folder: RunFolder = Path("runs/slurm"),
+    cluster: ClusterName = "slurm",
+    time_limit: TimeLimit = "",
+    save_before_s: SaveBefore = 300,
+    host: Host = "",
+    heartbeat_interval_s: Heartbeat = 5.0,
+    drain: Drain = True,
+    sbatch: Sbatch = None,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the batch script, submit nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Queue a job: its nodes and spares are one allocation, which is queued again at its limit.
+
+    Submitting again with the same --run-folder goes on with the job that is there.
+
+    Example: [bold]megascale slurm submit job.yaml --nodes 16 --spares 1 --time 24:00:00[/bold]
+    """
+    if not is_dns_label(cluster):
+        raise typer.BadParameter(
+            f"{cluster!r} is not a valid name: use 1 to 63 of a-z, 0-9 and '-'",
+            param_hint="--cluster",
+        )
+    if not job_file.is_file():
+        raise typer.BadParameter(f"{job_file} is no file", param_hint="JOB.yaml")
+    folder = run_folder.resolve()
+    count = nodes + spares
+    command = [sys.executable, "-m", "megascale_driver.commands.slurm", "run"]
+    command += [str(job_file.resolve()), "--nodes", str(count), "--device", device]
+    command += ["--devices-per-node", str(devices_per_node), "--cluster", cluster]
+    command += ["--run-folder", str(folder), "--save-before-s", str(save_before_s)]
+    command += ["--heartbeat-interval-s", f"{heartbeat_interval_s:g}"]
+    command += [*(["--host", host] if host else []), *([] if drain else ["--no-drain"])]
+    options = [f"--job-name={cluster}", f"--nodes={count}", "--ntasks-per-node=1"]
+    options += [f"--gpus-per-node={devices_per_node}"] if device == "cuda" else []
+    options += [f"--time={time_limit}"] if time_limit else []
+    options += [f"--signal=B:USR1@{save_before_s}", "--requeue", "--no-kill"]
+    options += ["--open-mode=append", f"--output={folder}/slurm-%j.log", *(sbatch or [])]
+    text = script(options, command)
+    if print_only:
+        print(text, end="")
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number = asyncio.run(slurm.submit(text))
+    if as_json:
+        print(json.dumps({"slurm_job": number, "run_folder": str(folder)}))
+        return
+    _console.print(
+        f"SLURM's job {number} is queued; its log is {folder}/slurm-{number}.log. Once it runs: "
+        f"megascale jobs --cluster {folder}",
+        soft_wrap=True,
+    )
+
+
+@app.command(hidden=True)
+def run(
+    job_file: JobFile,
+    nodes: Nodes,
+    device: Device,
+    devices_per_node: DevicesPerNode,
+    run_folder: RunFolder,
+    cluster: ClusterName,
+    save_before_s: SaveBefore = 300,
+    host: Host = "",
+    heartbeat_interval_s: Heartbeat = 5.0,
+    drain: Drain = True,
+) -> None:
+    """Run etcd, the driver, the nodes' agents and the job (what the batch script does)."""
+    options = AllocationOptions(
+        job_file=job_file,
+        run_folder=run_folder,
+        cluster=cluster,
+        nodes=nodes,
+        device=device,
+        devices_per_node=devices_per_node,
+        host=host or asyncio.run(slurm.own_address()),
+        save_before_s=float(save_before_s),
+        drain=drain,
+        heartbeat_interval_s=heartbeat_interval_s,
+    )
+
+    async def live() -> int:
+        return await Allocation(options, _report).run()
+
+    raise typer.Exit(asyncio.run(live()))
+
+
+@app.command(hidden=True)
+def node(
+    run_folder: RunFolder, cluster: ClusterName, device: Device, devices_per_node: DevicesPerNode
+) -> None:
+    """Run this node's agent (what srun starts)."""
+    raise typer.Exit(asyncio.run(run_node(run_folder, cluster, device, devices_per_node, _report)))
+
+
+def script(options: list[str], command: list[str]) -> str:
+    """A batch script: `#SBATCH` lines, and the command that replaces the shell.
+
+    The shell is replaced so that SLURM's signal before the time limit reaches the command.
+    """
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
+    return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"
+
+
+def _report(kind: str, fields: dict[str, Any]) -> None:
+    print(json.dumps({"event": kind, **fields}), flush=True)
+
+
+def main() -> None:
+    """Run the command by itself, without the CLI."""
+    try:
+        app()
+    except ServiceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(3 if isinstance(error, UnavailableError) else 2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What gives nodes to a cluster: this machine, SLURM, Kubernetes, or an installed package's.
+
+The driver alone decides which nodes work. A platform lists its nodes and their conditions, and is
+asked to give no further work to a node that the driver evicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+# Of the reasons for drains: it shows the platform's operators, and this project, whose they are.
+PREFIX = "megascale: "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlatformNode:
+    """A node as the platform sees it.
+
+    Attributes:
+        switch: the lowest switch above it; empty where the platform does not know.
+        ready: it can be given work as far as the platform knows, drained or not.
+        drained: the platform gives it no further work, because somebody asked for that.
+        conditions: the platform's own words for its state, such as ``IDLE`` or ``DiskPressure``.
+        reason: why it is drained or not ready; empty where nobody said.
+    """
+
+    name: str
+    switch: str
+    ready: bool
+    drained: bool
+    conditions: tuple[str, ...]
+    reason: str
+
+
+class Platform(Protocol):
+    """Where nodes come from. Every method may be called again after it failed or was cut off."""
+
+    async def nodes(self) -> tuple[PlatformNode, ...]:
+        """Return all nodes, by name.
+
+        Raises:
+            UnavailableError: the platform does not answer.
+        """
+        ...
+
+    async def drain(self, name: str, reason: str) -> None:
+        """Give a node no further work; what runs on it goes on. Twice is as once.
+
+        Raises:
+            OptionError: there is no such node, or ``reason`` is empty.
+            UnavailableError: the platform refuses or does not answer.
+        """
+        ...
+
+    async def restore(self, name: str) -> None:
+        """Give a node work again that was drained for a reason of :data:`PREFIX`; else do nothing.
+
+        Raises:
+            OptionError: there is no such node.
+            UnavailableError: the platform refuses or does not answer.
+        """
+        ...
+
+    async def replace(self, name: str) -> bool:
+        """Ask for a node in place of one that is lost; False where this platform has no such means.
+
+        It comes later, under this name or another, or never: spares are what a job counts on.
+
+        Raises:
+            UnavailableError: the platform refuses or does not answer.
+        """
+        ...

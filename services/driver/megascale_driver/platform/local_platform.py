@@ -1,0 +1,98 @@
+"""This machine as a platform: the nodes of a run folder, as `megascale node start` starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from megascale_common.node.files import replace_file
+from megascale_common.service.errors import OptionError, UnavailableError
+from megascale_driver.platform.interface import PREFIX, PlatformNode
+from megascale_driver.platform.joining import RunningCluster
+from megascale_driver.platform.local_node import (
+    RUN_FOLDER_VARIABLE,
+    node_folder,
+    running_nodes,
+    stored_node,
+)
+
+DRAINED_FILE = "drained"  # in a node's folder; its text is the reason
+REPLACE_TIMEOUT_S = 120.0
+
+
+class LocalPlatform:
+    """The nodes that a run folder has had; default: of $MEGASCALE_RUN_FOLDER, else runs/current."""
+
+    def __init__(self, run_folder: Path | None = None) -> None:
+        self.run_folder = run_folder or Path(os.environ.get(RUN_FOLDER_VARIABLE) or "runs/current")
+
+    async def nodes(self) -> tuple[PlatformNode, ...]:
+        """See :class:`Platform`."""
+        if not self.run_folder.is_dir():
+            raise UnavailableError(f"{self.run_folder} is no run folder of `megascale up`")
+        running = running_nodes(self.run_folder)
+        found = []
+        for path in sorted((self.run_folder / "nodes").glob("*/node.json")):
+            name, node = path.parent.name, stored_node(self.run_folder, path.parent.name)
+            reason = self._reason(name)
+            if node is not None:
+                found.append(
+                    PlatformNode(
+                        name=name,
+                        switch=node.switch,
+                        ready=name in running,
+                        drained=bool(reason),
+                        conditions=("RUNNING",) if name in running else ("ENDED",),
+                        reason=reason,
+                    )
+                )
+        return tuple(found)
+
+    async def drain(self, name: str, reason: str) -> None:
+        """See :class:`Platform`: it is not started again in place of itself."""
+        if not reason.strip():
+            raise OptionError("reason: say why the node is drained")
+        self._require(name)
+        replace_file(node_folder(self.run_folder, name) / DRAINED_FILE, f"{reason.strip()}\n")
+
+    async def restore(self, name: str) -> None:
+        """See :class:`Platform`."""
+        self._require(name)
+        if self._reason(name).startswith(PREFIX):
+            (node_folder(self.run_folder, name) / DRAINED_FILE).unlink(missing_ok=True)
+
+    async def replace(self, name: str) -> bool:
+        """See :class:`Platform`: starts the node again, or a new one where it is drained."""
+        self._require(name)
+        if self._reason(name):
+            name = RunningCluster.find(self.run_folder).next_name()
+        elif name in running_nodes(self.run_folder):
+            return True
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "megascale_driver.commands.node", "start", name),
+            *("--detach", "--cluster", str(self.run_folder)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            _, errors = await asyncio.wait_for(process.communicate(), REPLACE_TIMEOUT_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            raise UnavailableError(f"{name} has not started in {REPLACE_TIMEOUT_S:g} s") from None
+        if process.returncode:
+            raise UnavailableError(errors.decode(errors="replace").strip()[-500:])
+        return True
+
+    def _reason(self, name: str) -> str:
+        try:
+            return (node_folder(self.run_folder, name) / DRAINED_FILE).read_text().strip()
+        except FileNotFoundError:
+            return ""
+
+    def _require(self, name: str) -> None:
+        if "/" in name or stored_node(self.run_folder, name) is None:
+            raise OptionError(f"node: {self.run_folder} has had none of the name {name!r}")
