@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness import platform_contract
 from tests.harness.kubernetes_api import Call, KubernetesApi
 from tests.harness.kubernetes_objects import NAMESPACE, machine, pod
 from tests.harness.waiting import eventually
@@ -21,6 +22,8 @@ from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
 from megascale_driver.platform.kubernetes.controller import Controller
 from megascale_driver.platform.kubernetes.decisions import DriverNode
 from megascale_driver.platform.kubernetes.objects import CONDITION, TAINT, TOPOLOGY, Mark
+from megascale_driver.platform.kubernetes.platform import KubernetesPlatform
+from megascale_driver.platform.registry import open_platform
 
 SWITCH, POD = "rack", "node-0"
 MARK = Mark(node=POD, pod="u", reason="megascale: broken")
@@ -137,6 +140,61 @@ async def test_an_eviction_moves_the_pod_and_gives_the_node_back(
 def shown(server: KubernetesApi, name: str) -> str:
     conditions = node_of(server, name)["status"]["conditions"]
     return "".join(each["status"] for each in conditions if each["type"] == CONDITION)
+
+
+@pytest.fixture
+def platform(
+    server: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> KubernetesPlatform:
+    (tmp_path / "own").write_text(server.kubeconfig())
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "own"))
+    monkeypatch.setenv("MEGASCALE_NAMESPACE", NAMESPACE)
+    monkeypatch.setenv("MEGASCALE_SWITCH_LABEL", SWITCH)
+    found = open_platform("kubernetes")
+    assert isinstance(found, KubernetesPlatform)
+    return found
+
+
+async def test_it_keeps_the_contract_of_platforms(
+    server: KubernetesApi, platform: KubernetesPlatform
+) -> None:
+    async def undo() -> None:
+        server.store.update(
+            ("nodes", "", "m1"),
+            lambda n: {**n, "spec": {**n["spec"], "unschedulable": None}},
+            False,
+        )
+
+    await platform_contract.check(platform, POD, undo)
+    assert (await platform_contract.node_of(platform, POD)).switch == "r1"
+    uid = server.store.get(("pods", NAMESPACE, POD))["metadata"]["uid"]
+    assert await platform.replace(POD) and await platform.replace(POD)
+    deleted = [call for call in server.calls if call.verb == "delete"]
+    assert [call.name for call in deleted] == [POD]
+    ending = server.store.get(("pods", NAMESPACE, POD))["metadata"]
+    assert ending["uid"] == uid and "deletionTimestamp" in ending
+    server.refuse(403, times=10**6, reason="Forbidden")
+    with pytest.raises(UnavailableError, match="rights"):
+        await platform.nodes()
+
+
+async def test_a_drain_by_hand_reaches_the_driver_and_goes_with_kubectl_uncordon(
+    server: KubernetesApi, cluster: KubernetesCluster, platform: KubernetesPlatform
+) -> None:
+    desk = Desk()
+    async with controlled(cluster, desk):
+        await platform.drain(POD, "a new cable")
+        await eventually(lambda: desk.asked, "a cordon")
+        await asyncio.sleep(0.2)
+        assert desk.asked == [("cordon", "machine m1: drained (a new cable)")]
+        server.store.update(
+            ("nodes", "", "m1"),
+            lambda n: {**n, "spec": {**n["spec"], "unschedulable": None}},
+            False,
+        )
+        await eventually(lambda: len(desk.asked) == 2, "and its end")
+        await eventually(lambda: not node_of(server, "m1")["spec"].get("taints"), "no taint")
+    assert [call for call in server.calls if call.verb == "delete"] == []
 
 
 async def test_conditions_of_machines_reach_the_driver(

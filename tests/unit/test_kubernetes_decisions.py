@@ -40,6 +40,7 @@ def a_machine(name: str = "m1", **changes: Any) -> Machine:
         "switch": "s0",
         "reached": True,
         "cordoned": False,
+        "conditions": ("Ready",),
         "trouble": "",
         "mark": None,
         "condition": False,
@@ -137,6 +138,17 @@ def test_uncordoning_a_machine_says_that_it_is_repaired() -> None:
     moved = replace(repaired, mark=replace(MARKED, state="moved"))
     assert moved.mark is not None
     assert orders(None, None, moved) == [UnmarkMachine(moved, moved.mark)]
+
+
+def test_a_drained_machine_keeps_work_off_its_node_and_may_be_evicted_too() -> None:
+    drained = replace(OUT, mark=replace(MARKED, state="drained"), trouble="drained (x)")
+    assert drained.mark is not None
+    assert orders(a_node(), a_pod(), drained) == [Cordon("n-0", "machine m1: drained (x)")]
+    [order] = orders(EVICTED, a_pod(), drained)
+    assert order == MarkMachine(drained, MARKED), "the cordon is still ours"
+    uncordoned = replace(drained, cordoned=False)
+    node = a_node(disposition="cordoned", reason="mine")
+    assert orders(node, a_pod(), uncordoned) == [UnmarkMachine(uncordoned, drained.mark)]
 
 
 def test_conditions_keep_work_off_a_node_and_no_longer() -> None:
@@ -304,6 +316,10 @@ def test_trouble_has_the_words_of_kubernetes() -> None:
     )
     assert found.trouble == (
         "NotReady (NodeStatusUnknown), DiskPressure (KubeletHasDiskPressure), cordoned"
+    )
+    assert found.conditions == (
+        "NotReady (NodeStatusUnknown)",
+        "DiskPressure (KubeletHasDiskPressure)",
     )
     assert not found.reached
 

@@ -23,6 +23,7 @@ from tests.harness.kubernetes_store import STRATEGIC, Object, patched, selector
 from megascale_common.service import health_probe
 from megascale_driver import __main__ as driver
 from megascale_driver.platform.kubernetes import __main__ as platform
+from megascale_driver.platform.kubernetes.objects import SELECTOR
 from megascale_executor.agent import __main__ as agent
 
 # The oldest that is still in wide use, and the newest known here.
@@ -267,4 +268,4 @@ def test_the_switch_label_of_the_gpu_overlay_is_the_one_for_kueue() -> None:
 
 def test_the_platform_follows_the_pods_of_the_statefulset() -> None:
     labels = manifest("StatefulSet", "node")["spec"]["template"]["metadata"]["labels"]
-    assert selector(platform.SELECTOR, "")({"metadata": {"labels": labels}})
+    assert selector(SELECTOR, "")({"metadata": {"labels": labels}})

@@ -20,9 +20,8 @@ from megascale_common.service.channel import present
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates
 from megascale_common.service.start import ends_with_a_sentence, read_token
+from megascale_driver.platform.kubernetes.objects import SELECTOR, SWITCH_LABEL
 
-SWITCH_LABEL = "topology.kubernetes.io/zone"
-SELECTOR = "app.kubernetes.io/name=megascale-node"
 INTERVAL_S = 5.0
 
 

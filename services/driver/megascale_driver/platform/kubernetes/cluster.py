@@ -38,6 +38,16 @@ class KubernetesCluster:
         self._machines = Reflector(api, _NODES, {}, self.changed.set)
         self._pods = Reflector(api, self._pods_path, {"labelSelector": selector}, self.changed.set)
 
+    async def read(self) -> None:
+        """Read both once.
+
+        Raises:
+            ExpiredError: the list has grown old between two of its pages.
+            UnavailableError: the server refuses or does not answer.
+        """
+        for each in (self._machines, self._pods):
+            await each.list()
+
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
         """Within it the copies of machines and pods are kept up to date."""

@@ -154,8 +154,9 @@ def decide(
             why = f"node {node.name} is dead and machine {at.name} does not answer"
             orders.append(DeletePod(pod_now, why, force=pod_now.ending))
     for machine in machines.values():
-        if machine.mark is not None and machine.mark.state == "moved" and not machine.cordoned:
-            orders.append(UnmarkMachine(machine, machine.mark))  # somebody has repaired it
+        mark = machine.mark
+        if mark is not None and mark.state != "evicting" and not machine.cordoned:
+            orders.append(UnmarkMachine(machine, mark))  # somebody has repaired it
     return orders
 
 
@@ -165,7 +166,7 @@ def _evict(
     if not evicting:
         if pod is not None and at is not None:
             reason = f"megascale: {node.reason or 'evicted'}"[:MAX_REASON_CHARS]
-            cordoned = not at.cordoned
+            cordoned = not at.cordoned or (at.mark is not None and at.mark.cordoned)
             mark = Mark(node=node.name, pod=pod.uid, reason=reason, cordoned=cordoned)
             yield MarkMachine(at, mark)
         return

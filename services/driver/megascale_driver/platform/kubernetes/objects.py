@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Json = dict[str, Any]
+# Unless a site says otherwise: the pods of deploy/kubernetes, and a label that clouds set.
+SELECTOR = "app.kubernetes.io/name=megascale-node"
+SWITCH_LABEL = "topology.kubernetes.io/zone"
 # "megascale/..." marks what is ours among labels, taints and annotations.
 TAINT = "megascale/evicted"
 MARK = "megascale/eviction"  # annotation of a machine
@@ -32,14 +35,15 @@ class Mark:
     Attributes:
         node: the evicted node, and ``pod`` the uid of its pod then.
         cordoned: it was cordoned for this, and not by somebody before.
-        state: ``moved`` once the driver has the node back, on another machine.
+        state: ``moved`` once the driver has the node back, on another machine; ``drained`` where
+            nobody evicted it and it only gets no further work.
     """
 
     node: str
     pod: str
     reason: str
     cordoned: bool = True
-    state: Literal["evicting", "moved"] = "evicting"
+    state: Literal["evicting", "moved", "drained"] = "evicting"
 
     def text(self) -> str:
         """As the annotation has it."""
@@ -53,7 +57,8 @@ class Machine:
     Attributes:
         switch: the value of the topology label; empty without one.
         reached: its kubelet reports.
-        trouble: why it should get no work, apart from our own mark; empty for nothing.
+        conditions: ``Ready``, or what keeps it from being that, in words of Kubernetes.
+        trouble: why it should get no work, but for our evictions; empty for nothing.
         condition: whether it shows our condition as true.
     """
 
@@ -62,6 +67,7 @@ class Machine:
     switch: str
     reached: bool
     cordoned: bool
+    conditions: tuple[str, ...]
     trouble: str
     mark: Mark | None
     condition: bool
@@ -90,19 +96,26 @@ def machine_of(found: Json, switch_label: str) -> Machine:
     taints = [each["key"] for each in spec.get("taints") or ()]
     reached = conditions.get("Ready", {}).get("status") == "True"
     cordoned = bool(spec.get("unschedulable"))
+    bad = _bad(conditions, taints)
+    trouble = list(bad)
+    if cordoned and (mark is None or not mark.cordoned):
+        trouble.append("cordoned")
+    if mark is not None and mark.state == "drained":
+        trouble.append(f"drained ({mark.reason})")
     return Machine(
         name=meta["name"],
         version=meta["resourceVersion"],
         switch=str((meta.get("labels") or {}).get(switch_label, "")),
         reached=reached and not any(key in _UNREACHABLE for key in taints),
         cordoned=cordoned,
-        trouble=_trouble(conditions, taints, cordoned and (mark is None or not mark.cordoned)),
+        conditions=tuple(bad) or ("Ready",),
+        trouble=", ".join(trouble),
         mark=mark,
         condition=conditions.get(CONDITION, {}).get("status") == "True",
     )
 
 
-def _trouble(conditions: dict[str, Json], taints: list[str], cordoned: bool) -> str:
+def _bad(conditions: dict[str, Json], taints: list[str]) -> list[str]:
     words = []
     ready = conditions.get("Ready", {})
     if ready.get("status") != "True":
@@ -110,10 +123,7 @@ def _trouble(conditions: dict[str, Json], taints: list[str], cordoned: bool) -> 
     for name in _BAD:
         if (found := conditions.get(name, {})).get("status") == "True":
             words.append(f"{name} ({found.get('reason') or 'True'})")
-    words += [f"taint {key}" for key in taints if key in _UNREACHABLE]
-    if cordoned:
-        words.append("cordoned")
-    return ", ".join(words)
+    return words + [f"taint {key}" for key in taints if key in _UNREACHABLE]
 
 
 def _mark(text: str) -> Mark | None:
@@ -123,7 +133,7 @@ def _mark(text: str) -> Mark | None:
         found = Mark(**values)
     except (ValueError, TypeError):
         return None
-    return found if found.state in ("evicting", "moved") else None
+    return found if found.state in ("evicting", "moved", "drained") else None
 
 
 def pod_of(found: Json) -> Pod:

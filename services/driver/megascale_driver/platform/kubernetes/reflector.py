@@ -52,7 +52,7 @@ class Reflector:
         while True:
             try:
                 if not self._version:
-                    await self._list()
+                    await self.list()
                 began_at_s = loop.time()
                 await self._follow()
                 if loop.time() - began_at_s < SHORT_WATCH_S:
@@ -68,7 +68,8 @@ class Reflector:
                 _log.warning("Kubernetes cannot be followed", path=self._path, error=str(error))
                 await backoff.sleep()
 
-    async def _list(self) -> None:
+    async def list(self) -> None:
+        """Read all of them; raises what the call does."""
         found: dict[str, Json] = {}
         query = {**self._query, "limit": str(PAGE)}
         while True:
