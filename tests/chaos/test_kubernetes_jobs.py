@@ -145,13 +145,26 @@ async def test_the_same_while_the_api_is_busy_and_the_platform_is_killed(
             return "taints" in found["spec"]
 
         await eventually(marked, "the mark", cluster.moves, story=cluster.story)
-        cluster.machines.kill("megascale-platform-0")
+        cluster.machines.kill("megascale-platform-0", "platform")
         cluster.api.refuse(503, times=3, reason="ServiceUnavailable", concerns=of_platform)
         return name
 
     await disturbed(cluster, evict)
     deleted = [call for call in cluster.api.calls if call.verb == "delete"]
     assert {call.user for call in deleted} == {PLATFORM}
+
+
+@whole
+async def test_a_checkpoint_container_that_ends_is_started_again_under_the_job(
+    cluster: PodCluster,
+) -> None:
+    async with cluster.client() as client:
+        async with JobFollower(client, cluster.job("cut", STEPS), cluster.folder) as run:
+            await run.until_step(30)
+            cluster.machines.kill(run.job.nodes[1], "checkpoint")
+            job = await run.until_ended()
+    assert (job.phase, job.committed_step) == (types_pb2.JOB_PHASE_SUCCEEDED, STEPS), run.story()
+    assert run.newest_losses == await losses_of(cluster, "twin")
 
 
 @whole

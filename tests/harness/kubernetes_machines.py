@@ -31,16 +31,21 @@ from megascale_common.service.identity.peers import Role
 
 TURN_S = 0.05
 _CSI = "csi.cert-manager.io"
+_SOCKETS = "/run/megascale"  # the paths of sockets are short
+_PATHS = ("/etc/megascale", "/var/lib/megascale", _SOCKETS)
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
 
 
 @dataclass
 class Running:
-    """The process of a pod."""
+    """The processes of a pod."""
 
-    process: subprocess.Popen[bytes]
     folder: Path
-    paths: dict[str, str]  # of the container, by where they are here
+    address: str
+    paths: dict[str, str] = field(
+        default_factory=dict
+    )  # of the containers, and where they are here
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)  # by container
     probe: subprocess.Popen[bytes] | None = None
     ready: bool = False
     terminated: bool = False
@@ -92,11 +97,11 @@ class Machines:
         lost = {"status": {"conditions": unknown}}
         self.api.store.update(("nodes", "", name), lambda found: {**found, **lost}, True)
 
-    def kill(self, name: str) -> None:
-        """SIGKILL to the process of a pod, which its kubelet starts again."""
+    def kill(self, name: str, container: str) -> None:
+        """SIGKILL to a container of a pod, which its kubelet starts again."""
         for pod in self.api.store.list("pods", "", lambda found: True):
             if pod["metadata"]["name"] == name:
-                self.pods[pod["metadata"]["uid"]].process.kill()
+                self.pods[pod["metadata"]["uid"]].processes[container].kill()
 
     async def _turn_for_ever(self) -> None:
         while True:
@@ -154,48 +159,58 @@ class Machines:
                 self._show(pod, self.pods[uid])
             return
         self._write_downward(pod, running)
+        left = [each for each in running.processes.values() if each.poll() is None]
         if "deletionTimestamp" in pod["metadata"]:
             if not running.terminated:
                 running.terminated = True
-                running.process.send_signal(signal.SIGTERM)
-            if running.process.poll() is not None:
+                for each in left:
+                    each.send_signal(signal.SIGTERM)
+            if not left:
                 self._end(uid)
                 self.api.store.delete(_key(pod), {"gracePeriodSeconds": 0})
-        elif running.process.poll() is not None:
-            self._end(uid)
-            self.pods[uid] = self._start(pod, running.restarts + 1)
-            self._show(pod, self.pods[uid])
+        elif len(left) < len(running.processes):
+            for container in pod["spec"]["containers"]:
+                if running.processes[container["name"]].poll() is not None:
+                    self._run_container(pod, running, container)
+                    running.restarts += 1
+            running.ready = False
+            self._show(pod, running)
         elif not running.ready and self._probed(pod, running):
             running.ready = True
             self._show(pod, running)
 
-    def _start(self, pod: Object, restarts: int = 0) -> Running:
-        meta, container = pod["metadata"], pod["spec"]["containers"][0]
+    def _start(self, pod: Object) -> Running:
+        meta = pod["metadata"]
         folder = self.folder / "pods" / f"{meta['name']}-{meta['uid'][:8]}"
         folder.mkdir(parents=True, exist_ok=True)
         self.addresses += 1
         address = f"127.1.{self.addresses // 250}.{self.addresses % 250 + 1}"
+        running = Running(folder, address)
         volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
-        paths = {}
-        for mount in container["volumeMounts"]:
-            here = folder / mount["name"]
-            self._fill(volumes[mount["name"]], here, pod)
-            paths[mount["mountPath"]] = str(here)
-        running = Running(process=None, folder=folder, paths=paths, restarts=restarts)  # type: ignore[arg-type]
+        for container in pod["spec"]["containers"]:
+            for mount in container["volumeMounts"]:
+                here = folder / mount["name"]
+                if mount["mountPath"] == _SOCKETS:
+                    here = Path(os.environ["XDG_RUNTIME_DIR"]) / meta["uid"][:8]
+                self._fill(volumes[mount["name"]], here, pod)
+                running.paths[mount["mountPath"]] = str(here)
         self._write_downward(pod, running)
-        environment = {**self.settings, **environment_of(container, pod, address)}
-        command = [located(word, paths) for word in container["command"]]
-        command += [located(word, paths) for word in container.get("args", ())]
-        with (folder / "log").open("ab") as log:
-            running.process = subprocess.Popen(
-                command,
-                env=child_environment({**environment, **self.overrides}),
-                cwd=folder,
+        for container in pod["spec"]["containers"]:
+            self._run_container(pod, running, container)
+        return running
+
+    def _run_container(self, pod: Object, running: Running, container: Object) -> None:
+        own = environment_of(container, pod, running.address)
+        words = [*container["command"], *container.get("args", ())]
+        with (running.folder / f"{container['name']}.log").open("ab") as log:
+            running.processes[container["name"]] = subprocess.Popen(
+                [located(word, running.paths) for word in words],
+                env=child_environment({**self.settings, **own, **self.overrides}),
+                cwd=running.folder,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        return running
 
     def _fill(self, volume: Object, here: Path, pod: Object) -> None:
         here.mkdir(exist_ok=True)
@@ -256,17 +271,21 @@ class Machines:
         self.api.store.update(_key(pod), lambda found: {**found, "status": status}, True)
 
     def _end(self, uid: str) -> None:
-        """Nothing of the pod's process group is left."""
+        """Nothing of the pod's process groups is left."""
         running = self.pods.pop(uid)
-        group = living_processes_of_group(running.process.pid)
-        for each in (running.probe, running.process):
-            if each is not None and each.poll() is None:
-                each.kill()
-        if group:
+        if running.probe is not None:
+            running.probe.kill()
+            running.probe.wait()
+        groups = [
+            pid
+            for each in running.processes.values()
+            for pid in living_processes_of_group(each.pid)
+        ]
+        for each in running.processes.values():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.process.pid, signal.SIGKILL)
-        running.process.wait()
-        until_gone(group, "processes of a pod")
+                os.killpg(each.pid, signal.SIGKILL)
+            each.wait()
+        until_gone(groups, "processes of a pod")
 
     def log(self, name: str) -> str:
         """The logs of the pods of that name, with their probes'."""
@@ -308,7 +327,7 @@ def environment_of(container: Object, pod: Object, address: str) -> dict[str, st
 def located(text: str, paths: Mapping[str, str]) -> str:
     """A word of a command with folders of this machine in place of the container's."""
     for path in sorted(paths, key=len, reverse=True):
-        if path.startswith(("/etc/megascale", "/var/lib/megascale")):
+        if path.startswith(_PATHS):
             text = text.replace(path, paths[path])
     return text
 

@@ -20,6 +20,7 @@ from tests.harness.kubernetes_cluster import BASE, manifest, manifests
 from tests.harness.kubernetes_machines import environment_of, pod_of
 from tests.harness.kubernetes_store import STRATEGIC, Object, patched, selector
 
+from megascale_checkpoint import sidecar
 from megascale_common.service import health_probe
 from megascale_driver import __main__ as driver
 from megascale_driver.platform.kubernetes import __main__ as platform
@@ -31,10 +32,17 @@ VERSIONS = ("1.27", kubernetes_validate.latest_version())
 OVERLAY = BASE.parent / "overlays" / "gpu"
 KUSTOMIZE_SINCE = 21  # kubectl 1.20 has a kustomize of 2019
 WORKLOADS = (("Deployment", "driver"), ("Deployment", "platform"), ("StatefulSet", "node"))
+CONTAINERS = (
+    ("Deployment", "driver", "driver"),
+    ("Deployment", "platform", "platform"),
+    ("StatefulSet", "node", "agent"),
+    ("StatefulSet", "node", "checkpoint"),
+)
 PARSERS = {
     "megascale_driver": driver._parser,
     "megascale_driver.platform.kubernetes": platform.parser,
     "megascale_executor.agent": agent.parser,
+    "megascale_checkpoint.sidecar": sidecar.parser,
     "megascale_common.service.health_probe": health_probe.parser,
 }
 
@@ -70,9 +78,9 @@ def overlaid() -> dict[tuple[str, str], Object]:
     images = {each["name"]: each for each in kustomization["images"]}
     for each in found.values():
         if "template" in each.get("spec", {}):
-            container = _container(each)
-            new = images[container["image"]]
-            container["image"] = f"{new['newName']}:{new['newTag']}"
+            for container in _containers(each).values():
+                new = images[container["image"]]
+                container["image"] = f"{new['newName']}:{new['newTag']}"
     return found
 
 
@@ -87,9 +95,10 @@ def test_the_overlay_for_gpus() -> None:
             kubernetes_validate.validate(each, version, strict=True)
     nodes = found["StatefulSet", "megascale-node"]
     assert nodes["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "megascale"
-    container = _container(nodes)
+    container = _containers(nodes)["agent"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert container["command"] == _container(manifest("StatefulSet", "node"))["command"]
+    before = _containers(manifest("StatefulSet", "node"))
+    assert container["command"] == before["agent"]["command"]
     assert container["image"] == "registry.example.org/megascale-node:0.1"
     assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
     settings = found["ConfigMap", "megascale"]["data"]
@@ -106,9 +115,13 @@ def test_kubectl_makes_the_same_of_the_overlay() -> None:
     assert made == ours
 
 
-def _container(workload: Object) -> Any:
-    [found] = workload["spec"]["template"]["spec"]["containers"]
-    return found
+def _containers(workload: Object) -> dict[str, Any]:
+    return {each["name"]: each for each in workload["spec"]["template"]["spec"]["containers"]}
+
+
+def test_the_containers_are_all_tested() -> None:
+    found = [(*which, name) for which in WORKLOADS for name in _containers(manifest(*which))]
+    assert found == list(CONTAINERS)
 
 
 @pytest.fixture
@@ -126,12 +139,14 @@ def _settings() -> dict[str, str]:
     return dict(found["data"])
 
 
-@pytest.mark.parametrize(("kind", "name"), WORKLOADS)
-def test_its_programs_take_the_options(kind: str, name: str, python: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "name", "container_name"), CONTAINERS)
+def test_its_programs_take_the_options(
+    kind: str, name: str, container_name: str, python: Path, tmp_path: Path
+) -> None:
     workload = manifest(kind, name)
     pod = pod_of(workload["spec"]["template"], f"megascale-{name}-0")
     pod["metadata"]["namespace"] = "megascale"
-    container = pod["spec"]["containers"][0]
+    container = _containers(workload)[container_name]
     (tmp_path / "topology").write_text("switch=s1,host=m1")
     environment = {**_settings(), **environment_of(container, pod, "10.1.2.3")}
     [shell, flags, script, word] = container["command"]
@@ -144,6 +159,11 @@ def test_its_programs_take_the_options(kind: str, name: str, python: Path, tmp_p
     [minus_m, module, *options] = json.loads(done.stdout)
     assert minus_m == "-m" and options.pop() == "--version"
     found = vars(parsed(module, options))
+    assert found["tls_ca"].name == "ca.crt"
+    if container_name == "checkpoint":
+        agents = _containers(workload)["agent"]["command"][2]
+        assert f"--checkpoint-sidecar {found['socket']}" in agents
+        return
     assert found["token_file"] == Path("/etc/megascale/token/token")
     if name == "driver":
         assert found["bind"] == "10-1-2-3.megascale.pod.cluster.local:7700"
@@ -153,11 +173,11 @@ def test_its_programs_take_the_options(kind: str, name: str, python: Path, tmp_p
         assert found["topology"] == ["switch=s1,host=m1"]
 
 
-@pytest.mark.parametrize(("kind", "name"), WORKLOADS)
-def test_its_probes_ask_by_grpc(kind: str, name: str) -> None:
-    container = _container(manifest(kind, name))
+@pytest.mark.parametrize(("kind", "name", "container_name"), CONTAINERS)
+def test_its_probes_ask_by_grpc(kind: str, name: str, container_name: str) -> None:
+    container = _containers(manifest(kind, name))[container_name]
     probes = [container[key] for key in ("readinessProbe", "livenessProbe") if key in container]
-    assert bool(probes) == (name != "platform")
+    assert bool(probes) == (container_name in ("driver", "agent"))
     for probe in probes:
         [program, minus_m, module, *options] = probe["exec"]["command"]
         assert (program, minus_m) == ("python", "-m")
@@ -171,34 +191,54 @@ def parsed(module: str, options: list[str]) -> Any:
     return made.parse_args(options)
 
 
-def mounts(workload: Object) -> Iterator[tuple[str, Object]]:
+def mounts(workload: Object, container_name: str) -> Iterator[tuple[str, Object]]:
+    """Where in the container each volume is."""
     spec = workload["spec"]["template"]["spec"]
     volumes = {each["name"]: each for each in spec["volumes"]}
-    for each in _container(workload)["volumeMounts"]:
-        yield each["mountPath"], volumes.pop(each["name"])
-    assert not volumes, "every volume is mounted"
+    for each in _containers(workload)[container_name]["volumeMounts"]:
+        yield each["mountPath"], volumes[each["name"]]
 
 
-@pytest.mark.parametrize(("kind", "name"), WORKLOADS)
-def test_every_file_that_is_named_is_mounted_and_every_variable_set(kind: str, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name", "container_name"), CONTAINERS)
+def test_every_file_that_is_named_is_mounted(kind: str, name: str, container_name: str) -> None:
     workload = manifest(kind, name)
-    container = _container(workload)
-    script = container["command"][2]
-    paths = re.findall(r"/(?:etc|var/lib)/megascale[\w./-]*", script)
-    folders = [path for path, _ in mounts(workload)]
-    for path in paths:
+    script = _containers(workload)[container_name]["command"][2]
+    folders = [path for path, _ in mounts(workload, container_name)]
+    for path in re.findall(r"/(?:etc|var/lib|run)/megascale[\w./-]*", script):
         assert any(path == folder or path.startswith(f"{folder}/") for folder in folders), path
     uris = [
         volume["csi"]["volumeAttributes"]["csi.cert-manager.io/uri-sans"].rsplit("/", 2)[1]
-        for _, volume in mounts(workload)
+        for _, volume in mounts(workload, container_name)
         if "csi" in volume
     ]
-    roles = {"driver": ["driver"], "platform": ["operator"], "node": ["executor", "checkpoint"]}
-    assert uris == roles[name]
+    roles = {"platform": "operator", "agent": "executor"}
+    assert uris == [roles.get(container_name, container_name)], "each has its own role alone"
+
+
+@pytest.mark.parametrize(("kind", "name"), WORKLOADS)
+def test_every_volume_is_mounted(kind: str, name: str) -> None:
+    workload = manifest(kind, name)
+    mounted = {
+        volume["name"] for each in _containers(workload) for _, volume in mounts(workload, each)
+    }
+    assert mounted == {each["name"] for each in workload["spec"]["template"]["spec"]["volumes"]}
+
+
+def test_the_daemon_finds_the_agents_files_where_they_are() -> None:
+    nodes = manifest("StatefulSet", "node")
+    agent_has, daemon_has = (
+        {path: volume["name"] for path, volume in mounts(nodes, name)}
+        for name in ("agent", "checkpoint")
+    )
+    shared = ("/var/lib/megascale", "/run/megascale", "/dev/shm", "/tmp", "/etc/megascale/token")
+    for path in shared:
+        assert agent_has[path] == daemon_has[path]
 
 
 def test_every_setting_is_used() -> None:
-    scripts = "".join(_container(manifest(*each))["command"][2] for each in WORKLOADS)
+    scripts = "".join(
+        each["command"][2] for which in WORKLOADS for each in _containers(manifest(*which)).values()
+    )
     for name in _settings():
         assert re.search(rf"\$\{{?{name}\b", scripts), name
 
@@ -210,9 +250,9 @@ def test_pods_have_no_more_rights_than_they_need(kind: str, name: str) -> None:
     assert spec["serviceAccountName"] == f"megascale-{name}"
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    closed = _container(manifest(kind, name))["securityContext"]
-    assert closed["allowPrivilegeEscalation"] is False
-    assert closed["capabilities"] == {"drop": ["ALL"]}
+    for each in _containers(manifest(kind, name)).values():
+        assert each["securityContext"]["allowPrivilegeEscalation"] is False
+        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     accounts = [
         subject["name"]
         for each in manifests()
@@ -253,9 +293,8 @@ def test_selectors_choose_pods_that_there_are() -> None:
 
 
 def _port_names() -> set[str]:
-    return {
-        port["name"] for each in WORKLOADS for port in _container(manifest(*each)).get("ports", ())
-    }
+    containers = [each for which in WORKLOADS for each in _containers(manifest(*which)).values()]
+    return {port["name"] for each in containers for port in each.get("ports", ())}
 
 
 def test_the_switch_label_of_the_gpu_overlay_is_the_one_for_kueue() -> None:

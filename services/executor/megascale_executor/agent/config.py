@@ -33,6 +33,8 @@ class AgentConfig:
         metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
             metrics.
         tls: the certificates of the agent, ``daemon_tls`` those of the node's checkpoint daemon.
+        checkpoint_sidecar: socket of the container that runs the checkpoint daemon; None: it is a
+            child of the agent.
         fast_counters_ms: period in which the ports' traffic is sampled besides; 0: never.
     """
 
@@ -51,6 +53,7 @@ class AgentConfig:
     metrics_bind: str = ""
     tls: Certificates | None = None
     daemon_tls: Certificates | None = None
+    checkpoint_sidecar: Path | None = None
     kernel_log: Path = KERNEL_LOG
     fast_counters_ms: int = 0
 
