@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class KubernetesApi:
         rights: who may do what; None: everybody everything.
         tokens: the user of each bearer token.
         calls: all requests, in order.
+        tls: with which it is served; None: without.
     """
 
     store: Store = field(default_factory=Store)
@@ -106,6 +108,7 @@ class KubernetesApi:
     calls: list[Call] = field(default_factory=list)
     refusing: list[Refusing] = field(default_factory=list)
     url: str = ""
+    tls: ssl.SSLContext | None = None
     _watches: set[asyncio.Event] = field(default_factory=set)
     _runner: web.AppRunner | None = None
 
@@ -114,10 +117,10 @@ class KubernetesApi:
         app.router.add_route("*", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self.tls)
         await site.start()
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        self.url = f"{'https' if self.tls else 'http'}://{host}:{port}"
         return self
 
     async def __aexit__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -11,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kubernetes_asyncio.config import incluster_config
 from tests.harness import platform_contract
 from tests.harness.kubernetes_api import Call, KubernetesApi
 from tests.harness.kubernetes_objects import NAMESPACE, machine, pod
+from tests.harness.kubernetes_rights import Rights
 from tests.harness.waiting import eventually
 
 from megascale_common.service.errors import OptionError, StateError, UnavailableError
+from megascale_common.service.identity import authority
+from megascale_common.service.identity.certificates import Certificates
+from megascale_common.service.identity.peers import Role
 from megascale_driver.platform.kubernetes import api as calls
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
 from megascale_driver.platform.kubernetes.controller import Controller
@@ -351,3 +357,35 @@ async def test_a_configuration_that_is_none_is_one_sentence(tmp_path: Path) -> N
         with pytest.raises(OptionError, match="--kubeconfig"):
             async with calls.KubernetesApi(file):
                 pass
+
+
+async def test_in_a_pod_its_service_account_says_who_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TLS, by the token and the authority that a kubelet puts into the pod."""
+    authority.create(tmp_path / "tls", "test")
+    files = authority.issue(tmp_path / "tls", "test", Role.DRIVER, "api")
+    rights = Rights({("platform", ""): {("list", "", "nodes")}})
+    served = Certificates(files.key, files.certificate).context(ssl.PROTOCOL_TLS_SERVER)
+    async with KubernetesApi(rights=rights, tokens={"secret": "platform"}, tls=served) as server:
+        server.store.create("nodes", "", machine("m1"))
+        (tmp_path / "token").write_text("secret")
+        monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+        monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(files.ca))
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", server.url.rpartition(":")[2])
+        async with calls.KubernetesApi(None) as api:
+            assert len((await api.get("/api/v1/nodes"))["items"]) == 1
+            with pytest.raises(UnavailableError, match="rights"):
+                await api.get(f"/api/v1/namespaces/{NAMESPACE}/pods")
+        (tmp_path / "token").write_text("another")
+        async with calls.KubernetesApi(None) as api:
+            with pytest.raises(UnavailableError, match="401"):
+                await api.get("/api/v1/nodes")
+        authority.create(tmp_path / "other", "test")
+        other = str(tmp_path / "other" / "ca.pem")
+        monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", other)
+        monkeypatch.setattr(calls, "DEADLINE_S", 0.1)
+        async with calls.KubernetesApi(None) as api:
+            with pytest.raises(UnavailableError, match=r"does not answer.*certificate"):
+                await api.get("/api/v1/nodes")
