@@ -192,3 +192,36 @@ async def test_a_machine_is_drained_by_kubectl(cluster: PodCluster) -> None:
     platform_machine = cluster.machine_of("megascale-platform-0")
     await disturbed(cluster, drain)
     assert [call for call in cluster.api.calls if call.resource == "pods/eviction"]
+
+
+@whole
+async def test_a_leading_driver_is_a_pod_that_may_be_deleted(tmp_path: Path) -> None:
+    async with pod_cluster(tmp_path, machines=4, nodes=2, driver_pods=True) as cluster:
+
+        def drivers() -> dict[str, str]:
+            """Names of the drivers' pods by their addresses."""
+            pods = cluster.api.store.list("pods", NAMESPACE, lambda found: True)
+            return {
+                cluster.machines.pods[pod["metadata"]["uid"]].address: pod["metadata"]["name"]
+                for pod in pods
+                if pod["metadata"]["name"].startswith("megascale-driver-")
+                and pod["metadata"]["uid"] in cluster.machines.pods
+            }
+
+        async with cluster.client() as client:
+            async with JobFollower(client, cluster.job("cut", STEPS), cluster.folder) as run:
+                await run.until_step(30)
+                leads = (await client.cluster_info()).leader.partition(":")[0]
+                gone = drivers()[leads]
+                cluster.api.store.delete(("pods", NAMESPACE, gone), {})
+                job = await run.until_ended()
+            assert (job.phase, job.attempt) == (types_pb2.JOB_PHASE_SUCCEEDED, 1), run.story()
+            after = (await client.cluster_info()).leader.partition(":")[0]
+            assert drivers()[after] != gone
+
+            def ready() -> bool:
+                found = cluster.machines.ready_addresses("megascale-driver")
+                return gone not in drivers().values() and len(found) == 3
+
+            await eventually(ready, "three drivers again", cluster.moves, story=cluster.story)
+        assert run.newest_losses == await losses_of(cluster, "twin")

@@ -62,6 +62,7 @@ KINDS = {
         Kind("", "v1", "pods", "Pod"),
         Kind("", "v1", "events", "Event", status=False),
         Kind("apps", "v1", "statefulsets", "StatefulSet"),
+        Kind("apps", "v1", "deployments", "Deployment"),
         Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
     )
 }

@@ -14,21 +14,23 @@ import yaml
 from tests.harness import kubectl as tool
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.driver import DriverProcess
-from tests.harness.etcd import make_server
+from tests.harness.etcd import CuttableProxy, etcd_side, make_server
 from tests.harness.kubernetes_api import KubernetesApi, require_valid
 from tests.harness.kubernetes_machines import Machines, pod_of
 from tests.harness.kubernetes_objects import NAMESPACE, machine
 from tests.harness.kubernetes_rights import Rights
+from tests.harness.kubernetes_service import Service
 from tests.harness.kubernetes_store import Object
 from tests.harness.paced import paced, python_path
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
-from megascale.v1 import driver_pb2, job_pb2, types_pb2
+from megascale.v1 import job_pb2, types_pb2
 from megascale_checkpoint.staging import default_base
-from megascale_client import AsyncClient, parse_job
+from megascale_client import AsyncClient, Node, parse_job
 from megascale_common.service.channel import present
 from megascale_common.service.identity import authority
 from megascale_common.service.identity.peers import Role
+from megascale_common.service.token import read_or_create_token
 
 BASE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "base"
 CLUSTER = "test"
@@ -56,10 +58,17 @@ def manifest(kind: str, name: str) -> Object:
 
 
 class PodCluster:
-    """Use :func:`pod_cluster`, which makes one that is ready."""
+    """Use :func:`pod_cluster`, which makes one that is ready.
 
-    def __init__(self, folder: Path, api: KubernetesApi, driver: DriverProcess) -> None:
+    ``driver``: one that is a process; None: drivers are pods behind ``service``, on ``etcd``.
+    """
+
+    def __init__(
+        self, folder: Path, api: KubernetesApi, driver: DriverProcess | None, etcd: str = ""
+    ) -> None:
         self.folder, self.api, self.driver = folder, api, driver
+        self.token = read_or_create_token(folder / "token")
+        self.service = Service(self._ready_drivers)
         self.tls = folder / "tls"
         self.kubeconfig = folder / "administrator.yaml"
         self._corpus = write_corpus(
@@ -67,24 +76,34 @@ class PodCluster:
         )
         (config,) = [each for each in manifests() if each["kind"] == "ConfigMap"]
         platform_file = folder / "platform.yaml"
+        files = authority.issue(self.tls, CLUSTER, Role.DRIVER, "etcd-client")
+        assert files.ca is not None
+        etcd_files = {"ca.crt": files.ca, "tls.crt": files.certificate, "tls.key": files.key}
         self.machines = Machines(
             api=api,
             folder=folder,
             cluster=CLUSTER,
             tls=self.tls,
-            settings=config["data"],
+            settings={**config["data"], "MEGASCALE_ETCD": etcd},
             overrides={
                 "MEGASCALE_CLUSTER": CLUSTER,
-                "MEGASCALE_DRIVER": driver.address(),
-                "MEGASCALE_HOST": "127.0.0.1",
                 "MEGASCALE_DEVICES": "0",
+                "MEGASCALE_HEARTBEAT_INTERVAL_S": "1",
                 "KUBECONFIG": str(platform_file),
                 "PYTHONPATH": python_path(folder / "site"),
             },
-            secrets={"megascale-token": {"token": driver.token}},
+            secrets={
+                "megascale-token": {"token": self.token},
+                "megascale-etcd": {name: file.read_text() for name, file in etcd_files.items()},
+            },
         )
         self.kubeconfig.write_text(api.kubeconfig(namespace=NAMESPACE))
         platform_file.write_text(api.kubeconfig("platform", NAMESPACE))
+
+    def _ready_drivers(self) -> list[str]:
+        if self.driver is not None:
+            return [self.driver.address()]
+        return [f"{host}:7700" for host in self.machines.ready_addresses("megascale-driver")]
 
     def populate(self, machine_count: int, nodes: int) -> None:
         """Add machines of two to a switch, the platform's pod, and the nodes' StatefulSet."""
@@ -98,6 +117,10 @@ class PodCluster:
         # Outside a pod, and on this machine nobody waits five seconds.
         container["args"] = ["--kubeconfig", str(self.folder / "platform.yaml")]
         container["args"] += ["--interval-s", "0.5"]
+        if self.driver is None:
+            drivers = manifest("Deployment", "driver")
+            require_valid(drivers)
+            store.create("deployments", NAMESPACE, drivers)
         nodes_set = manifest("StatefulSet", "node")
         nodes_set["spec"]["replicas"] = nodes
         for plural, made in (("pods", platform), ("statefulsets", nodes_set)):
@@ -109,20 +132,18 @@ class PodCluster:
         """A client with the operator's certificate."""
         files = authority.issue(self.tls, CLUSTER, Role.OPERATOR, "ada")
         return AsyncClient(
-            self.driver.address,
-            self.driver.token,
+            lambda: self.service.address,
+            self.token,
             root_certificate=files.ca,
             certificate=files.certificate,
             key=files.key,
             retry_for_s=CALL_TIMEOUT_S,
         )
 
-    async def nodes(self) -> dict[str, driver_pb2.Node]:
+    async def nodes(self) -> dict[str, Node]:
         """The nodes as the driver lists them."""
-        answer = await self.driver.stub.ListNodes(
-            driver_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S
-        )
-        return {node.name: node for node in answer.nodes}
+        async with self.client() as client:
+            return {node.name: node async for node in client.nodes()}
 
     async def until_ready(self, count: int) -> None:
         """Wait until so many nodes are alive, schedulable, and can save and restore."""
@@ -157,7 +178,8 @@ class PodCluster:
 
     def story(self) -> str:
         """The ends of all logs."""
-        return self.machines.log("*") + self.driver.log()[-3000:]
+        driver = self.driver.log()[-3000:] if self.driver is not None else ""
+        return self.machines.log("*") + driver
 
     async def kubectl(self, *arguments: str) -> str:
         """Output of a real kubectl, as the administrator."""
@@ -186,8 +208,13 @@ class PodCluster:
 
 
 @contextlib.asynccontextmanager
-async def pod_cluster(folder: Path, machines: int, nodes: int) -> AsyncIterator[PodCluster]:
-    """A cluster that is ready; at the end no process of it is left."""
+async def pod_cluster(
+    folder: Path, machines: int, nodes: int, *, driver_pods: bool = False
+) -> AsyncIterator[PodCluster]:
+    """A cluster that is ready; at the end no process of it is left.
+
+    ``driver_pods``: three drivers as pods, on an etcd that wants a certificate.
+    """
     runtime = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: socket paths are bounded
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, runtime, ignore_errors=True)
@@ -198,19 +225,25 @@ async def pod_cluster(folder: Path, machines: int, nodes: int) -> AsyncIterator[
         stack.callback(etcd.kill)
         await etcd.start()
         authority.create(folder / "tls", CLUSTER)
-        files = authority.issue(folder / "tls", CLUSTER, Role.DRIVER, "d0")
-        stack.callback(present, None)
-        present(authority.issue(folder / "tls", CLUSTER, Role.OPERATOR, "ada"))
-        options = (*files.options(), "--heartbeat-interval-s", "1")
-        driver = DriverProcess(folder, etcd.endpoint, None, "driver", *options)
-        stack.push_async_callback(driver.close)
-        await driver.start()
         rights = Rights.of_manifests(manifests())
         rights.administrators.add("administrator")
         # kubectl sends no token over a connection without TLS.
         tokens = {"": "administrator", "platform": PLATFORM}
         api = await stack.enter_async_context(KubernetesApi(rights=rights, tokens=tokens))
-        cluster = PodCluster(folder, api, driver)
+        files = authority.issue(folder / "tls", CLUSTER, Role.DRIVER, "d0")
+        driver, proxy = None, CuttableProxy(etcd.endpoint, tls=etcd_side(files))
+        if driver_pods:
+            await stack.enter_async_context(proxy)
+        else:
+            stack.callback(present, None)
+            present(authority.issue(folder / "tls", CLUSTER, Role.OPERATOR, "ada"))
+            options = (*files.options(), "--heartbeat-interval-s", "1")
+            driver = DriverProcess(folder, etcd.endpoint, None, "driver", *options)
+            stack.push_async_callback(driver.close)
+            await driver.start()
+        cluster = PodCluster(folder, api, driver, proxy.endpoint if driver_pods else "")
+        await stack.enter_async_context(cluster.service.serving())
+        cluster.machines.overrides["MEGASCALE_DRIVER"] = cluster.service.address
         cluster.populate(machines, nodes)
         await stack.enter_async_context(cluster.machines.running())
         await cluster.until_ready(nodes)

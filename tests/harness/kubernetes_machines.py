@@ -1,4 +1,4 @@
-"""What stands between the tests' API server and processes: StatefulSets, a scheduler, kubelets.
+"""What stands between the tests' API server and processes: controllers, a scheduler, kubelets.
 
 Pods are processes of this machine: the real command lines of the manifests, with the folder of each
 volume in place of its path in the container. Secrets, certificates (cert-manager's CSI driver) and
@@ -68,7 +68,7 @@ class Machines:
     cluster: str
     tls: Path
     settings: Mapping[str, str]
-    overrides: Mapping[str, str]
+    overrides: dict[str, str]
     secrets: Mapping[str, Mapping[str, str]]
     pods: dict[str, Running] = field(default_factory=dict)  # by uid
     dead: set[str] = field(default_factory=set)  # machines whose kubelet is gone
@@ -118,14 +118,23 @@ class Machines:
             meta, spec = each["metadata"], each["spec"]
             for number in range(spec["replicas"]):
                 name = f"{meta['name']}-{number}"
-                if ("pods", meta["namespace"], name) in store.objects:
-                    continue
-                owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "uid": meta["uid"]}
-                made = pod_of(spec["template"], name)
-                made["metadata"]["ownerReferences"] = [
-                    {**owner, "name": meta["name"], "controller": True}
-                ]
-                store.create("pods", meta["namespace"], made)
+                if ("pods", meta["namespace"], name) not in store.objects:
+                    self._make_pod(each, {"name": name})
+        for each in store.list("deployments", "", lambda found: True):
+            uid = each["metadata"]["uid"]
+            have = [pod for pod in store.list("pods", "", lambda _: True) if _owner(pod) == uid]
+            for _ in range(each["spec"]["replicas"] - len(have)):
+                self._make_pod(each, {"generateName": f"{each['metadata']['name']}-"})
+
+    def _make_pod(self, owner: Object, names: Mapping[str, str]) -> None:
+        meta = owner["metadata"]
+        made = pod_of(owner["spec"]["template"], "")
+        made["metadata"] = {"labels": made["metadata"]["labels"], **names}
+        reference = {"apiVersion": "apps/v1", "kind": owner["kind"], "uid": meta["uid"]}
+        made["metadata"]["ownerReferences"] = [
+            {**reference, "name": meta["name"], "controller": True}
+        ]
+        self.api.store.create("pods", meta["namespace"], made)
 
     def _schedule(self) -> None:
         """Bind pods to machines that are ready, not cordoned or tainted, and without their like."""
@@ -192,7 +201,7 @@ class Machines:
                 here = folder / mount["name"]
                 if mount["mountPath"] == _SOCKETS:
                     here = Path(os.environ["XDG_RUNTIME_DIR"]) / meta["uid"][:8]
-                self._fill(volumes[mount["name"]], here, pod)
+                self._fill(volumes[mount["name"]], here, pod, address)
                 running.paths[mount["mountPath"]] = str(here)
         self._write_downward(pod, running)
         for container in pod["spec"]["containers"]:
@@ -201,18 +210,19 @@ class Machines:
 
     def _run_container(self, pod: Object, running: Running, container: Object) -> None:
         own = environment_of(container, pod, running.address)
+        host = {"MEGASCALE_HOST": running.address}  # there are no names of pods here
         words = [*container["command"], *container.get("args", ())]
         with (running.folder / f"{container['name']}.log").open("ab") as log:
             running.processes[container["name"]] = subprocess.Popen(
                 [located(word, running.paths) for word in words],
-                env=child_environment({**self.settings, **own, **self.overrides}),
+                env=child_environment({**self.settings, **own, **self.overrides, **host}),
                 cwd=running.folder,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
 
-    def _fill(self, volume: Object, here: Path, pod: Object) -> None:
+    def _fill(self, volume: Object, here: Path, pod: Object, address: str) -> None:
         here.mkdir(exist_ok=True)
         if "secret" in volume:
             for name, text in self.secrets[volume["secret"]["secretName"]].items():
@@ -224,7 +234,7 @@ class Machines:
             domain, role, name = re.fullmatch(r"spiffe://([^/]+)/.*/([^/]+)/([^/]+)", uri).groups()  # type: ignore[union-attr]
             hosts = _with_names(given.get(f"{_CSI}/dns-names", ""), pod).split(",")
             issued = authority.issue(
-                self.tls, self.cluster, Role(role), name, [h for h in hosts if h],
+                self.tls, self.cluster, Role(role), name, [address, *(h for h in hosts if h)],
                 trust_domain=domain,
             )  # fmt: skip
             assert issued.ca is not None
@@ -287,10 +297,24 @@ class Machines:
             each.wait()
         until_gone(groups, "processes of a pod")
 
+    def ready_addresses(self, app: str) -> list[str]:
+        """The addresses of the ready pods with that name of an application."""
+        return [
+            self.pods[pod["metadata"]["uid"]].address
+            for pod in self.api.store.list("pods", "", lambda found: True)
+            if pod["metadata"]["labels"]["app.kubernetes.io/name"] == app
+            and pod["metadata"]["uid"] in self.pods
+            and self.pods[pod["metadata"]["uid"]].ready
+        ]
+
     def log(self, name: str) -> str:
         """The logs of the pods of that name, with their probes'."""
         files = sorted((self.folder / "pods").glob(f"{name}-*/*log"))
         return "\n".join(f"{file}:\n{file.read_text()[-3000:]}" for file in files)
+
+
+def _owner(pod: Object) -> str:
+    return str(pod["metadata"].get("ownerReferences", [{}])[0].get("uid", ""))
 
 
 def takes_pods(machine: Object) -> bool:
