@@ -122,7 +122,7 @@ slurm-tools:
 
 test-kubernetes: export PATH := $(PATH):$(KUBERNETES_TOOLS)/usr/bin
 test-kubernetes: $(READY) kubernetes-tools ## jobs on pods: a pod deleted, machines evicted, lost, drained; kubectl and manifests (about 2 minutes)
-	$(PY) -m pytest -m "kubernetes or not kubernetes" -rs tests/unit/test_kubernetes_decisions.py tests/unit/test_kubernetes_manifests.py tests/integration/test_kubernetes_api.py tests/integration/test_kubernetes_platform.py tests/chaos/test_kubernetes_jobs.py $(PYTEST_ARGS)
+	$(PY) -m pytest -m "kubernetes or not kubernetes" -rs tests/unit/test_kubernetes_decisions.py tests/unit/test_kubernetes_manifests.py tests/integration/test_kubernetes_api.py tests/integration/test_kubernetes_driver_calls.py tests/integration/test_kubernetes_platform.py tests/integration/test_checkpoint_sidecar.py tests/chaos/test_kubernetes_jobs.py $(PYTEST_ARGS)
 
 bench-hosts: $(READY) ## the same faults, with times (root, iptables; RUNS=1)
 	@unshare --net $(PY) benchmarks/hosts.py --runs $(or $(RUNS),1)

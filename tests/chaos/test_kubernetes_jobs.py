@@ -224,4 +224,10 @@ async def test_a_leading_driver_is_a_pod_that_may_be_deleted(tmp_path: Path) -> 
                 return gone not in drivers().values() and len(found) == 3
 
             await eventually(ready, "three drivers again", cluster.moves, story=cluster.story)
+            # The platform process follows the leader.
+            name = run.job.nodes[0]
+            place = cluster.machine_of(name)
+            await client.evict(name, reason="it burns", now=True)
+            await cluster.until_ready(2)
+            assert cluster.machine_of(name) != place
         assert run.newest_losses == await losses_of(cluster, "twin")

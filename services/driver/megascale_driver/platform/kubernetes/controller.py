@@ -18,9 +18,15 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
-from megascale_common.service import logs
+from megascale_common.service import logs, status
 from megascale_common.service.channel import open_channel
-from megascale_common.service.errors import NotFoundError, StateError, UnavailableError
+from megascale_common.service.errors import (
+    NotFoundError,
+    ServiceError,
+    StateError,
+    TimedOutError,
+    UnavailableError,
+)
 from megascale_driver.platform.kubernetes import decisions
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
 from megascale_driver.platform.kubernetes.decisions import (
@@ -39,6 +45,7 @@ from megascale_driver.platform.kubernetes.decisions import (
 
 CALL_TIMEOUT_S = 10.0
 PAGE = 1000
+MAX_HINTS = 3  # standbys in a row that name a leader; after that the next pass tries
 MAX_NODES = 50_000  # above any cluster that Kubernetes supports
 # What one pass does at most: a defect or a storm shows before all machines are concerned.
 MAX_ORDERS = 200
@@ -47,16 +54,21 @@ _log = logs.get(__name__)
 
 
 class Driver:
-    """The leading driver, found among ``addresses``; one channel to each is kept."""
+    """The leading driver, found among ``addresses``, of which one may stand for all drivers.
+
+    The connection to a driver that leads is kept. One to a driver that does not is closed, so that
+    a Service chooses anew, and the leader that it names is tried.
+    """
 
     def __init__(self, addresses: Sequence[str], token: str) -> None:
-        self._channels = [open_channel(address, token) for address in addresses]
-        self._leader = 0
+        self._addresses, self._token = tuple(addresses), token
+        self._leader: tuple[str, grpc.aio.Channel] | None = None
 
     async def close(self) -> None:
-        """Close all channels."""
-        for channel in self._channels:
-            await channel.close()
+        """Close the connection."""
+        if self._leader is not None:
+            await self._leader[1].close()
+            self._leader = None
 
     async def nodes(self) -> list[DriverNode]:
         """All nodes.
@@ -92,19 +104,39 @@ class Driver:
 
     async def _call(self, method: str, request: Any) -> Any:
         problem = "none is named"
-        for number in range(len(self._channels)):
-            at = (self._leader + number) % len(self._channels)
-            stub = driver_pb2_grpc.DriverServiceStub(self._channels[at])
+        left = [self._leader[0] if self._leader is not None else "", *self._addresses]
+        for _ in range(len(left) + MAX_HINTS):
+            if not left:
+                break
+            if not (address := left.pop(0)):
+                continue
             try:
-                answer = await getattr(stub, method)(request, timeout=CALL_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                problem = error.details() or error.code().name
-                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    continue
-                raise UnavailableError(f"the driver refuses {method}: {problem}") from None
-            self._leader = at
-            return answer
+                return await self._call_at(address, method, request)
+            except (UnavailableError, TimedOutError) as error:
+                await self.close()
+                problem = f"{address}: {error.message}"
+                if (hint := error.metadata.get("leader", "")) and hint != address:
+                    left.insert(0, hint)
+            except ServiceError as error:
+                raise UnavailableError(f"the driver refuses {method}: {error.message}") from None
         raise UnavailableError(f"no driver answers: {problem}")
+
+    async def _call_at(self, address: str, method: str, request: Any) -> Any:
+        """Call the driver at ``address``, by the connection that is open if it is that one.
+
+        Raises:
+            UnavailableError: it does not lead, or cannot be reached; its hint is in the metadata.
+            TimedOutError: it does not answer.
+            ServiceError: it refuses.
+        """
+        if self._leader is None or self._leader[0] != address:
+            await self.close()
+            self._leader = (address, open_channel(address, self._token, shares=False))
+        stub = driver_pb2_grpc.DriverServiceStub(self._leader[1])
+        try:
+            return await getattr(stub, method)(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise status.read(error) from None
 
 
 def _node(found: driver_pb2.Node) -> DriverNode:
