@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -33,7 +34,7 @@ from megascale_common.service.identity.peers import Role
 from megascale_common.service.token import read_or_create_token
 
 BASE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "base"
-CLUSTER = "test"
+CLUSTER = f"pods-{os.getpid()}"  # its shared memory is no other test run's
 PLATFORM = f"system:serviceaccount:{NAMESPACE}:megascale-platform"
 SWITCH_LABEL = "topology.kubernetes.io/zone"
 
@@ -237,7 +238,7 @@ async def pod_cluster(
         else:
             stack.callback(present, None)
             present(authority.issue(folder / "tls", CLUSTER, Role.OPERATOR, "ada"))
-            options = (*files.options(), "--heartbeat-interval-s", "1")
+            options = (*files.options(), "--cluster", CLUSTER, "--heartbeat-interval-s", "1")
             driver = DriverProcess(folder, etcd.endpoint, None, "driver", *options)
             stack.push_async_callback(driver.close)
             await driver.start()

@@ -193,7 +193,9 @@ class Machines:
         folder = self.folder / "pods" / f"{meta['name']}-{meta['uid'][:8]}"
         folder.mkdir(parents=True, exist_ok=True)
         self.addresses += 1
-        address = f"127.1.{self.addresses // 250}.{self.addresses % 250 + 1}"
+        # Ports of pods are fixed: another test run on this machine has other addresses.
+        run = os.getpid()
+        address = f"127.{run // 250 % 250 + 1}.{run % 250}.{self.addresses % 250 + 1}"
         running = Running(folder, address)
         volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
         for container in pod["spec"]["containers"]:
