@@ -56,8 +56,10 @@ MMDEBSTRAP := $(CURDIR)/.tools/mmdebstrap
 RGW_TOOLS := $(CURDIR)/.tools/ceph
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
+# kubectl, unpacked from Debian's package
+KUBERNETES_TOOLS := $(CURDIR)/.tools/kubernetes
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools test-wheel test-image sbom audit proto-breaking bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -119,6 +121,10 @@ slurm-tools:
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; \
 	fi; \
 	command -v slurmctld >/dev/null || echo "no slurmctld: install your system's packages; its tests are skipped" >&2
+
+test-kubernetes: export PATH := $(PATH):$(KUBERNETES_TOOLS)/usr/bin
+test-kubernetes: $(READY) kubernetes-tools ## jobs on pods: a pod deleted, machines evicted, lost, drained; kubectl and manifests (about 2 minutes)
+	$(PY) -m pytest -m "kubernetes or not kubernetes" -rs tests/unit/test_kubernetes_decisions.py tests/unit/test_kubernetes_manifests.py tests/integration/test_kubernetes_api.py tests/integration/test_kubernetes_driver_calls.py tests/integration/test_kubernetes_platform.py tests/integration/test_checkpoint_sidecar.py tests/chaos/test_kubernetes_jobs.py $(PYTEST_ARGS)
 
 bench-hosts: $(READY) ## the same faults, with times (root, iptables; RUNS=1)
 	@unshare --net $(PY) benchmarks/hosts.py --runs $(or $(RUNS),1)
@@ -262,6 +268,18 @@ image-tools:
 	fi; \
 	command -v mmdebstrap >/dev/null || echo "no mmdebstrap: its tests are skipped" >&2
 IMAGE_APT := $(subst $(TOOLS),$(MMDEBSTRAP),$(APT))
+
+KUBERNETES_APT := $(subst $(TOOLS),$(KUBERNETES_TOOLS),$(APT))
+kubernetes-tools:
+	@if command -v kubectl >/dev/null; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
+	  echo "fetching kubectl into $(KUBERNETES_TOOLS)"; \
+	  mkdir -p $(KUBERNETES_TOOLS)/apt/lists/partial $(KUBERNETES_TOOLS)/apt/archives/partial && cd $(KUBERNETES_TOOLS) \
+	  && $(KUBERNETES_APT) update && $(KUBERNETES_APT) download kubernetes-client \
+	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
+	fi; \
+	command -v kubectl >/dev/null || echo "no kubectl: install it; its tests are skipped" >&2
+kubernetes-tools: export PATH := $(PATH):$(KUBERNETES_TOOLS)/usr/bin
 
 # With what they need that the system lacks, as apt finds it (some 70 MB).
 RGW_APT := $(subst $(TOOLS),$(RGW_TOOLS),$(APT))

@@ -36,6 +36,7 @@ LANES = {
     ),
     "recoveries": (
         "chaos/test_hang.py",
+        "chaos/test_kubernetes_jobs.py",
         "chaos/test_high_availability.py",
         "chaos/test_two_builds.py",
         "chaos/test_nothing_left.py",

@@ -19,6 +19,7 @@ from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.operations import Event
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.etcd.watch import Watch
+from megascale_common.service.identity.certificates import Certificates
 
 # Elections ten times faster than by default: starts, restarts and short leases take less time (the
 # shortest lease TTL is 1.5 election timeouts, rounded up to a second).
@@ -62,6 +63,15 @@ async def take(watch: Watch, count: int) -> list[Event]:
 async def revision_of(client: EtcdClient) -> int:
     """The store's present revision."""
     return (await client.get_prefix("nothing")).revision
+
+
+def etcd_side(files: Certificates) -> ssl.SSLContext:
+    """What etcd shows, and whom it believes: certificates of its own authority."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(files.ca))
+    context.load_cert_chain(files.certificate, files.key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["h2"])
+    return context
 
 
 class CuttableProxy:

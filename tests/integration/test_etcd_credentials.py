@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
 
 import grpc.aio
 from tests.harness.driver import DriverProcess
-from tests.harness.etcd import CuttableProxy, etcd, etcd_prefix, etcd_server
+from tests.harness.etcd import CuttableProxy, etcd, etcd_prefix, etcd_server, etcd_side
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2
@@ -23,15 +22,6 @@ from megascale_common.service.identity.peers import Role
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 TTL_S = 6
-
-
-def etcd_side(files: Certificates) -> ssl.SSLContext:
-    """What etcd shows, and whom it believes: certificates of its own authority."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(files.ca))
-    context.load_cert_chain(files.certificate, files.key)
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.set_alpn_protocols(["h2"])
-    return context
 
 
 def etcd_options(files: Certificates) -> tuple[str, ...]:

@@ -183,7 +183,9 @@ def test_a_damaged_record_names_its_file(scene: Scene) -> None:
 
 
 def test_an_unknown_platform_names_the_known_ones(rack: Platform) -> None:
-    with pytest.raises(OptionError, match="no platform 'moon'; known: local, rack, slurm"):
+    with pytest.raises(
+        OptionError, match="no platform 'moon'; known: kubernetes, local, rack, slurm"
+    ):
         open_platform("moon")
     answer = command("platform", "nodes", "--platform", "rack", "--json")
     assert [row["name"] for row in json.loads(answer.stdout)] == ["m1", "m2", "m3"]

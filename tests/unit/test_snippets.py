@@ -45,6 +45,10 @@ LEFT_OUT = {
     ("docs/how-to/add-an-event.md", "| `SPARE_ASSIGNED`"): EXAMPLES,
     ("docs/how-to/add-an-rpc.md", "rpc ExplainJob"): EXAMPLES,
     ("docs/how-to/add-an-rpc.md", "#!/bin/sh"): EXAMPLES,
+    ("docs/how-to/run-on-kubernetes.md", "kubectl create namespace"): "there is no cluster here; "
+    "tests/unit/test_kubernetes_manifests.py has kubectl make the overlay",
+    ("docs/how-to/run-on-kubernetes.md", "kubectl uncordon m17"): "tests/chaos/"
+    "test_kubernetes_jobs.py has kubectl run both on an API server of its own",
 }
 # Commands of other packages, words that stand for a command, and the title of a process.
 OTHER_COMMANDS = ("megascale idle", "megascale COMMAND", "megascale rank 5 of job")

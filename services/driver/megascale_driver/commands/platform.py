@@ -43,7 +43,10 @@ _SENTENCES = {
 }
 
 Name = Annotated[
-    str, typer.Option("--platform", help="local, slurm, or an installed package's (see `list`).")
+    str,
+    typer.Option(
+        "--platform", help="local, slurm, kubernetes, or an installed package's (see `list`)."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -17,6 +17,7 @@ GROUP = "megascale.platforms"
 # Imported when asked for: an installation may lack what one of them needs.
 _ROOM = "megascale_driver.platform"
 BUILT_IN = {
+    "kubernetes": f"{_ROOM}.kubernetes.platform:KubernetesPlatform",
     "local": f"{_ROOM}.local_platform:LocalPlatform",
     "slurm": f"{_ROOM}.slurm:SlurmPlatform",
 }
@@ -46,4 +47,5 @@ def open_platform(name: str) -> Platform:
     try:
         return cast("Callable[[], Platform]", entries[0].load())()
     except ImportError as error:
-        raise OptionError(f"platform {name!r} cannot be imported: {error}") from None
+        extra = f"; try `pip install megascale[{name}]`" if name == "kubernetes" else ""
+        raise OptionError(f"platform {name!r} cannot be imported: {error}{extra}") from None

@@ -103,6 +103,13 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_jobs(made)
     _add_certificates(made)
+    add(
+        "--checkpoint-sidecar",
+        type=Path,
+        metavar="SOCKET",
+        help="the checkpoint daemon runs in another container, whose sidecar listens there and "
+        "has the daemon's certificate; default: it is a child of the agent",
+    )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
 
@@ -165,6 +172,8 @@ def _add_certificates(parser: argparse.ArgumentParser) -> None:
 
 def _daemon_tls(options: argparse.Namespace, agent: Certificates | None) -> Certificates | None:
     key, certificate = options.daemon_tls_key, options.daemon_tls_certificate
+    if key and options.checkpoint_sidecar is not None:
+        raise OptionError("--daemon-tls-key: give it to the sidecar (--checkpoint-sidecar)")
     if bool(key) != bool(certificate) or (key and agent is None):
         raise OptionError(
             "--daemon-tls-key and --daemon-tls-certificate are given together, and with --tls-key"
@@ -217,6 +226,7 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
         metrics_bind=options.metrics_bind,
         tls=tls,
         daemon_tls=_daemon_tls(options, tls),
+        checkpoint_sidecar=options.checkpoint_sidecar,
         kernel_log=options.kernel_log,
         fast_counters_ms=options.fast_counters_ms,
         cache_folder=options.cache_folder and options.cache_folder.absolute(),

@@ -153,13 +153,14 @@ class CheckpointDaemon:
             options["--metrics-address-file"] = str(
                 config.node_folder / "checkpoint.metrics.address"
             )
-        command = [
-            sys.executable,
-            "-m",
-            "megascale_checkpoint",
-            *(word for pair in options.items() for word in pair),
-            *(config.daemon_tls.options() if config.daemon_tls is not None else ()),
-        ]
+        words = [word for pair in options.items() for word in pair]
+        if config.checkpoint_sidecar is not None:
+            stand_in = "megascale_executor.agent.remote_daemon"
+            socket = ["--socket", str(config.checkpoint_sidecar), "--"]
+            command = [sys.executable, "-m", stand_in, *socket, *words]
+        else:
+            tls = config.daemon_tls.options() if config.daemon_tls is not None else []
+            command = [sys.executable, "-m", "megascale_checkpoint", *words, *tls]
         return await child_processes.spawn(command, config.node_folder / "checkpoint.log")
 
     def _on_exit(self, status: int) -> None:

@@ -36,6 +36,8 @@ class AgentConfig:
         cache_folder: fetched code and installed environments; None: ``cache`` in the run folder.
         secrets_folder: files that jobs may refer to as secrets.
         run_as: accounts under which jobs' processes may run; empty: the agent's own.
+        checkpoint_sidecar: socket of the container that runs the checkpoint daemon; None: it is a
+            child of the agent.
         fast_counters_ms: period in which the ports' traffic is sampled besides; 0: never.
     """
 
@@ -54,6 +56,7 @@ class AgentConfig:
     metrics_bind: str = ""
     tls: Certificates | None = None
     daemon_tls: Certificates | None = None
+    checkpoint_sidecar: Path | None = None
     kernel_log: Path = KERNEL_LOG
     fast_counters_ms: int = 0
     cache_folder: Path | None = None

@@ -1,0 +1,100 @@
+"""Starts the platform process: ``python -m megascale_driver.platform.kubernetes --help``.
+
+One of it runs beside the drivers of a cluster. It alone has rights on the Kubernetes API: neither
+drivers nor nodes, which run a team's own code, have any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.service import logs
+from megascale_common.service.build import build_version
+from megascale_common.service.channel import present
+from megascale_common.service.errors import OptionError
+from megascale_common.service.identity import certificates
+from megascale_common.service.start import ends_with_a_sentence, read_token
+from megascale_driver.platform.kubernetes.objects import SELECTOR, SWITCH_LABEL
+
+INTERVAL_S = 5.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m megascale_driver.platform.kubernetes",
+        description="Carry out on Kubernetes what the driver decides about nodes, and tell the "
+        "driver what Kubernetes says of their machines.",
+    )
+    made.add_argument("--version", action="version", version=build_version())
+    add = made.add_argument
+    add("--driver", required=True, help="drivers as HOST:PORT[,HOST:PORT], tried in turn")
+    add("--token-file", type=Path, required=True, help="file with the cluster token (mode 0600)")
+    add("--namespace", required=True, help="where the nodes' pods are")
+    add("--selector", default=SELECTOR, help="labels of the nodes' pods (default %(default)s)")
+    add(
+        "--switch-label",
+        default=SWITCH_LABEL,
+        help="label of a machine whose value is its switch (default %(default)s)",
+    )
+    add(
+        "--kubeconfig",
+        type=Path,
+        help="file of configuration; default: the service account of this pod",
+    )
+    add(
+        "--interval-s",
+        type=float,
+        default=INTERVAL_S,
+        help="how often the driver is asked at least (default %(default)s)",
+    )
+    certificates.add_options(made)
+    return made
+
+
+def main() -> None:
+    """Run until SIGTERM or SIGINT; exit status 0 then, 2 for an option that cannot work."""
+    if PARENT_PID_VARIABLE in os.environ:
+        arm_parent_death()
+    made = parser()
+    options = made.parse_args()
+    if not 0 < options.interval_s <= 3600:
+        made.error("--interval-s: give a number of seconds up to 3600")
+    logs.configure("kubernetes")
+    with ends_with_a_sentence("megascale kubernetes"):
+        present(certificates.of_options(options))
+        asyncio.run(_run(options, read_token(options.token_file)))
+
+
+async def _run(options: argparse.Namespace, token: str) -> None:
+    # Imported late: --help works without the extra, and a missing one is one sentence.
+    try:
+        from megascale_driver.platform.kubernetes.api import KubernetesApi
+        from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
+        from megascale_driver.platform.kubernetes.controller import Controller, Driver
+    except ImportError as error:
+        raise OptionError(f"{error}: install it with `pip install megascale[kubernetes]`") from None
+
+    driver = Driver([each for each in options.driver.split(",") if each], token)
+    try:
+        async with KubernetesApi(options.kubeconfig) as api:
+            cluster = KubernetesCluster(
+                api, options.namespace, options.selector, options.switch_label
+            )
+            running = asyncio.create_task(Controller(cluster, driver, options.interval_s).run())
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+    finally:
+        await driver.close()
+
+
+if __name__ == "__main__":
+    main()

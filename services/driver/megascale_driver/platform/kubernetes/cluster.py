@@ -1,0 +1,158 @@
+"""The machines and our pods of a Kubernetes cluster: as they stand, and the writes to them.
+
+Each write names the uid and the version that was read, so that a decision about something that has
+changed since is refused, and taken again from what stands then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import hashlib
+from collections.abc import AsyncIterator
+
+from megascale_common.service.errors import ExistsError, NotFoundError, StateError, UnavailableError
+from megascale_driver.platform.kubernetes import objects
+from megascale_driver.platform.kubernetes.api import KubernetesApi
+from megascale_driver.platform.kubernetes.objects import Json, Machine, Mark, Pod
+from megascale_driver.platform.kubernetes.reflector import Reflector
+
+SOURCE = "megascale-platform"
+_NODES = "/api/v1/nodes"
+
+
+class KubernetesCluster:
+    """Machines of the whole cluster, and the pods of one namespace that ``selector`` chooses.
+
+    Args:
+        switch_label: label of a machine whose value is its switch.
+    """
+
+    def __init__(
+        self, api: KubernetesApi, namespace: str, selector: str, switch_label: str
+    ) -> None:
+        self._api, self._namespace, self._switch_label = api, namespace, switch_label
+        self._pods_path = f"/api/v1/namespaces/{namespace}/pods"
+        self.changed = asyncio.Event()
+        self._machines = Reflector(api, _NODES, {}, self.changed.set)
+        self._pods = Reflector(api, self._pods_path, {"labelSelector": selector}, self.changed.set)
+
+    async def read(self) -> None:
+        """Read both once.
+
+        Raises:
+            ExpiredError: the list has grown old between two of its pages.
+            UnavailableError: the server refuses or does not answer.
+        """
+        for each in (self._machines, self._pods):
+            await each.list()
+
+    @contextlib.asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """Within it the copies of machines and pods are kept up to date."""
+        tasks = [asyncio.create_task(each.run()) for each in (self._machines, self._pods)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def known(self) -> bool:
+        """Whether both copies are there, and of now: nothing is decided on old ones."""
+        return all(each.objects is not None and each.fresh for each in (self._machines, self._pods))
+
+    def machines(self) -> dict[str, Machine]:
+        """All machines, by name."""
+        found = (self._machines.objects or {}).values()
+        return {
+            each.name: each for each in (objects.machine_of(f, self._switch_label) for f in found)
+        }
+
+    def pods(self) -> dict[str, Pod]:
+        """Our pods, by name."""
+        return {
+            each.name: each for each in map(objects.pod_of, (self._pods.objects or {}).values())
+        }
+
+    async def mark(self, machine: Machine, mark: Mark) -> None:
+        """Cordon, taint and mark a machine, or change the mark that it has.
+
+        Raises:
+            StateError: it has changed since it was read; decide again.
+            UnavailableError: the server refuses or does not answer.
+        """
+        found = self._read(machine)
+        patch = objects.marking if machine.mark is None else objects.changing_mark
+        await self._api.merge(f"{_NODES}/{machine.name}", patch(found, mark))
+
+    async def unmark(self, machine: Machine, mark: Mark) -> None:
+        """Give a machine back; raises as :meth:`mark`."""
+        found = self._read(machine)
+        await self._api.merge(f"{_NODES}/{machine.name}", objects.unmarking(found, mark))
+
+    async def show_condition(self, machine: Machine) -> None:
+        """Have the machine's status say whether it is evicted; raises as :meth:`mark`."""
+        patch = objects.condition_patch(self._read(machine), machine.mark, _now())
+        await self._api.merge(f"{_NODES}/{machine.name}/status", patch)
+
+    async def set_topology(self, pod: Pod, topology: str) -> None:
+        """Annotate a pod with what its agent reports; raises as :meth:`mark`."""
+        meta = {"uid": pod.uid, "resourceVersion": pod.version}
+        annotations = {objects.TOPOLOGY: topology}
+        patch = {"metadata": {**meta, "annotations": annotations}}
+        await self._api.merge(f"{self._pods_path}/{pod.name}", patch)
+
+    async def delete_pod(self, pod: Pod, why: str, *, force: bool) -> None:
+        """Delete a pod if it is still that one, unchanged, and leave an event that says why.
+
+        Raises as :meth:`mark`; a pod that is gone is fine.
+        """
+        path = f"{self._pods_path}/{pod.name}"
+        with contextlib.suppress(NotFoundError):
+            await self._api.delete(path, pod.uid, pod.version, force=force)
+        await self._report(pod, why)
+
+    async def _report(self, pod: Pod, why: str) -> None:
+        """An event of the pod; of one name, so that a repeated call is refused as a duplicate."""
+        digest = hashlib.sha256(f"{pod.uid} {why}".encode()).hexdigest()[:12]
+        now = _now()
+        event: Json = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{pod.name}.{digest}", "namespace": self._namespace},
+            "involvedObject": {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "name": pod.name,
+                "namespace": self._namespace,
+                "uid": pod.uid,
+            },
+            "type": "Warning",
+            "reason": "MegascaleEvicted",
+            "message": why[:1024],  # more is refused by the API
+            "source": {"component": SOURCE},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        # An event is for people to read: the eviction itself does not depend on it.
+        with contextlib.suppress(StateError, ExistsError, UnavailableError):
+            await self._api.create(f"/api/v1/namespaces/{self._namespace}/events", event)
+
+    def _read(self, machine: Machine) -> Json:
+        """The machine as it was read when it was decided about.
+
+        Raises:
+            StateError: another version has come since.
+        """
+        found = (self._machines.objects or {}).get(machine.name)
+        if found is None or found["metadata"]["resourceVersion"] != machine.version:
+            raise StateError(f"machine {machine.name} has changed", reason="CONFLICT")
+        return found
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,233 @@
+"""Keeps Kubernetes and the driver in agreement, for as long as it runs.
+
+The driver decides which nodes work; this carries it out on the machines, and tells the driver what
+Kubernetes says of them. It holds no state: killed at any point, the next one goes on from what
+stands. Two of them at once would only be refused by each other's preconditions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
+from megascale_common.service import logs, status
+from megascale_common.service.channel import open_channel
+from megascale_common.service.errors import (
+    NotFoundError,
+    ServiceError,
+    StateError,
+    TimedOutError,
+    UnavailableError,
+)
+from megascale_driver.platform.kubernetes import decisions
+from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
+from megascale_driver.platform.kubernetes.decisions import (
+    PREFIX,
+    Cordon,
+    DeletePod,
+    DriverNode,
+    GiveBack,
+    MarkMachine,
+    Order,
+    SetTopology,
+    ShowCondition,
+    Uncordon,
+    UnmarkMachine,
+)
+
+CALL_TIMEOUT_S = 10.0
+PAGE = 1000
+MAX_HINTS = 3  # standbys in a row that name a leader; after that the next pass tries
+MAX_NODES = 50_000  # above any cluster that Kubernetes supports
+# What one pass does at most: a defect or a storm shows before all machines are concerned.
+MAX_ORDERS = 200
+_DISPOSITION, _LIVENESS = types_pb2.NodeDisposition, types_pb2.NodeLiveness
+_log = logs.get(__name__)
+
+
+class Driver:
+    """The leading driver, found among ``addresses``, of which one may stand for all drivers.
+
+    The connection to a driver that leads is kept. One to a driver that does not is closed, so that
+    a Service chooses anew, and the leader that it names is tried.
+    """
+
+    def __init__(self, addresses: Sequence[str], token: str) -> None:
+        self._addresses, self._token = tuple(addresses), token
+        self._leader: tuple[str, grpc.aio.Channel] | None = None
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._leader is not None:
+            await self._leader[1].close()
+            self._leader = None
+
+    async def nodes(self) -> list[DriverNode]:
+        """All nodes.
+
+        Raises:
+            UnavailableError: no driver leads, or it refuses.
+        """
+        found: list[DriverNode] = []
+        token = ""
+        while len(found) < MAX_NODES:
+            request = driver_pb2.ListNodesRequest(page_size=PAGE, page_token=token)
+            page = await self._call("ListNodes", request)
+            found += map(_node, page.nodes)
+            token = page.next_page_token
+            if not token:
+                break
+        return found
+
+    async def cordon(self, node: str, why: str) -> None:
+        """Keep new work off a node; raises as :meth:`nodes`."""
+        request = driver_pb2.CordonNodeRequest(
+            name=node, reason=f"{PREFIX}{why}", request_id=uuid.uuid4().hex
+        )
+        await self._call("CordonNode", request)
+
+    async def uncordon(self, node: str, why: str, once: str = "") -> None:
+        """Make a node schedulable, for the same ``once`` not again; raises as :meth:`nodes`."""
+        request_id = uuid.uuid5(uuid.NAMESPACE_OID, once) if once else uuid.uuid4()
+        request = driver_pb2.UncordonNodeRequest(
+            name=node, reason=f"{PREFIX}{why}", request_id=request_id.hex
+        )
+        await self._call("UncordonNode", request)
+
+    async def _call(self, method: str, request: Any) -> Any:
+        problem = "none is named"
+        left = [self._leader[0] if self._leader is not None else "", *self._addresses]
+        for _ in range(len(left) + MAX_HINTS):
+            if not left:
+                break
+            if not (address := left.pop(0)):
+                continue
+            try:
+                return await self._call_at(address, method, request)
+            except (UnavailableError, TimedOutError) as error:
+                await self.close()
+                problem = f"{address}: {error.message}"
+                if (hint := error.metadata.get("leader", "")) and hint != address:
+                    left.insert(0, hint)
+            except ServiceError as error:
+                raise UnavailableError(f"the driver refuses {method}: {error.message}") from None
+        raise UnavailableError(f"no driver answers: {problem}")
+
+    async def _call_at(self, address: str, method: str, request: Any) -> Any:
+        """Call the driver at ``address``, by the connection that is open if it is that one.
+
+        Raises:
+            UnavailableError: it does not lead, or cannot be reached; its hint is in the metadata.
+            TimedOutError: it does not answer.
+            ServiceError: it refuses.
+        """
+        if self._leader is None or self._leader[0] != address:
+            await self.close()
+            self._leader = (address, open_channel(address, self._token, shares=False))
+        stub = driver_pb2_grpc.DriverServiceStub(self._leader[1])
+        try:
+            return await getattr(stub, method)(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise status.read(error) from None
+
+
+def _node(found: driver_pb2.Node) -> DriverNode:
+    name = _DISPOSITION.Name(found.disposition).removeprefix("NODE_DISPOSITION_").lower()
+    return DriverNode(
+        name=found.name,
+        disposition=name,  # type: ignore[arg-type]
+        reason=found.disposition_reason,
+        alive=found.liveness == _LIVENESS.Value("NODE_LIVENESS_ALIVE"),
+        dead=found.liveness == _LIVENESS.Value("NODE_LIVENESS_DEAD"),
+        host=found.topology.get("host", ""),
+    )
+
+
+class Controller:
+    """``run()`` until cancelled; it looks at every change, and every ``interval_s`` besides."""
+
+    def __init__(self, cluster: KubernetesCluster, driver: Driver, interval_s: float) -> None:
+        self._cluster, self._driver, self._interval_s = cluster, driver, interval_s
+        self._said: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Follow the cluster, and agree for ever."""
+        async with self._cluster.followed():
+            await self.agree_for_ever()
+
+    async def agree_for_ever(self) -> None:
+        """Agree, wait for a change, agree again."""
+        while True:
+            self._cluster.changed.clear()
+            if self._cluster.known:
+                await self.agree()
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for, which may lose a cancellation before Python 3.12.
+                async with asyncio.timeout(self._interval_s):
+                    await self._cluster.changed.wait()
+
+    async def agree(self) -> None:
+        """One pass: what stands now, the orders for it, and carrying them out."""
+        try:
+            nodes = await self._driver.nodes()
+        except UnavailableError as error:
+            self._say("driver", str(error))
+            nodes = []
+        else:
+            self._say("driver", "")
+        orders = decisions.decide(nodes, self._cluster.pods(), self._cluster.machines())
+        for order in orders[:MAX_ORDERS]:
+            try:
+                await self._carry_out(order)
+            except (StateError, NotFoundError) as error:
+                _log.info("decided again", order=repr(order)[:200], why=str(error))
+            except UnavailableError as error:
+                self._say(type(order).__name__, str(error))
+
+    async def _carry_out(self, order: Order) -> None:
+        cluster, driver = self._cluster, self._driver
+        match order:
+            case MarkMachine(machine, mark):
+                await cluster.mark(machine, mark)
+                _log.warning(
+                    "machine marked", machine=machine.name, state=mark.state, why=mark.reason
+                )
+            case UnmarkMachine(machine, mark):
+                await cluster.unmark(machine, mark)
+                _log.warning("machine given back", machine=machine.name, node=mark.node)
+            case ShowCondition(machine):
+                await cluster.show_condition(machine)
+            case DeletePod(pod, why, force):
+                await cluster.delete_pod(pod, why, force=force)
+                _log.warning("pod deleted", pod=pod.name, machine=pod.machine, why=why, force=force)
+            case SetTopology(pod, topology):
+                await cluster.set_topology(pod, topology)
+                _log.info("pod placed", pod=pod.name, topology=topology)
+            case Cordon(node, why):
+                await driver.cordon(node, why)
+                _log.warning("node cordoned", node=node, why=why)
+            case Uncordon(node, why):
+                await driver.uncordon(node, why)
+                _log.warning("node uncordoned", node=node, why=why)
+
+            case GiveBack(node, why, once, machine, mark, repaired):
+                await driver.uncordon(node, why, once)
+                if repaired:
+                    await cluster.unmark(machine, mark)
+                else:
+                    await cluster.mark(machine, replace(mark, state="moved"))
+                _log.warning("node given back", node=node, machine=machine.name, why=why)
+
+    def _say(self, subject: str, problem: str) -> None:
+        """Log a problem once, until it is another one or over."""
+        if problem and self._said.get(subject) != problem:
+            _log.warning("not now", subject=subject, problem=problem)
+        self._said[subject] = problem

@@ -1,0 +1,123 @@
+"""Kubernetes by the verbs of every platform: its nodes are our pods, by their names.
+
+For people and for `megascale platform`. A cluster on Kubernetes needs no `megascale platform
+follow`: the platform process (:mod:`megascale_driver.platform.kubernetes`) does more than that, and
+knows a drain from here by its mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+from megascale_common.service.errors import (
+    ExpiredError,
+    NotFoundError,
+    OptionError,
+    StateError,
+    UnavailableError,
+)
+from megascale_driver.platform.interface import PREFIX, PlatformNode
+from megascale_driver.platform.kubernetes import objects
+from megascale_driver.platform.kubernetes.api import KubernetesApi
+from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
+from megascale_driver.platform.kubernetes.objects import Machine, Mark, Pod
+
+NAMESPACE_VARIABLE, SWITCH_VARIABLE = "MEGASCALE_NAMESPACE", "MEGASCALE_SWITCH_LABEL"
+TRIES = 5  # of a change to a machine that others change at the same time
+
+
+class KubernetesPlatform:
+    """The cluster of ``KUBECONFIG``, or of this pod; see :class:`Platform` for the verbs.
+
+    The namespace is that of ``MEGASCALE_NAMESPACE`` (default ``megascale``), and the label for a
+    machine's switch that of ``MEGASCALE_SWITCH_LABEL``.
+    """
+
+    def __init__(self) -> None:
+        file = os.environ.get("KUBECONFIG", "")
+        self._kubeconfig = Path(file) if file else None
+        self._namespace = os.environ.get(NAMESPACE_VARIABLE) or "megascale"
+        self._switch_label = os.environ.get(SWITCH_VARIABLE) or objects.SWITCH_LABEL
+
+    async def nodes(self) -> tuple[PlatformNode, ...]:
+        """Our pods that have a machine, with what Kubernetes says of it."""
+        async with self._read() as cluster:
+            machines, pods = cluster.machines(), cluster.pods()
+        return tuple(
+            PlatformNode(
+                name=name,
+                switch=machine.switch,
+                ready=machine.conditions == ("Ready",),
+                drained=machine.cordoned,
+                conditions=machine.conditions,
+                reason=machine.mark.reason if machine.mark is not None else machine.trouble,
+            )
+            for name, pod in sorted(pods.items())
+            if (machine := machines.get(pod.machine)) is not None
+        )
+
+    async def drain(self, name: str, reason: str) -> None:
+        """Cordon and taint the pod's machine; what runs there goes on."""
+        if not reason.strip():
+            raise OptionError("reason: say why the machine is drained; Kubernetes shows it")
+        said = reason.strip()[: objects.MAX_REASON_CHARS]
+        for _ in range(TRIES):
+            async with self._read() as cluster:
+                pod, machine = _placed(cluster, name)
+                mark = machine.mark
+                if mark is not None and mark.reason == said:
+                    return
+                ours = not machine.cordoned or (mark is not None and mark.cordoned)
+                new = Mark(node=name, pod=pod.uid, reason=said, cordoned=ours, state="drained")
+                with contextlib.suppress(StateError):
+                    await cluster.mark(machine, new if mark is None else replace(mark, reason=said))
+                    return
+        raise UnavailableError(f"machine {machine.name} changes all the time; try again")
+
+    async def restore(self, name: str) -> None:
+        """Undo a drain of ours; an eviction by the driver comes again while the driver wants it."""
+        for _ in range(TRIES):
+            async with self._read() as cluster:
+                _, machine = _placed(cluster, name)
+                mark = machine.mark
+                if mark is None or not mark.reason.startswith(PREFIX):
+                    return
+                with contextlib.suppress(StateError):
+                    await cluster.unmark(machine, mark)
+                    return
+        raise UnavailableError(f"machine {machine.name} changes all the time; try again")
+
+    async def replace(self, name: str) -> bool:
+        """Delete the pod: its StatefulSet makes it again, on a machine that takes pods."""
+        async with self._read() as cluster:
+            pod, _ = _placed(cluster, name)
+            if not pod.ending:
+                with contextlib.suppress(StateError):  # another one by now
+                    await cluster.delete_pod(pod, f"{PREFIX}replaced", force=False)
+        return True
+
+    @contextlib.asynccontextmanager
+    async def _read(self) -> AsyncIterator[KubernetesCluster]:
+        """The cluster as it stands now; what Kubernetes refuses is an UnavailableError."""
+        try:
+            async with KubernetesApi(self._kubeconfig) as api:
+                found = KubernetesCluster(
+                    api, self._namespace, objects.SELECTOR, self._switch_label
+                )
+                await found.read()
+                yield found
+        except (NotFoundError, ExpiredError) as error:
+            raise UnavailableError(str(error)) from None
+
+
+def _placed(cluster: KubernetesCluster, name: str) -> tuple[Pod, Machine]:
+    """A pod and its machine; OptionError for none of that name, or one that has no machine."""
+    pod = cluster.pods().get(name)
+    machine = cluster.machines().get(pod.machine) if pod is not None else None
+    if pod is None or machine is None:
+        raise OptionError(f"node: Kubernetes runs no pod of ours of the name {name!r}")
+    return pod, machine
