@@ -9,7 +9,15 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
-NAMED = ("cli.md", "client.md", "operations.md", "goodput.md", "glossary.md", "status.md")
+NAMED = (
+    "cli.md",
+    "client.md",
+    "operations.md",
+    "goodput.md",
+    "glossary.md",
+    "kubernetes.md",
+    "status.md",
+)
 PAGES = (
     REPOSITORY / "README.md",
     *(DOCS / name for name in NAMED),

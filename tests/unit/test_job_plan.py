@@ -98,6 +98,23 @@ def test_a_calibration_is_a_plan_for_its_device_with_a_wide_interval() -> None:
         by_device({"a.json": "{}"})
 
 
+def test_a_step_that_the_calibration_measured_sets_the_share_of_its_rates() -> None:
+    step = {"layers": 2, "hidden": 512, "heads": 8, "micro_batch": 4, "global_batch": 16}
+    step |= {"vocab": 1024, "sequence": 256}
+    as_rates = json.loads(calibration("NVIDIA L40S"))
+    found = {
+        seconds: by_device(
+            {"a.json": json.dumps(as_rates | {"training": step | {"step_time_s": seconds}})}
+        )
+        for seconds in (5.0, 20.0)
+    }
+    plans = {seconds: plan_of(job(), "NVIDIA L40S", 8, files) for seconds, files in found.items()}
+    assert plans[20.0].step_s > 2 * plans[5.0].step_s
+    broken = json.dumps(as_rates | {"training": step | {"step_time_s": 0}})
+    with pytest.raises(BadCalibration, match=r"a\.json: training\.step_time_s: 0 is no positive"):
+        by_device({"a.json": broken})
+
+
 def test_a_job_that_the_planner_cannot_describe_has_no_plan() -> None:
     config = demo_job("a")
     uneven = replace(config, parallelism=replace(config.parallelism, stage_layers=(1, 3)))

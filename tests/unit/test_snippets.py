@@ -45,9 +45,10 @@ LEFT_OUT = {
     ("docs/how-to/add-an-event.md", "| `SPARE_ASSIGNED`"): EXAMPLES,
     ("docs/how-to/add-an-rpc.md", "rpc ExplainJob"): EXAMPLES,
     ("docs/how-to/add-an-rpc.md", "#!/bin/sh"): EXAMPLES,
-    ("docs/how-to/run-on-kubernetes.md", "kubectl create namespace"): "there is no cluster here; "
+    ("docs/operations.md", '"block": "agg0"'): "tests/integration/test_topology_file.py reads one",
+    ("docs/kubernetes.md", "kubectl create namespace"): "there is no cluster here; "
     "tests/unit/test_kubernetes_manifests.py has kubectl make the overlay",
-    ("docs/how-to/run-on-kubernetes.md", "kubectl uncordon m17"): "tests/chaos/"
+    ("docs/kubernetes.md", "kubectl uncordon m17"): "tests/chaos/"
     "test_kubernetes_jobs.py has kubectl run both on an API server of its own",
 }
 # Commands of other packages, words that stand for a command, and the title of a process.

@@ -68,7 +68,8 @@ class Landing:
                 continue
             pause_s = COPYING_S if 0 < self._done < self._layout.slot_bytes else WAITING_S
             try:
-                await asyncio.wait_for(self._ending.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._ending.wait()
             except TimeoutError:
                 pass
 

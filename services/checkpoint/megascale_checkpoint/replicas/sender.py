@@ -192,7 +192,8 @@ class ReplicaSender:
             await self._send(given, image, transfer)
             while transfer.may_repeat() and time.monotonic() < until_s:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(transfer.ends.wait(), next(pauses_s))
+                    async with asyncio.timeout(next(pauses_s)):
+                        await transfer.ends.wait()
                 if transfer.may_repeat():
                     await self._send(given, image, transfer)
         finally:

@@ -129,7 +129,8 @@ async def _follow(cluster: RunningCluster, follower: Follower, interval_s: float
             async with open_channel(address, _read(cluster.folder / "token")) as channel:
                 await follower.look(channel)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopped.wait(), interval_s)
+            async with asyncio.timeout(interval_s):
+                await stopped.wait()
 
 
 def _read(path: Path) -> str:

@@ -19,6 +19,7 @@ from megascale_driver.planner.calibration_file import (
 from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.prediction import plain, predict
 from megascale_driver.planner.systems import SYSTEMS, System
+from megascale_driver.planner.training_share import with_measured_share
 from megascale_driver.planner.workload import Refused, Workload, illegal, points_of
 
 # The term of a running job -> those of the model.
@@ -61,6 +62,9 @@ def plan_of(
         Refused: there is no prediction; the message has the reason and the remedy.
     """
     gpu, hardware = _hardware(device, calibrations)
+    system = _system(config)
+    if device in calibrations:
+        system = with_measured_share(system, gpu, calibrations[device])
     gpu = replace(gpu, devices_per_node=max(1, node_devices))
     workload = _workload(config, gpu)
     if not gpu.node_bytes_s and workload.gpus > 1:
@@ -68,7 +72,7 @@ def plan_of(
             f"the calibration of {device} has no rate of collectives; measure it on two ranks: "
             "torchrun --nproc-per-node 2 -m megascale_trainer.commands.calibrate"
         )
-    found = plain(predict(points_of([workload]), gpu, _system(config)), 0)
+    found = plain(predict(points_of([workload]), gpu, system), 0)
     return JobPlan(
         step_s=found["step_time_s"],
         low_s=max(0.0, found["low"]),
@@ -103,6 +107,11 @@ def by_device(texts: Mapping[str, str]) -> dict[str, str]:
         device = device_of(text, name)
         if device in found:
             raise BadCalibration(f"{name}: there is another calibration of {device}; give one")
+        try:  # now, not in a running driver
+            gpu, _ = _hardware(device, {device: text})
+            with_measured_share(SYSTEMS["ours"], gpu, text)
+        except BadCalibration as error:
+            raise BadCalibration(f"{name}: {error}") from None
         found[device] = text
     return found
 

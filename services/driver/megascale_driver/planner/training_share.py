@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megascale_driver.planner.calibration_file import BadCalibration
-from megascale_driver.planner.gpus import Gpu
+from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.points import Points
 from megascale_driver.planner.step_time import step_time
 from megascale_driver.planner.systems import System
@@ -41,8 +41,10 @@ def with_measured_share(system: System, gpu: Gpu, text: str) -> System:
     if not number or not math.isfinite(seconds) or seconds <= 0:
         raise BadCalibration(f"training.step_time_s: {seconds!r} is no positive number")
     row = {key: value for key, value in found.items() if key != "step_time_s"}
+    # Of a device that no table has, the row names another: only ``gpu`` itself is reckoned with.
+    known = gpu.name if gpu.name in GPUS else next(iter(GPUS))
     try:
-        workload, _ = from_row({**row, "gpu": gpu.name, "system": system.name})
+        workload, _ = from_row({**row, "gpu": known, "system": system.name})
     except Refused as error:
         raise BadCalibration(f"training.{error}") from None
     share = _share(points_of([workload]), gpu, system, float(seconds))

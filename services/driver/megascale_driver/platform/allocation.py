@@ -255,7 +255,8 @@ async def run_node(
     try:
         while child.exit_status is None and not stopped.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopped.wait(), POLL_INTERVAL_S)
+                async with asyncio.timeout(POLL_INTERVAL_S):
+                    await stopped.wait()
         return 0 if stopped.is_set() else int(child.exit_status != 0)
     finally:
         await child.stop(STOP_TIMEOUT_S)

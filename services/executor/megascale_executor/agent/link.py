@@ -167,7 +167,8 @@ class DriverLink:
 
     async def _await_hello(self) -> None:
         try:
-            await asyncio.wait_for(self._greeted.wait(), _HELLO_TIMEOUT_S)
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                await self._greeted.wait()
         except TimeoutError as error:
             raise LinkError(f"the driver sent no hello within {_HELLO_TIMEOUT_S:.0f} s") from error
 
@@ -176,7 +177,8 @@ class DriverLink:
         limit_s = _SILENT_INTERVALS * self._interval_s
         while True:
             try:
-                await asyncio.wait_for(self._hello_change.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):
+                    await self._hello_change.wait()
                 return
             except TimeoutError:
                 silent_s = time.monotonic() - self._received_at_s
@@ -199,7 +201,8 @@ class DriverLink:
                 yield link_pb2.ConnectRequest(heartbeat=beat)
             await asyncio.sleep(MIN_BEAT_GAP_S)
             try:
-                await asyncio.wait_for(self._change.wait(), self._interval_s - MIN_BEAT_GAP_S)
+                async with asyncio.timeout(self._interval_s - MIN_BEAT_GAP_S):
+                    await self._change.wait()
             except TimeoutError:
                 pass
 

@@ -109,7 +109,8 @@ class StepReports:
     async def until_taken(self, timeout_s: float) -> None:
         """Wait until the driver has all records, at most ``timeout_s``; they stay in the buffer."""
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
         except TimeoutError:
             _log.warning(
                 "the driver has not taken all step records", pending=len(self), timeout_s=timeout_s
