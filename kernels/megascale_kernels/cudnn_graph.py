@@ -117,10 +117,11 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_query, d_key, d_value = (torch.empty_like(x) for x in ctx.saved_tensors[:3])
+        saved = ctx.saved_tensors  # read once: where recomputed, a second time is an error
+        d_query, d_key, d_value = (torch.empty_like(x) for x in saved[:3])
         names = ("q", "k", "v", "out", "sums", "d_out", "d_q", "d_k", "d_v")
         found = (d_out.contiguous(), d_query, d_key, d_value)
-        tensors = dict(zip(names, (*ctx.saved_tensors, *found), strict=True))
+        tensors = dict(zip(names, (*saved, *found), strict=True))
         _run(_backward_plan(ctx.shape), tensors, ctx.shape, ctx.documents)
         return d_query, d_key, d_value, None, None
 

@@ -140,6 +140,24 @@ def train_each(
     return found
 
 
+def peaks_of_memory(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
+) -> dict[str, int]:
+    """Program of one rank: the most bytes that were allocated by the end of the construction of a
+    trainer, and by the end of its second step.
+    """
+    groups, device = _groups(from_accepted(job), rank, folder), device_of(rank)
+    torch.cuda.reset_peak_memory_stats(device)
+    trainer = Trainer(from_accepted(job), rank, groups, device)
+    constructed = torch.cuda.max_memory_allocated(device)
+    trainer.initialise()
+    for _ in range(2):
+        step(trainer, rank).read()
+    trained = torch.cuda.max_memory_allocated(device)
+    destroy_groups()
+    return {"constructed": constructed, "trained": trained}
+
+
 def train_and_resume(
     rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
 ) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_a_change_within_the_attempt_is_stored_and_a_step_alone_is_not() -> None
     [
         (Node, changes.NodeChanges, {"name"}),
         (Job, changes.JobChanges, {"name"}),
-        (Attempt, changes.AttemptChanges, {"number", "slots", "_index"}),
+        (Attempt, changes.AttemptChanges, {"number", "slots", "_index", "placement"}),
     ],
 )
 def test_what_may_be_changed_is_listed_with_the_types_of_the_state(

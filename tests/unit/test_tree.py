@@ -65,6 +65,23 @@ def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{node.name} is too long"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [path for path in MODULES if "saved_tensors" in path.read_text()],
+    ids=lambda path: str(path.relative_to(REPOSITORY)),
+)
+def test_a_backward_reads_its_saved_tensors_once(path: Path) -> None:
+    """Where activations are recomputed, torch gives them once and refuses a second time."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef):
+            found = [
+                node
+                for node in ast.walk(function)
+                if isinstance(node, ast.Attribute) and node.attr == "saved_tensors"
+            ]
+            assert len(found) <= 1, f"{function.name}: once, into a variable"
+
+
 def test_modules_of_tests_have_names_of_their_own() -> None:
     """pytest imports them by their last name alone, and collects none if two share it."""
     names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))

@@ -167,6 +167,14 @@ class Trainer:
         self._copied: CopyEnd | None = None
         self._table = parameter_table(config, rank)
         dtype = DTYPES[config.training.precision]
+        operators = choose(config.training.kernels, device)
+        tp = tensor_parallel(config, groups.tp, dtype, device)
+        self._fp8 = fp8_of(config, operators, tp, device)
+        if self._fp8 is not None and device.type == "cuda":
+            # Before parameters and states: the operands that it measures need gigabytes as well.
+            tokens = config.training.micro_batch_size * config.model.sequence_length
+            self._fp8.choose_algorithms(self._table, tokens, device)
+            torch.cuda.empty_cache()
         place = (self._table, dtype, device, groups.tp, groups.dp, groups.ends)
         overlapped = config.parallelism.overlap.dp
         self._buffers = (
@@ -174,7 +182,6 @@ class Trainer:
             if overlapped
             else FlatBuffers(*place)
         )
-        operators = choose(config.training.kernels, device)
         factory = optimizer_factory(config.optimizer.name)
         self._state_names = tuple(factory.state_names)
         self._layout = shard_layout(self._table, self._state_names)
@@ -193,12 +200,6 @@ class Trainer:
             config.training.micro_batch_size,
             config.model.hidden_size,
         )
-        tp = tensor_parallel(config, groups.tp, dtype, device)
-        self._fp8 = fp8_of(config, operators, tp, device)
-        if self._fp8 is not None and device.type == "cuda":
-            tokens = config.training.micro_batch_size * config.model.sequence_length
-            self._fp8.choose_algorithms(self._table, tokens, device)
-            torch.cuda.empty_cache()
         self._pipeline = PipelineExecutor(
             [
                 Stage(config, chunk, weights, tp, self._buffers, operators, self._fp8)

@@ -105,7 +105,7 @@ class JobChanges(TypedDict, total=False):
 
 
 class AttemptChanges(TypedDict, total=False):
-    """Fields of :class:`megascale_driver.core.attempt.Attempt`; number and slots stay."""
+    """Fields of :class:`megascale_driver.core.attempt.Attempt`; its number and its places stay."""
 
     store_endpoint: str
     committer_endpoint: str
