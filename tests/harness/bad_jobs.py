@@ -206,6 +206,7 @@ RANGES = (
     _one("optimizer's epsilon", f"{OPTIMIZER}.epsilon", 0, RANGE, "positive"),
     _one("negative decay", f"{OPTIMIZER}.weight_decay", -1, RANGE, "0 to 10"),
     _one("negative clip", f"{OPTIMIZER}.clip_norm", -1, RANGE, "0 (off)"),
+    _one("negative skip", f"{OPTIMIZER}.skip_norm", -1, RANGE, "0 (off)"),
     _one("optimizer's name", f"{OPTIMIZER}.name", "My SGD", "DNS-1123", "registers"),
     _one("options of AdamW", f"{OPTIMIZER}.options", {"a": 1}, "no options", "optimizer.name"),
     _one("warm-up too long", f"{SCHEDULE}.warmup_steps", 9, "outside", "within"),

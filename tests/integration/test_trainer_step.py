@@ -231,6 +231,22 @@ def test_clipping_off() -> None:
     assert record.gradient_norm > 1.0
 
 
+def test_a_spike_of_the_gradient_norm_is_skipped_and_counted() -> None:
+    """The norm that a step without the bound has lies between two bounds."""
+    norm = _run(_started(from_accepted(tiny_job())), 0, 1)[0].gradient_norm
+    spiked, allowed = (
+        _started(from_accepted(tiny_job(optimizer={"skip_norm": norm * factor})))
+        for factor in (0.999, 1.001)
+    )
+    before = spiked.states()["master"].clone()
+    [record] = _run(spiked, 0, 1)
+    assert record.skipped
+    assert record.gradient_norm == norm
+    assert torch.equal(spiked.states()["master"], before)
+    assert not _run(allowed, 0, 1)[0].skipped
+    assert not torch.equal(allowed.states()["master"], before)
+
+
 def test_bf16_learns_with_float32_master_and_gradients() -> None:
     config = from_accepted(tiny_job(training={"precision": "bf16"}))
     exact, rounded = (_run(_started(c), 0, 8) for c in (from_accepted(tiny_job()), config))

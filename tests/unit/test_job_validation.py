@@ -156,6 +156,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("trainer.optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}, "lr"),
     ("trainer.optimizer.beta2", {"optimizer__beta2": 1.0}, "beta"),
     ("trainer.optimizer.clip_norm", {"optimizer__clip_norm": -1.0}, "0"),
+    ("trainer.optimizer.skip_norm", {"optimizer__skip_norm": -1.0}, "0 (off)"),
+    ("trainer.optimizer.skip_norm", {"optimizer__skip_norm": 1.0}, "several times clip_norm"),
     ("trainer.optimizer.name", {"optimizer__name": "My Optimizer"}, "a-z"),
     ("recovery.max_roll_backs", {"recovery__max_roll_backs": 9}, "1 to 8"),
     (

@@ -1110,6 +1110,7 @@ class OptimizerSpec(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     LAMB_FIELD_NUMBER: builtins.int
+    SKIP_NORM_FIELD_NUMBER: builtins.int
     learning_rate: builtins.float
     """Peak learning rate; default 3e-4."""
     beta1: builtins.float
@@ -1125,6 +1126,10 @@ class OptimizerSpec(google.protobuf.message.Message):
     name: builtins.str
     """"adamw", "lamb", or the name under which a package on every node registers an optimizer; default
     "adamw".
+    """
+    skip_norm: builtins.float
+    """Global gradient norm, before clipping, above which a step's update is skipped and counted; 0, the
+    default: none is.
     """
     @property
     def options(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
@@ -1146,9 +1151,10 @@ class OptimizerSpec(google.protobuf.message.Message):
         name: builtins.str | None = ...,
         options: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         lamb: Global___LambSpec | None = ...,
+        skip_norm: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_name", b"_name", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "lamb", b"lamb", "learning_rate", b"learning_rate", "name", b"name", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_name", b"_name", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "lamb", b"lamb", "learning_rate", b"learning_rate", "name", b"name", "options", b"options", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_name", b"_name", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "lamb", b"lamb", "learning_rate", b"learning_rate", "name", b"name", "options", b"options", "skip_norm", b"skip_norm", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_beta1", b"_beta1"]) -> typing.Literal["beta1"] | None: ...
     @typing.overload

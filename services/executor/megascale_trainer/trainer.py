@@ -53,9 +53,9 @@ class StepRecord:
     """What one step did, the same on every rank.
 
     ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` that of the mean
-    gradient before clipping. NaN losses and norms belong to skipped steps. ``consumed_samples`` and
-    ``consumed_tokens`` count from the start of the run. ``votes`` and ``wishes`` are the
-    sums of the ranks'.
+    gradient before clipping. NaN losses and norms belong to skipped steps, and so do norms above
+    ``optimizer.skip_norm``. ``consumed_samples`` and ``consumed_tokens`` count from the start of
+    the run. ``votes`` and ``wishes`` are the sums of the ranks'.
     """
 
     step: int
@@ -249,7 +249,8 @@ class Trainer:
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
             vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device, wish)
             self._groups.world.all_reduce(vector)
-            totals, control = step_control(vector, self.config.optimizer.clip_norm)
+            settings = self.config.optimizer
+            totals, control = step_control(vector, settings.clip_norm, settings.skip_norm)
             rate = learning_rate(self.config, self.step)
             with span("optimizer"), self._timer.span(OPTIMIZER):
                 shards = [shard for _, shard in gradients]

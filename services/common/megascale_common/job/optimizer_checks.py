@@ -52,6 +52,19 @@ def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
             f"{optimizer.clip_norm} is out of range",
             "give 0 (off) or more",
         )
+    if not (math.isfinite(optimizer.skip_norm) and optimizer.skip_norm >= 0):
+        yield JobProblem(
+            "trainer.optimizer.skip_norm",
+            f"{optimizer.skip_norm} is out of range",
+            "give 0 (off) or more",
+        )
+    elif 0 < optimizer.skip_norm <= optimizer.clip_norm:
+        yield JobProblem(
+            "trainer.optimizer.skip_norm",
+            f"{optimizer.skip_norm:g} is not above trainer.optimizer.clip_norm = "
+            f"{optimizer.clip_norm:g}, so updates would be skipped that clipping is for",
+            "give several times clip_norm, or 0 (off)",
+        )
     yield from _lamb(optimizer)
 
 

@@ -26,7 +26,8 @@ class LambConfig:
 class OptimizerConfig:
     """The optimizer by name; ``beta1``, ``beta2`` and ``epsilon`` are AdamW's and LAMB's.
 
-    Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off. ``options``
+    Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off. An update
+    whose gradient norm, before clipping, is above ``skip_norm`` is skipped; 0: none is. ``options``
     are numbers for an optimizer of an installed package; ``lamb`` is about LAMB alone.
     """
 
@@ -39,3 +40,4 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     lamb: LambConfig = field(default_factory=LambConfig, metadata=ADDED)
+    skip_norm: float = field(default=0.0, metadata=ADDED)

@@ -79,13 +79,16 @@ def local_totals(
     return torch.cat((losses, rest))
 
 
-def step_control(vector: torch.Tensor, clip_norm: float) -> tuple[StepTotals, StepControl]:
-    """Clip factor min(1, clip_norm / norm) over the whole model and the finite flag.
+def step_control(
+    vector: torch.Tensor, clip_norm: float, skip_norm: float = 0.0
+) -> tuple[StepTotals, StepControl]:
+    """Clip factor min(1, clip_norm / norm) over the whole model, and whether the update is applied.
 
     Both come from the summed vector [7].
 
     ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
-    weight are usable.
+    weight are usable, and the norm is at most ``skip_norm`` (0: any). That bound is a number of the
+    job and not a multiple of earlier norms: a restored run decides as the first one did.
     """
     totals = StepTotals(*vector.unbind())
     norm = totals.squared_norm.sqrt() / totals.weight
@@ -100,5 +103,7 @@ def step_control(vector: torch.Tensor, clip_norm: float) -> tuple[StepTotals, St
         & totals.entropy.isfinite()
         & (totals.weight > 0)
     )
+    if skip_norm > 0:
+        usable = usable & (norm <= skip_norm)
     scale = torch.where(usable, clip / totals.weight, torch.zeros_like(clip)).float()
     return totals, StepControl(norm, clip, scale, usable.float())
