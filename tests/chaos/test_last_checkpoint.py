@@ -68,6 +68,7 @@ async def test_a_checkpoint_that_cannot_be_written_fails_the_job(
     assert "CHECKPOINT_FAILED" in explained.stdout
 
 
+@pytest.mark.slow
 async def test_a_full_disk_fails_the_job(clusters: Callable[[], ChaosCluster]) -> None:
     cluster = clusters()
     folder = cluster.checkpoints("full")
@@ -105,6 +106,7 @@ async def test_a_checkpoint_that_can_be_written_again_in_time_saves_the_job(
     assert (job.attempt, len(job.conditions)) == (1, 0)
 
 
+@pytest.mark.slow
 async def test_a_daemon_that_is_killed_has_an_event_and_costs_no_model(
     clusters: Callable[[], ChaosCluster],
 ) -> None:
@@ -120,6 +122,7 @@ async def test_a_daemon_that_is_killed_has_an_event_and_costs_no_model(
     assert (job.phase, job.committed_step, job.attempt) == (SUCCEEDED, 40, 1), job.phase_reason
 
 
+@pytest.mark.slow
 async def test_a_job_that_may_end_without_it_succeeds_with_a_condition(
     clusters: Callable[[], ChaosCluster],
 ) -> None:
@@ -153,6 +156,7 @@ async def test_short_intervals_commit_throughout_the_run(
     assert events.count("CHECKPOINT_SKIPPED") <= 3, "a line for each power of ten"
 
 
+@pytest.mark.slow
 async def test_a_run_decides_itself_how_often_it_saves(
     clusters: Callable[[], ChaosCluster],
 ) -> None:

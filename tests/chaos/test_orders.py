@@ -113,6 +113,7 @@ def write_code(folder: Path, version: int) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 async def test_the_next_attempt_runs_the_code_that_the_job_names_then(
     clusters: Callable[[], ChaosCluster],
 ) -> None:

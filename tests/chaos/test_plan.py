@@ -7,6 +7,7 @@ import json
 import urllib.request
 from pathlib import Path
 
+import pytest
 from tests.harness import paced
 from tests.harness.chaos_cluster import chaos_cluster, measured
 from tests.harness.local_cluster import megascale
@@ -31,6 +32,7 @@ def scraped(address: Path) -> str:
         return str(got.read().decode())
 
 
+@pytest.mark.slow
 async def test_a_job_that_is_slower_than_planned_says_by_which_term(tmp_path: Path) -> None:
     file = tmp_path / "cpu.json"
     file.write_text(json.dumps(CALIBRATION))

@@ -100,6 +100,7 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
     assert (other.goodput.faults, other.goodput.lost_steps) == (0, 0)
 
 
+@pytest.mark.slow
 async def test_with_a_snapshot_at_every_step_a_killed_worker_costs_a_few_steps(
     cluster: ChaosCluster,
 ) -> None:
@@ -122,6 +123,7 @@ async def test_with_a_snapshot_at_every_step_a_killed_worker_costs_a_few_steps(
     assert set(committed) <= {job.restored_step, steps} and committed[0] == steps
 
 
+@pytest.mark.slow
 async def test_a_flipped_bit_in_memory_costs_neither_the_step_nor_an_attempt(
     cluster: ChaosCluster,
 ) -> None:
@@ -194,6 +196,7 @@ def check_goodput(
     assert wall_us == found.wall_time.ToMicroseconds()
 
 
+@pytest.mark.slow
 async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(
     cluster: ChaosCluster,
 ) -> None:
@@ -298,6 +301,7 @@ async def test_an_evicted_node_is_left_and_a_cancelled_job_stops_at_once(
     measured("evicted and cancelled", evict_to_new_steps_s=moved_s, cancel_to_gone_s=gone_s)
 
 
+@pytest.mark.slow
 async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
     cluster: ChaosCluster,
 ) -> None:

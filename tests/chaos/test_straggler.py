@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.harness import paced
 from tests.harness.chaos_cluster import chaos_cluster, measured
 from tests.harness.local_cluster import megascale
@@ -14,6 +15,7 @@ from tests.harness.local_cluster import megascale
 RANKS, SLOW, SLOW_S = 4, 2, 0.024
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_slow_is_named_and_keeps_its_work(tmp_path: Path) -> None:
     with chaos_cluster(tmp_path, "--nodes", str(RANKS)) as cluster:
         async with cluster.client() as client:

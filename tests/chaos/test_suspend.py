@@ -67,6 +67,7 @@ async def other_job_runs(cluster: ChaosCluster, client: AsyncClient) -> None:
         assert (await client.get("other")).phase == JobPhase.SUCCEEDED
 
 
+@pytest.mark.slow
 async def test_a_higher_priority_displaces_a_running_job_which_comes_back(
     clusters: Callable[[], ChaosCluster],
 ) -> None:
@@ -88,6 +89,7 @@ async def test_a_higher_priority_displaces_a_running_job_which_comes_back(
         await followed.until_ended()
 
 
+@pytest.mark.slow
 async def test_a_job_that_cannot_save_trains_on(clusters: Callable[[], ChaosCluster]) -> None:
     cluster = clusters()
     folder = cluster.checkpoints("stuck")

@@ -30,6 +30,7 @@ class Cable(Diagnostic):
 """
 
 
+@pytest.mark.slow
 async def test_the_nodes_of_a_job_find_the_one_that_fails_with_all_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
     }
 
 
+@pytest.mark.slow
 def test_a_time_limit_saves_and_ends(tmp_path: Path, start: Start) -> None:
     rare = {"interval_steps": 100}
     job = write_job(tmp_path, small_job(tmp_path, optimizer=held(3), checkpoint=rare))
@@ -182,6 +183,7 @@ def test_hosts_that_share_no_loopback_commit_together_on_an_insecure_network(
                 run.close()
 
 
+@pytest.mark.slow
 def test_a_warm_start_takes_the_parameters_alone_or_goes_on(tmp_path: Path, start: Start) -> None:
     first = start(write_job(tmp_path, small_job(tmp_path, checkpoint={"uri": "first"})))
     assert first.end() == 0, first.story()

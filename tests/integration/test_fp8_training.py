@@ -77,13 +77,13 @@ def test_losses_are_close_to_those_of_bf16(
 @pytest.mark.parametrize(
     ("layout", "model", "kind"),
     [
-        ("tp2", "parallel", "hybrid"),
-        ("tp2, overlapped", "parallel", "hybrid"),
+        pytest.param("tp2", "parallel", "hybrid", marks=pytest.mark.slow),
+        pytest.param("tp2, overlapped", "parallel", "hybrid", marks=pytest.mark.slow),
         ("tp2, overlapped", "parallel", "e4m3"),
         ("tp4, overlapped, full recompute", "serial", "hybrid"),
         ("tp2pp2dp2, all overlapped", "serial", "hybrid"),
-        ("pp2vpp2", "parallel", "hybrid"),
-        ("dp2, overlapped", "parallel", "hybrid"),
+        pytest.param("pp2vpp2", "parallel", "hybrid", marks=pytest.mark.slow),
+        pytest.param("dp2, overlapped", "parallel", "hybrid", marks=pytest.mark.slow),
     ],
 )
 def test_layout_trains_as_one_process(

@@ -27,6 +27,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
     found.stop()
 
 
+@pytest.mark.slow
 def test_a_job_trains_with_its_checkpoints_on_s3(server: S3Server, tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", random_documents(1, 60, 40, vocab_size=20))
     sizes = {"layers": 1, "hidden_size": 32, "heads": 2, "vocab_size": 257, "sequence_length": 16}

@@ -160,11 +160,17 @@ def unknown_optimizer(folder: Path) -> dict[str, Any]:
     ("make", "field", "remedy"),
     [
         (vocabulary, "trainer.model.vocab_size: ", "use the size of the tokenizer"),
-        (damaged_corpus, "trainer.data.sources[0].prefix: ", "tokenise again"),
+        pytest.param(
+            *(damaged_corpus, "trainer.data.sources[0].prefix: ", "tokenise again"),
+            marks=pytest.mark.slow,
+        ),
         (nothing_to_load, "checkpoint.load_uri: ", "give the folder of a job"),
         (foreign_folder, "checkpoint.uri: ", "give foreign-folder a checkpoint.uri of its own"),
         (other_model, "trainer.model: ", "resume with the model and optimizer that wrote it"),
-        (other_batch, "trainer.training.global_batch_size: ", "keep the batch size"),
+        pytest.param(
+            *(other_batch, "trainer.training.global_batch_size: ", "keep the batch size"),
+            marks=pytest.mark.slow,
+        ),
         (unknown_optimizer, "trainer.optimizer.name: ", "or use one of these"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -235,7 +241,7 @@ def test_what_more_nodes_would_solve_is_a_warning(cluster: Path) -> None:
     assert waits.phase_reason.startswith("waiting for nodes (it needs 2 devices, and ")
 
 
-@pytest.mark.parametrize("action", ["stop", "continue"])
+@pytest.mark.parametrize("action", ["stop", pytest.param("continue", marks=pytest.mark.slow)])
 def test_a_run_that_diverges_ends_or_goes_on_as_it_asks_for(cluster: Path, action: str) -> None:
     name = f"diverges-{action}"
     ended = run(cluster, diverging(cluster, name, on_loss_rise=action))
@@ -272,6 +278,7 @@ def test_a_run_that_diverges_is_taken_back_and_skips_the_data(cluster: Path) -> 
     assert len(skips) in (1, 2) and 0 < ended.restored_step <= 15
 
 
+@pytest.mark.slow
 def test_a_run_that_is_never_finite_ends_by_default(cluster: Path) -> None:
     spec = job(cluster, "never-finite")
     spec["trainer"]["training"]["steps"] = 100_000

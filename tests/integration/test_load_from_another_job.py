@@ -77,6 +77,7 @@ async def run(
         return await client.get(name), records
 
 
+@pytest.mark.slow
 async def test_another_layout_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", random_documents(1, 100, 40, vocab_size=20))
     write_corpus(tmp_path / "held-out", random_documents(2, 100, 40, vocab_size=20))

@@ -123,7 +123,16 @@ def intervene(world: SimulatedCluster) -> None:
     world.feed(kind(world.now_s, name, "thinks it best", "ada"))
 
 
-@pytest.mark.parametrize("seed", range(100, 112))
+def seeds(first: int, few: int, last: int) -> list[object]:
+    """The first few of them in every run, all in the long one."""
+    slow = pytest.mark.slow
+    return [
+        *range(first, first + few),
+        *(pytest.param(n, marks=slow) for n in range(first + few, last)),
+    ]
+
+
+@pytest.mark.parametrize("seed", seeds(100, 4, 112))
 def test_jobs_run_again_when_operators_change_faulty_nodes_at_random(seed: int) -> None:
     world = SimulatedCluster(seed, nodes=7)
     rules = Invariants(world)
@@ -145,7 +154,7 @@ def test_jobs_run_again_when_operators_change_faulty_nodes_at_random(seed: int) 
         assert job.phase in DONE, (job.phase, job.reason, world.audit[-12:])
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", seeds(0, 8, 24))
 def test_jobs_run_again_after_any_history_of_faults(seed: int) -> None:
     print(f"seed {seed}: history({seed}) replays it")
     world = history(seed)
