@@ -1128,8 +1128,8 @@ class OptimizerSpec(google.protobuf.message.Message):
     "adamw".
     """
     skip_norm: builtins.float
-    """Global gradient norm, before clipping, above which a step's update is skipped and counted; 0, the
-    default: none is.
+    """Global gradient norm, before clipping, above which a step's update is skipped and counted;
+    0, the default: none is.
     """
     @property
     def options(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
