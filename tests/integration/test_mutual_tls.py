@@ -19,11 +19,18 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster
 
-from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2, types_pb2
+from megascale.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    driver_pb2,
+    executor_pb2,
+    link_pb2,
+    types_pb2,
+)
 from megascale_client import AsyncClient, JobPhase, NotAllowed
 from megascale_common.service import status
 from megascale_common.service.identity import authority, roles
-from megascale_common.service.identity.certificates import FOLDER, in_folder
+from megascale_common.service.identity.certificates import FOLDER, Certificates, in_folder
 from megascale_common.service.identity.peers import Role
 
 UNREACHED = ("UNAVAILABLE", "UNKNOWN")  # no service has answered
@@ -228,6 +235,21 @@ async def test_a_job_trains_and_only_its_nodes_report_its_steps(
         with pytest.raises(grpc.aio.AioRpcError) as found:
             await report(_one(request), timeout=20.0)
     assert status.read(found.value).reason == "NOT_ITS_JOB"
+    first = run.job.nodes[0]  # whose daemon commits, and which holds rank 0
+    committer = (cluster.up.folder / "nodes" / first / "checkpoint.address").read_text().strip()
+    other = in_folder(folder, Role.CHECKPOINT, "n2" if first == "n1" else "n1")
+    for files in (other, authority.issue(folder, cluster.name, Role.CHECKPOINT, "n9")):
+        assert await _prepared(committer, files) == "NOT_ITS_JOB", f"{files} commits for a rank"
+
+
+async def _prepared(address: str, files: Certificates) -> str:
+    """The reason for which a daemon refuses that rank 0 has saved, said with these certificates."""
+    async with grpc.aio.secure_channel(address, files.channel_credentials()) as channel:
+        stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+        request = checkpoint_pb2.ReportPreparedRequest(job="private", attempt=1, step=41, rank=0)
+        with pytest.raises(grpc.aio.AioRpcError) as found:
+            await stub.ReportPrepared(request, timeout=20.0)
+    return status.read(found.value).reason
 
 
 async def test_a_viewer_sees_and_orders_nothing(
