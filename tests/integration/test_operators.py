@@ -57,6 +57,7 @@ REQUESTS: dict[str, Any] = {
     "DrainNode": driver_pb2.DrainNodeRequest(name="n1", reason="r"),
     "CordonNode": driver_pb2.CordonNodeRequest(name="n1", reason="r"),
     "UncordonNode": driver_pb2.UncordonNodeRequest(name="n1", reason="r"),
+    "ReportUnreachableNodes": driver_pb2.ReportUnreachableNodesRequest(),
     "RunDiagnostics": driver_pb2.RunDiagnosticsRequest(node="n1"),
     "ListEvents": driver_pb2.ListEventsRequest(),
     "WatchEvents": driver_pb2.WatchEventsRequest(),
