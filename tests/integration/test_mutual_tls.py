@@ -202,23 +202,36 @@ async def test_a_node_speaks_for_itself_alone(addresses: dict[str, str], folder:
     assert status.read(found.value).reason == "NOT_ITS_NODE"
 
 
+def replace_all(folder: Path, cluster: str) -> int:
+    """Give every process of the cluster a new certificate; how many there were."""
+    held = [file.stem.split("-", 1) for file in folder.glob("*-*.key")]
+    for role, name in held:
+        authority.issue(folder, cluster, Role(role), name)
+    return len(held)
+
+
 async def test_a_job_trains_and_only_its_nodes_report_its_steps(
     cluster: ChaosCluster, addresses: dict[str, str], folder: Path
 ) -> None:
+    """And all certificates are replaced under it."""
     stranger = authority.issue(folder, cluster.name, Role.EXECUTOR, "n9")
     async with cluster.client() as client:
         spec = cluster.job("private", steps=40, interval_steps=10)
-        spec.checkpoint.replicas = 1  # which the daemons send to each other
-        replicated = set()
+        spec.checkpoint.replicas = 1  # which the daemons send to each other, by new connections
+        replicated, replaced_at = set(), 0
         async with cluster.follow(client, spec) as run:
 
             def ended() -> bool:
+                nonlocal replaced_at
+                if not replaced_at and run.step >= 5:
+                    assert replace_all(folder, cluster.name) >= 6, "driver, nodes, daemons, people"
+                    replaced_at = run.step
                 replicated.add(run.job.replicated_step)
                 return run.job.phase == JobPhase.SUCCEEDED
 
             await run.until(ended, "the end of the job")
-            assert run.job.committed_step == 40
-        assert max(replicated) >= 10
+            assert (run.job.committed_step, run.job.attempt, run.job.restarts) == (40, 1, 0)
+        assert 5 <= replaced_at < max(replicated), "copies went on with new certificates"
         events = [event async for event in client.events("jobs/private")]
         submitted = [event.actor for event in events if event.reason == "SUBMITTED"]
         assert submitted == ["operator"], "the audit log has the name of the certificate"

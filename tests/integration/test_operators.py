@@ -135,6 +135,19 @@ async def next_events(stream: Any, count: int) -> list[tuple[str, str, str]]:
     return [(update.event.reason, update.event.subject, update.resume_token) for update in updates]
 
 
+async def test_a_report_of_a_platform_is_taken_or_refused_whole(driver: DriverProcess) -> None:
+    request = driver_pb2.ReportUnreachableNodesRequest()
+    request.nodes.add(name="n9", condition="NotReady")  # a node that nobody knows does no harm
+    answer = await driver.stub.ReportUnreachableNodes(request)
+    assert answer.valid_for.ToSeconds() == 30
+    for name, condition in (("n9", "again"), ("n1", "  ")):
+        wrong = driver_pb2.ReportUnreachableNodesRequest()
+        wrong.CopyFrom(request)
+        wrong.nodes.add(name=name, condition=condition)
+        refused = await refusal(driver.stub.ReportUnreachableNodes(wrong))
+        assert refused.reason == "BAD_REQUEST" and refused.fields[0][0] == "nodes"
+
+
 async def test_cordon_and_uncordon_are_tried_audited_and_kept_in_etcd(
     driver: DriverProcess, etcd_server: EtcdServer
 ) -> None:
