@@ -2,13 +2,15 @@
 
     python benchmarks/replica_transfer.py --gigabytes 8 --streams 1,2,4,8
     python benchmarks/replica_transfer.py --gigabytes 0.5 --rounds 1
+    python benchmarks/replica_transfer.py --gigabytes 1 --streams 1,4 --rounds 5 --tls
 
 Two checkpoint daemons' own sender, server, store and reader, in two processes of this machine, over
-loopback: no GPU. The sender's slots get their pages first, by one thread and by several.
+loopback: no GPU. The sender's slots get their pages first, by one thread and by several. With --tls
+each round is run without encryption and with mutual TLS, in turn, to two peers.
 
 The last line of stdout is one JSON object: GB/s of the pages, of each copy (all its bytes verified
-by the receiver) and of each fetch, the best of --rounds, and the processor seconds that both
-processes take for a gigabyte of it. Exit status: 0, 1 where a transfer failed.
+by the receiver) and of each fetch, the best of --rounds and all of them, and the least processor
+seconds that both processes take for a gigabyte of it. Exit status: 0, 1 where a transfer failed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +46,12 @@ from megascale_checkpoint.replicas.store import ReplicaStore
 from megascale_checkpoint.slots import SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder, default_base
 from megascale_common.service import logs
+from megascale_common.service.channel import present
+from megascale_common.service.identity import authority
+from megascale_common.service.identity.certificates import Certificates
+from megascale_common.service.identity.peers import Role
 
+Run = tuple[float, float]  # seconds, processor seconds of both processes
 TOKEN, JOB, SLOTS = "token-of-the-benchmark", "benchmark", 2
 
 
@@ -68,8 +76,9 @@ async def keep(pipe: Pipe, folder: StagingFolder) -> None:
         pools.close()
 
 
-def run_peer(pipe: Pipe) -> None:
-    """The peer's process."""
+def run_peer(pipe: Pipe, files: Certificates | None) -> None:
+    """The peer's process, which shows ``files`` and wants to see such ones; None: no TLS."""
+    present(files)
     folder = StagingFolder(default_base(), "benchmark", "peer", str(os.getpid()))
     try:
         asyncio.run(keep(pipe, folder))
@@ -119,42 +128,90 @@ async def copy(rank: Rank, streams: int) -> tuple[StateKey, float]:
         await sender.close()
 
 
+class Peer:
+    """A process that keeps copies; ``own`` and ``its`` are the certificates, None: no TLS."""
+
+    def __init__(self, own: Certificates | None, its: Certificates | None) -> None:
+        self.files = own
+        self.pipe, there = multiprocessing.Pipe()
+        fork = multiprocessing.get_context("fork")
+        self._process = fork.Process(target=run_peer, args=(there, its), daemon=True)
+        self._process.start()
+        self.endpoint: str = self.pipe.recv()
+
+    def end(self) -> None:
+        """Have it remove its memory."""
+        self.pipe.send(False)
+        self._process.join(10.0)
+
+
+def peers_of(tls: bool, folder: Path) -> list[Peer]:
+    """One peer without TLS, and with ``tls`` one more, by an authority in ``folder``."""
+    peers = [Peer(None, None)]
+    if tls:
+        authority.create(folder, "benchmark")
+        own = authority.issue(folder, "benchmark", Role.CHECKPOINT, "sender")
+        its = authority.issue(folder, "benchmark", Role.CHECKPOINT, "peer", ["127.0.0.1"])
+        peers.append(Peer(own, its))
+    return peers
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     logs.configure("benchmark", level="warning")
-    here, there = multiprocessing.Pipe()
-    peer = multiprocessing.get_context("fork").Process(target=run_peer, args=(there,), daemon=True)
-    peer.start()
-    endpoint, size_bytes = here.recv(), layout_of(int(options.gigabytes * 1e9)).slot_bytes
+    with tempfile.TemporaryDirectory() as certificates:
+        peers = peers_of(options.tls, Path(certificates))
+        try:
+            return measured(options, peers)
+        finally:
+            for peer in peers:
+                peer.end()
+
+
+def transfer(rank: Rank, peer: Peer, streams: int) -> tuple[Run, Run | None]:
+    """A copy to the peer and its way back, which is None where another state was in its place."""
+    present(peer.files)
+    rank.registration = replace(rank.registration, replica_target=peer.endpoint)
+    taken: list[StateKey] = []
+
+    def copy_once() -> float:
+        key, spent_s = asyncio.run(copy(rank, streams))
+        taken.append(key)
+        return spent_s
+
+    copied = timed(copy_once, peer.pipe)
+    into = rank.memories[(rank.step + 1) % SLOTS].view
+
+    def fetch_once() -> float:
+        began_s = time.perf_counter()
+        fetch(peer.endpoint, TOKEN, taken[0], into, Cancellation(), streams)
+        return time.perf_counter() - began_s
+
+    if not rank.table.find(1, rank.step, rank.registration.digest):
+        return copied, None
+    return copied, timed(fetch_once, peer.pipe)
+
+
+def measured(options: argparse.Namespace, peers: list[Peer]) -> dict[str, Any]:
+    """All figures, with these peers in turn."""
+    size_bytes = layout_of(int(options.gigabytes * 1e9)).slot_bytes
     folder = StagingFolder(default_base(), "benchmark", "sender", str(os.getpid()))
     try:
         pages, memories = pages_of(folder, size_bytes)
-        rank, rows = Rank(memories, size_bytes, endpoint), []
+        rank, rows = Rank(memories, size_bytes, ""), []
         for streams in options.streams:
-            copies, fetches = [], []
+            runs: dict[bool, list[tuple[Run, Run | None]]] = {}
             for _ in range(options.rounds):
-                taken: list[StateKey] = []
-
-                def copy_once(streams: int = streams, taken: list[StateKey] = taken) -> float:
-                    key, spent_s = asyncio.run(copy(rank, streams))
-                    taken.append(key)
-                    return spent_s
-
-                copies.append(timed(copy_once, here))
-                into = memories[(rank.step + 1) % SLOTS].view
-
-                def fetch_once(
-                    streams: int = streams, taken: list[StateKey] = taken, into: memoryview = into
-                ) -> float:
-                    began_s = time.perf_counter()
-                    fetch(endpoint, TOKEN, taken[0], into, Cancellation(), streams)
-                    return time.perf_counter() - began_s
-
-                if rank.table.find(1, rank.step, rank.registration.digest):
-                    fetches.append(timed(fetch_once, here))
-            rows.append({"streams": streams, **row("copy", copies, size_bytes)})
-            rows[-1] |= row("fetch", fetches, size_bytes)
-            print(rows[-1], file=sys.stderr, flush=True)
+                for peer in peers:
+                    runs.setdefault(peer.files is not None, []).append(
+                        transfer(rank, peer, streams)
+                    )
+            for tls, each in runs.items():
+                copies = [copied for copied, _ in each]
+                fetches = [fetched for _, fetched in each if fetched is not None]
+                rows.append({"streams": streams, "tls": tls, **row("copy", copies, size_bytes)})
+                rows[-1] |= row("fetch", fetches, size_bytes)
+                print(rows[-1], file=sys.stderr, flush=True)
         return {
             "gigabytes": round(size_bytes / 1e9, 3),
             "pages_gb_per_s": pages,
@@ -163,8 +220,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "load": os.getloadavg()[0],
         }
     finally:
-        here.send(False)
-        peer.join(10.0)
         folder.remove()
 
 
@@ -182,7 +237,7 @@ def pages_of(folder: StagingFolder, size_bytes: int) -> tuple[dict[str, float], 
     return found, memories
 
 
-def timed(work: Callable[[], float], peer: Pipe) -> tuple[float, float]:
+def timed(work: Callable[[], float], peer: Pipe) -> Run:
     """Seconds of ``work``, and processor seconds of both processes."""
 
     def both() -> float:
@@ -194,10 +249,11 @@ def timed(work: Callable[[], float], peer: Pipe) -> tuple[float, float]:
     return spent_s, both() - before
 
 
-def row(what: str, runs: list[tuple[float, float]], size_bytes: int) -> dict[str, float]:
-    """The best of the runs."""
+def row(what: str, runs: list[Run], size_bytes: int) -> dict[str, Any]:
+    """The best of the runs, and all."""
     gigabytes = size_bytes / 1e9
     return {
+        f"{what}_runs_gb_per_s": [round(gigabytes / spent_s, 2) for spent_s, _ in runs],
         f"{what}_gb_per_s": round(gigabytes / min(spent for spent, _ in runs), 2),
         f"{what}_processor_s_per_gb": round(min(used for _, used in runs) / gigabytes, 3),
     }
@@ -210,6 +266,7 @@ def main() -> int:
     )
     parser.add_argument("--gigabytes", type=float, default=8.0, help="of the state")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tls", action="store_true", help="encrypted as well, in turn")
     parser.add_argument(
         "--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8]
     )

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -28,6 +29,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 from megascale.v1 import job_pb2, types_pb2
 from megascale_checkpoint.staging import default_base
 from megascale_client import AsyncClient, Node, parse_job
+from megascale_common.node.addresses import joined
 from megascale_common.service.channel import present
 from megascale_common.service.identity import authority
 from megascale_common.service.identity.peers import Role
@@ -65,7 +67,12 @@ class PodCluster:
     """
 
     def __init__(
-        self, folder: Path, api: KubernetesApi, driver: DriverProcess | None, etcd: str = ""
+        self,
+        folder: Path,
+        api: KubernetesApi,
+        driver: DriverProcess | None,
+        etcd: str = "",
+        family: Literal[4, 6] = 4,
     ) -> None:
         self.folder, self.api, self.driver = folder, api, driver
         self.token = read_or_create_token(folder / "token")
@@ -82,6 +89,7 @@ class PodCluster:
         etcd_files = {"ca.crt": files.ca, "tls.crt": files.certificate, "tls.key": files.key}
         self.machines = Machines(
             api=api,
+            family=family,
             folder=folder,
             cluster=CLUSTER,
             tls=self.tls,
@@ -104,7 +112,7 @@ class PodCluster:
     def _ready_drivers(self) -> list[str]:
         if self.driver is not None:
             return [self.driver.address()]
-        return [f"{host}:7700" for host in self.machines.ready_addresses("megascale-driver")]
+        return [joined(host, 7700) for host in self.machines.ready_addresses("megascale-driver")]
 
     def populate(self, machine_count: int, nodes: int) -> None:
         """Add machines of two to a switch, the platform's pod, and the nodes' StatefulSet."""
@@ -210,11 +218,17 @@ class PodCluster:
 
 @contextlib.asynccontextmanager
 async def pod_cluster(
-    folder: Path, machines: int, nodes: int, *, driver_pods: bool = False
+    folder: Path,
+    machines: int,
+    nodes: int,
+    *,
+    driver_pods: bool = False,
+    family: Literal[4, 6] = 4,
 ) -> AsyncIterator[PodCluster]:
     """A cluster that is ready; at the end no process of it is left.
 
-    ``driver_pods``: three drivers as pods, on an etcd that wants a certificate.
+    ``driver_pods``: three drivers as pods, on an etcd that wants a certificate. ``family``: of the
+    pods' addresses.
     """
     runtime = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: socket paths are bounded
     async with contextlib.AsyncExitStack() as stack:
@@ -242,7 +256,7 @@ async def pod_cluster(
             driver = DriverProcess(folder, etcd.endpoint, None, "driver", *options)
             stack.push_async_callback(driver.close)
             await driver.start()
-        cluster = PodCluster(folder, api, driver, proxy.endpoint if driver_pods else "")
+        cluster = PodCluster(folder, api, driver, proxy.endpoint if driver_pods else "", family)
         await stack.enter_async_context(cluster.service.serving())
         cluster.machines.overrides["MEGASCALE_DRIVER"] = cluster.service.address
         cluster.populate(machines, nodes)

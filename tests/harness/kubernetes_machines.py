@@ -19,7 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests.harness.kubernetes_api import KubernetesApi
 from tests.harness.kubernetes_store import Key, Object
@@ -61,6 +61,8 @@ class Machines:
         settings: the ConfigMap of the pods.
         overrides: variables of every container, in place of the manifests'.
         secrets: files by name of the secret.
+        family: of the pods' addresses; 6: they are added to this network namespace's loopback
+            interface, which has to be one of the test's own.
     """
 
     api: KubernetesApi
@@ -73,6 +75,7 @@ class Machines:
     pods: dict[str, Running] = field(default_factory=dict)  # by uid
     dead: set[str] = field(default_factory=set)  # machines whose kubelet is gone
     addresses: int = 0
+    family: Literal[4, 6] = 4
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -192,10 +195,7 @@ class Machines:
         meta = pod["metadata"]
         folder = self.folder / "pods" / f"{meta['name']}-{meta['uid'][:8]}"
         folder.mkdir(parents=True, exist_ok=True)
-        self.addresses += 1
-        # Ports of pods are fixed: another test run on this machine has other addresses.
-        run = os.getpid()
-        address = f"127.{run // 250 % 250 + 1}.{run % 250}.{self.addresses % 250 + 1}"
+        address = self._next_address()
         running = Running(folder, address)
         volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
         for container in pod["spec"]["containers"]:
@@ -209,6 +209,17 @@ class Machines:
         for container in pod["spec"]["containers"]:
             self._run_container(pod, running, container)
         return running
+
+    def _next_address(self) -> str:
+        self.addresses += 1
+        if self.family == 6:
+            address = f"fd77::{self.addresses:x}"
+            add = ["ip", "-6", "address", "add", f"{address}/128", "dev", "lo", "nodad"]
+            subprocess.run(add, check=True)
+            return address
+        # Ports of pods are fixed: another test run on this machine has other addresses.
+        run = os.getpid()
+        return f"127.{run // 250 % 250 + 1}.{run % 250}.{self.addresses % 250 + 1}"
 
     def _run_container(self, pod: Object, running: Running, container: Object) -> None:
         own = environment_of(container, pod, running.address)

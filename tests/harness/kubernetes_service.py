@@ -7,6 +7,8 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 
+from megascale_common.node.addresses import split
+
 
 class Service:
     """Forwards connections; ``pods`` gives the host:port of those that are ready."""
@@ -35,8 +37,7 @@ class Service:
         assert task is not None
         self._connections.add(task)
         try:
-            host, port = random.choice(self._pods()).rsplit(":", 1)
-            there, to_there = await asyncio.open_connection(host, int(port))
+            there, to_there = await asyncio.open_connection(*split(random.choice(self._pods())))
             try:
                 both = (_pump(reader, to_there), _pump(there, writer))
                 await asyncio.gather(*both)

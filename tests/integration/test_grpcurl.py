@@ -363,6 +363,9 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
         "job demo saves its state" in tried["consequence"]
         and node("n1")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
     )
+    # Alone it changes nothing: the node is alive.
+    reported = cluster.one("driver/report_unreachable_nodes.sh", "n2", "NotReady (test)")
+    assert reported == {"valid_for": "30s"}
     cluster.one("driver/evict_node.sh", "n1", why)
     until(
         lambda: cluster.job()["phase"] == "JOB_PHASE_RUNNING" and cluster.job()["nodes"] == ["n2"],

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import pytest
 from tests.harness.kubernetes_service import Service
+from tests.unit.test_kubernetes_decisions import a_machine, a_pod
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc
 from megascale_common.service.errors import NotLeaderError, UnavailableError
 from megascale_common.service.status import abort
-from megascale_driver.platform.kubernetes.controller import Driver
+from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
+from megascale_driver.platform.kubernetes.controller import Controller, Driver
+from megascale_driver.platform.kubernetes.objects import Machine, Pod
 
 TOKEN = "a-token-of-this-test-alone"
 
@@ -30,6 +34,20 @@ class Desk(driver_pb2_grpc.DriverServiceServicer):
             known = {"leader": self.hint} if self.hint else None
             await abort(context, NotLeaderError("this driver does not lead", metadata=known))
         return driver_pb2.ListNodesResponse(nodes=[driver_pb2.Node(name="n1")])
+
+
+class Witnessed(Desk):
+    """One that takes reports of what Kubernetes does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__(leads=True)
+        self.reports: list[dict[str, str]] = []
+
+    async def ReportUnreachableNodes(
+        self, request: driver_pb2.ReportUnreachableNodesRequest, context: Any
+    ) -> driver_pb2.ReportUnreachableNodesResponse:
+        self.reports.append({node.name: node.condition for node in request.nodes})
+        return driver_pb2.ReportUnreachableNodesResponse()
 
 
 @contextlib.asynccontextmanager
@@ -89,3 +107,41 @@ async def test_a_standby_that_the_service_has_chosen_is_left(names_the_leader: b
                         pytest.fail("the new leader was not found")
                 finally:
                     await driver.close()
+
+
+class Machines:
+    """One machine with the pod of n1, whose kubelet reports or does not."""
+
+    known = True
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.reached = True
+
+    def machines(self) -> dict[str, Machine]:
+        words = "Ready" if self.reached else "NotReady (NodeStatusUnknown)"
+        made = a_machine(reached=self.reached, conditions=(words,))
+        return {"m1": made}
+
+    def pods(self) -> dict[str, Pod]:
+        return {"n1": a_pod("n1")}
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_what_kubernetes_does_not_reach_is_repeated_until_it_is_over(known: bool) -> None:
+    """Also beside a driver of the build before, which has no such call."""
+    desk = Witnessed() if known else Desk(leads=True)
+    machines = Machines()
+    async with serving(desk) as there:
+        driver = Driver([there], TOKEN)
+        controller = Controller(cast(KubernetesCluster, machines), driver, 1.0)
+        try:
+            for reached in (True, False, False, True, True):
+                machines.reached = reached
+                await controller.agree()
+        finally:
+            await driver.close()
+    assert desk.calls == 5, "every pass listed the nodes"
+    if isinstance(desk, Witnessed):
+        lost = {"n1": "machine m1: NotReady (NodeStatusUnknown)"}
+        assert desk.reports == [lost, lost, {}], "a clean cluster makes no call"

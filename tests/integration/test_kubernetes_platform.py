@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Desk:
             name=POD, disposition="schedulable", reason="", alive=True, dead=False, host="m1"
         )
         self.asked: list[tuple[str, str]] = []
+        self.unreachable: list[dict[str, str]] = []  # what was reported, without repetitions
         self.answers = True
 
     async def nodes(self) -> list[DriverNode]:
@@ -53,6 +54,10 @@ class Desk:
     async def cordon(self, node: str, why: str) -> None:
         self.asked.append(("cordon", why))
         self.node = replace(self.node, disposition="cordoned", reason=f"kubernetes: {why}")
+
+    async def report_unreachable(self, nodes: Mapping[str, str]) -> None:
+        if not self.unreachable or self.unreachable[-1] != dict(nodes):
+            self.unreachable.append(dict(nodes))
 
     async def uncordon(self, node: str, why: str, once: str = "") -> None:
         self.asked.append(("uncordon", why))
@@ -219,6 +224,8 @@ async def test_conditions_of_machines_reach_the_driver(
         await eventually(lambda: desk.asked, "a cordon")
         set_ready("True")
         await eventually(lambda: len(desk.asked) == 2, "and its end")
+        await eventually(lambda: len(desk.unreachable) == 2, "and that it is reached again")
+    assert desk.unreachable == [{POD: "machine m1: NotReady (KubeletFalse)"}, {}]
     assert desk.asked == [
         ("cordon", "machine m1: NotReady (KubeletFalse)"),
         ("uncordon", "machine m1 is well again"),

@@ -19,11 +19,18 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster
 
-from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2, types_pb2
+from megascale.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    driver_pb2,
+    executor_pb2,
+    link_pb2,
+    types_pb2,
+)
 from megascale_client import AsyncClient, JobPhase, NotAllowed
 from megascale_common.service import status
 from megascale_common.service.identity import authority, roles
-from megascale_common.service.identity.certificates import FOLDER, in_folder
+from megascale_common.service.identity.certificates import FOLDER, Certificates, in_folder
 from megascale_common.service.identity.peers import Role
 
 UNREACHED = ("UNAVAILABLE", "UNKNOWN")  # no service has answered
@@ -195,23 +202,36 @@ async def test_a_node_speaks_for_itself_alone(addresses: dict[str, str], folder:
     assert status.read(found.value).reason == "NOT_ITS_NODE"
 
 
+def replace_all(folder: Path, cluster: str) -> int:
+    """Give every process of the cluster a new certificate; how many there were."""
+    held = [file.stem.split("-", 1) for file in folder.glob("*-*.key")]
+    for role, name in held:
+        authority.issue(folder, cluster, Role(role), name)
+    return len(held)
+
+
 async def test_a_job_trains_and_only_its_nodes_report_its_steps(
     cluster: ChaosCluster, addresses: dict[str, str], folder: Path
 ) -> None:
+    """And all certificates are replaced under it."""
     stranger = authority.issue(folder, cluster.name, Role.EXECUTOR, "n9")
     async with cluster.client() as client:
         spec = cluster.job("private", steps=40, interval_steps=10)
-        spec.checkpoint.replicas = 1  # which the daemons send to each other
-        replicated = set()
+        spec.checkpoint.replicas = 1  # which the daemons send to each other, by new connections
+        replicated, replaced_at = set(), 0
         async with cluster.follow(client, spec) as run:
 
             def ended() -> bool:
+                nonlocal replaced_at
+                if not replaced_at and run.step >= 5:
+                    assert replace_all(folder, cluster.name) >= 6, "driver, nodes, daemons, people"
+                    replaced_at = run.step
                 replicated.add(run.job.replicated_step)
                 return run.job.phase == JobPhase.SUCCEEDED
 
             await run.until(ended, "the end of the job")
-            assert run.job.committed_step == 40
-        assert max(replicated) >= 10
+            assert (run.job.committed_step, run.job.attempt, run.job.restarts) == (40, 1, 0)
+        assert 5 <= replaced_at < max(replicated), "copies went on with new certificates"
         events = [event async for event in client.events("jobs/private")]
         submitted = [event.actor for event in events if event.reason == "SUBMITTED"]
         assert submitted == ["operator"], "the audit log has the name of the certificate"
@@ -228,6 +248,21 @@ async def test_a_job_trains_and_only_its_nodes_report_its_steps(
         with pytest.raises(grpc.aio.AioRpcError) as found:
             await report(_one(request), timeout=20.0)
     assert status.read(found.value).reason == "NOT_ITS_JOB"
+    first = run.job.nodes[0]  # whose daemon commits, and which holds rank 0
+    committer = (cluster.up.folder / "nodes" / first / "checkpoint.address").read_text().strip()
+    other = in_folder(folder, Role.CHECKPOINT, "n2" if first == "n1" else "n1")
+    for files in (other, authority.issue(folder, cluster.name, Role.CHECKPOINT, "n9")):
+        assert await _prepared(committer, files) == "NOT_ITS_JOB", f"{files} commits for a rank"
+
+
+async def _prepared(address: str, files: Certificates) -> str:
+    """The reason for which a daemon refuses that rank 0 has saved, said with these certificates."""
+    async with grpc.aio.secure_channel(address, files.channel_credentials()) as channel:
+        stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+        request = checkpoint_pb2.ReportPreparedRequest(job="private", attempt=1, step=41, rank=0)
+        with pytest.raises(grpc.aio.AioRpcError) as found:
+            await stub.ReportPrepared(request, timeout=20.0)
+    return status.read(found.value).reason
 
 
 async def test_a_viewer_sees_and_orders_nothing(

@@ -57,6 +57,7 @@ REQUESTS: dict[str, Any] = {
     "DrainNode": driver_pb2.DrainNodeRequest(name="n1", reason="r"),
     "CordonNode": driver_pb2.CordonNodeRequest(name="n1", reason="r"),
     "UncordonNode": driver_pb2.UncordonNodeRequest(name="n1", reason="r"),
+    "ReportUnreachableNodes": driver_pb2.ReportUnreachableNodesRequest(),
     "RunDiagnostics": driver_pb2.RunDiagnosticsRequest(node="n1"),
     "ListEvents": driver_pb2.ListEventsRequest(),
     "WatchEvents": driver_pb2.WatchEventsRequest(),
@@ -132,6 +133,19 @@ async def next_events(stream: Any, count: int) -> list[tuple[str, str, str]]:
     async with asyncio.timeout(CALL_TIMEOUT_S):
         updates = [await stream.read() for _ in range(count)]
     return [(update.event.reason, update.event.subject, update.resume_token) for update in updates]
+
+
+async def test_a_report_of_a_platform_is_taken_or_refused_whole(driver: DriverProcess) -> None:
+    request = driver_pb2.ReportUnreachableNodesRequest()
+    request.nodes.add(name="n9", condition="NotReady")  # a node that nobody knows does no harm
+    answer = await driver.stub.ReportUnreachableNodes(request)
+    assert answer.valid_for.ToSeconds() == 30
+    for name, condition in (("n9", "again"), ("n1", "  ")):
+        wrong = driver_pb2.ReportUnreachableNodesRequest()
+        wrong.CopyFrom(request)
+        wrong.nodes.add(name=name, condition=condition)
+        refused = await refusal(driver.stub.ReportUnreachableNodes(wrong))
+        assert refused.reason == "BAD_REQUEST" and refused.fields[0][0] == "nodes"
 
 
 async def test_cordon_and_uncordon_are_tried_audited_and_kept_in_etcd(

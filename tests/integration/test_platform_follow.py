@@ -6,13 +6,18 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 from tests.harness.local_cluster import UpProcess
 from tests.harness.waiting import until
 
-from megascale.v1 import types_pb2
+from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
 from megascale_client import Client
+from megascale_driver.platform.following import Follower
+from megascale_driver.platform.interface import PlatformNode
+from megascale_driver.platform.slurm import SlurmPlatform, read_nodes
 
 
 @pytest.fixture
@@ -62,3 +67,53 @@ def test_the_platform_keeps_up_with_the_driver(up: UpProcess) -> None:
         assert node.disposition == types_pb2.NODE_DISPOSITION_SCHEDULABLE
     process.terminate()
     assert process.wait(20) == 0
+
+
+class Desk(driver_pb2_grpc.DriverServiceServicer):
+    """A driver with two nodes, of which n2 may be silent."""
+
+    def __init__(self) -> None:
+        self.silent = False
+        self.reports: list[dict[str, str]] = []
+
+    async def ListNodes(self, request: Any, context: Any) -> driver_pb2.ListNodesResponse:
+        alive, suspect = types_pb2.NODE_LIVENESS_ALIVE, types_pb2.NODE_LIVENESS_SUSPECT
+        first = driver_pb2.Node(name="n1", liveness=alive)
+        second = driver_pb2.Node(name="n2", liveness=suspect if self.silent else alive)
+        return driver_pb2.ListNodesResponse(nodes=[first, second])
+
+    async def ReportUnreachableNodes(
+        self, request: driver_pb2.ReportUnreachableNodesRequest, context: Any
+    ) -> driver_pb2.ReportUnreachableNodesResponse:
+        self.reports.append({node.name: node.condition for node in request.nodes})
+        return driver_pb2.ReportUnreachableNodesResponse()
+
+
+class Controller(SlurmPlatform):
+    """SLURM's controller that does not hear of n2."""
+
+    asked = 0
+
+    async def nodes(self) -> tuple[PlatformNode, ...]:
+        self.asked += 1
+        return read_nodes("NodeName=n1 State=MIXED\nNodeName=n2 State=MIXED*\n", {})
+
+
+async def test_slurm_is_asked_about_a_silent_node_and_its_answer_is_a_witness(
+    tmp_path: Path,
+) -> None:
+    desk, slurm = Desk(), Controller()
+    server = grpc.aio.server()
+    driver_pb2_grpc.add_DriverServiceServicer_to_server(desk, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    follower = Follower(slurm, tmp_path / "drained.json", None, lambda event, fields: None)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await follower.look(channel)
+            assert (slurm.asked, desk.reports) == (0, []), "nothing would follow from it"
+            desk.silent = True
+            await follower.look(channel)
+            assert desk.reports == [{"n2": "MIXED NOT_RESPONDING"}]
+    finally:
+        await server.stop(0)

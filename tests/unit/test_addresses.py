@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ from megascale_common.node.addresses import (
     split,
 )
 from megascale_common.service.errors import OptionError
+from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
+from megascale_common.service.server import RpcServer
+from megascale_common.service.start import require_bindable
 from megascale_executor.agent.__main__ import config_from, parser
 from megascale_trainer.process.interfaces import GLOO, NCCL, pin_interface
 
@@ -29,6 +33,38 @@ def test_an_endpoint_is_joined_and_split(host: str, endpoint: str) -> None:
     assert joined(host, 80) == endpoint
     assert split(endpoint) == (host, 80)
     assert joined(f"[{host}]", 80) == endpoint
+
+
+def test_an_ipv6_address_may_stand_without_brackets() -> None:
+    """As `$POD_IP:7790` of a manifest gives it."""
+    assert split("fd00::7:7790") == ("fd00::7", 7790)
+    assert bind_option("fd00::7:7790") == "[fd00::7]:7790" and bind_option("") == ""
+    for text in ("fd00::7", "n7", "n7:70000", ":7790"):
+        if text == "fd00::7":
+            assert bind_option(text) == "[fd00:]:7", "which no host has: it is refused at the start"
+            with pytest.raises(OptionError, match="no address"):
+                require_bindable("--metrics-bind", bind_option(text))
+        else:
+            with pytest.raises(argparse.ArgumentTypeError, match="is not HOST:PORT"):
+                bind_option(text)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("bind", ["::1:0", "[::1]:0"])
+async def test_servers_on_ipv6_name_their_address_with_brackets(bind: str) -> None:
+    try:
+        listen("::1", backlog=1).close()
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    metrics, server = MetricsServer(registry_of("test")), RpcServer("a-token-of-enough-characters")
+    try:
+        for address in (await metrics.start(bind), await server.start(bind, [])):
+            assert address.startswith("[::1]:")
+            with socket.create_connection(split(address), timeout=10.0):
+                pass
+    finally:
+        await metrics.stop()
+        await server.stop(0)
 
 
 @pytest.mark.parametrize("text", ["", "n7", ":80", "n7:", "n7:x", "n7:65536", "n7:-1", "n7:٣"])

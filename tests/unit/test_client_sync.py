@@ -75,6 +75,7 @@ METHODS = {
     *("profile", "profiled", "cancel_profile", "suspend", "resume", "delete"),
     *("restart", "update", "drain", "set_policy", "set_quota", "reset_breaker"),
     *("nodes", "evict", "cordon", "uncordon", "diagnose", "events", "watch_events"),
+    "report_unreachable",
 }
 
 

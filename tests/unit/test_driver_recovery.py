@@ -19,6 +19,7 @@ from megascale_driver.core.events import (
     NodeReport,
     OpenAttempt,
     OpenFailed,
+    PlatformReport,
     Probe,
     ProbeResult,
     RequestKey,
@@ -26,6 +27,7 @@ from megascale_driver.core.events import (
     Tick,
 )
 from megascale_driver.core.explain import explain
+from megascale_driver.core.platform_sign import PlatformSign
 from megascale_driver.core.restore import sealed_everywhere
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -403,6 +405,62 @@ def test_a_restarted_executor_ends_the_attempt_but_keeps_its_node(desk: Desk) ->
     desk.report("n2", AttemptPhase.IDLE)
     desk.report("n1", AttemptPhase.IDLE)
     assert [slot.node for slot in desk.job().slots] == ["n1", "n2"] and desk.job().attempt == 2
+
+
+def silent_node(desk: Desk, *, until_s: float, unreachable: dict[str, str] | None) -> None:
+    """n3 falls silent, its link open and its port without an answer yet; others go on."""
+    silent_s = desk.now_s
+    while desk.now_s - silent_s < until_s:
+        desk.wait(2.0)
+        desk.report("n1", AttemptPhase.RUNNING)
+        desk.report("n2", AttemptPhase.RUNNING)
+        if unreachable is not None:
+            desk.feed(PlatformReport(desk.now_s, unreachable, "platform"))
+
+
+def test_a_platform_that_does_not_reach_a_silent_node_is_a_second_witness(desk: Desk) -> None:
+    """DEAD at 14 s instead of 60 s."""
+    notready = {"n3": "machine m3: NotReady (NodeStatusUnknown)", "n9": "not known here"}
+    silent_node(desk, until_s=12.0, unreachable=notready)
+    assert desk.liveness("n3") == "SUSPECT"
+    silent_node(desk, until_s=2.0, unreachable=notready)
+    assert desk.liveness("n3") == "DEAD" and desk.job().phase is JobPhase.RUNNING
+    (line,) = [line for line in desk.audit if line.reason == "NODE_DEAD"]
+    assert (
+        "its platform does not reach it: machine m3: NotReady (NodeStatusUnknown)" in line.message
+    )
+    assert line.evidence[-1].kind == "corroboration"
+    assert line.evidence[-1].digest.endswith("reported by platform"), "who reported it"
+
+
+@pytest.mark.parametrize("unreachable", [None, {}, {"n2": "NotReady"}])
+def test_without_that_witness_a_silent_node_has_its_time(
+    desk: Desk, unreachable: dict[str, str] | None
+) -> None:
+    silent_node(desk, until_s=58.0, unreachable=unreachable)
+    assert desk.liveness("n3") == "SUSPECT", "no sign of its own"
+    assert desk.liveness("n2") == "ALIVE", "a platform alone decides nothing"
+    silent_node(desk, until_s=4.0, unreachable=unreachable)
+    assert desk.liveness("n3") == "DEAD"
+
+
+def test_what_a_platform_said_counts_until_the_node_is_heard_or_it_is_old(desk: Desk) -> None:
+    desk.feed(PlatformReport(desk.now_s, {"n3": "NotReady"}, "platform"))
+    desk.report("n3", AttemptPhase.IDLE)  # heard after the report
+    silent_node(desk, until_s=20.0, unreachable=None)
+    assert desk.liveness("n3") == "SUSPECT"
+    desk.report("n3", AttemptPhase.IDLE)
+    desk.wait(1.0)
+    desk.feed(PlatformReport(desk.now_s, {"n3": "NotReady"}, "platform"))
+    desk.feed(PlatformReport(desk.now_s, {}, "platform"))  # it is reached again
+    silent_node(desk, until_s=20.0, unreachable=None)
+    assert desk.liveness("n3") == "SUSPECT"
+    old_s = desk.now_s - POLICY.platform_report_s - 1.0
+    sign = PlatformSign(old_s, "NotReady")
+    nodes = {**desk.state.nodes, "n3": replace(desk.state.nodes["n3"], unreachable=sign)}
+    desk.state = replace(desk.state, nodes=nodes)
+    desk.wait(1.0)
+    assert desk.liveness("n3") == "SUSPECT", "nobody has repeated it"
 
 
 def test_a_node_that_comes_back_before_the_verdict_is_alive_again(desk: Desk) -> None:

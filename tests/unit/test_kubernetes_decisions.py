@@ -20,6 +20,7 @@ from megascale_driver.platform.kubernetes.decisions import (
     Uncordon,
     UnmarkMachine,
     decide,
+    unreachable,
 )
 from megascale_driver.platform.kubernetes.objects import (
     MARK,
@@ -328,3 +329,16 @@ def test_the_condition_keeps_those_of_others() -> None:
     patch = condition_patch(NODE, MARKED, "2026-01-01T00:00:00Z")
     kinds = {each["type"]: each["status"] for each in patch["status"]["conditions"]}
     assert kinds == {"Ready": "True", "GpuCheck": "True", "MegascaleEvicted": "True"}
+
+
+def test_nodes_on_machines_that_do_not_report_are_named_with_the_words_of_kubernetes() -> None:
+    words = ("NotReady (NodeStatusUnknown)", "taint node.kubernetes.io/unreachable")
+    machines = {
+        "m1": a_machine(),
+        "m2": a_machine("m2", reached=False, conditions=words),
+        "m3": a_machine("m3", conditions=("DiskPressure (KubeletHasDiskPressure)",)),
+    }
+    pods = {f"n-{i}": a_pod(f"n-{i}", f"m{i + 1}") for i in range(3)}
+    pods["n-4"] = a_pod("n-4", "")
+    nodes = [a_node(f"n-{number}") for number in range(6)]
+    assert unreachable(nodes, pods, machines) == {"n-1": f"machine m2: {words[0]}, {words[1]}"}

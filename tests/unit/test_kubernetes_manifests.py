@@ -21,6 +21,7 @@ from tests.harness.kubernetes_machines import environment_of, pod_of
 from tests.harness.kubernetes_store import STRATEGIC, Object, patched, selector
 
 from megascale_checkpoint import sidecar
+from megascale_common.node.addresses import joined
 from megascale_common.service import health_probe
 from megascale_driver import __main__ as driver
 from megascale_driver.platform.kubernetes import __main__ as platform
@@ -139,16 +140,17 @@ def _settings() -> dict[str, str]:
     return dict(found["data"])
 
 
+@pytest.mark.parametrize("pod_ip", ["10.1.2.3", "fd00::1:7"])
 @pytest.mark.parametrize(("kind", "name", "container_name"), CONTAINERS)
 def test_its_programs_take_the_options(
-    kind: str, name: str, container_name: str, python: Path, tmp_path: Path
+    kind: str, name: str, container_name: str, pod_ip: str, python: Path, tmp_path: Path
 ) -> None:
     workload = manifest(kind, name)
     pod = pod_of(workload["spec"]["template"], f"megascale-{name}-0")
     pod["metadata"]["namespace"] = "megascale"
     container = _containers(workload)[container_name]
     (tmp_path / "topology").write_text("switch=s1,host=m1")
-    environment = {**_settings(), **environment_of(container, pod, "10.1.2.3")}
+    environment = {**_settings(), **environment_of(container, pod, pod_ip)}
     [shell, flags, script, word] = container["command"]
     script = script.replace("/etc/megascale/pod", str(tmp_path))
     done = subprocess.run(
@@ -166,8 +168,12 @@ def test_its_programs_take_the_options(
         return
     assert found["token_file"] == Path("/etc/megascale/token/token")
     if name == "driver":
-        assert found["bind"] == "10-1-2-3.megascale.pod.cluster.local:7700"
+        # The names that CoreDNS answers for pods: dots, or the colons of IPv6, as dashes.
+        dashed = {"10.1.2.3": "10-1-2-3", "fd00::1:7": "fd00--1-7"}[pod_ip]
+        assert found["bind"] == f"{dashed}.megascale.pod.cluster.local:7700"
+        assert found["metrics_bind"] == f"{dashed}.megascale.pod.cluster.local:7790"
     if name == "node":
+        assert found["metrics_bind"] == joined(pod_ip, 7790)
         assert found["node"] == "megascale-node-0"
         assert found["host"] == "megascale-node-0.megascale-node.megascale.svc.cluster.local"
         assert found["topology"] == ["switch=s1,host=m1"]

@@ -77,7 +77,7 @@ async def test_this_machine_keeps_the_contract(local: LocalPlatform) -> None:
 
     await platform_contract.check(local, "n1", undo)
     ended = await platform_contract.node_of(local, "n2")
-    assert (ended.ready, ended.conditions) == (False, ("ENDED",))
+    assert (ended.ready, ended.reached, ended.conditions) == (False, False, ("ENDED",))
     with pytest.raises(UnavailableError, match="no run folder"):
         await LocalPlatform(local.run_folder / "none").nodes()
 
@@ -211,6 +211,7 @@ def test_the_nodes_of_slurm_are_read() -> None:
     first, second, third, fourth = slurm.read_nodes(NODES, {"n1": "s0"})
     assert (first.name, first.ready, first.drained, first.switch) == ("n1", True, False, "s0")
     assert not second.ready and second.conditions == ("IDLE", "NOT_RESPONDING")
+    assert (first.reached, second.reached) == (True, False)
     assert third.ready and third.drained and third.reason == "megascale: GPU 3, [2]"
     assert not fourth.ready and fourth.drained and fourth.reason == "Not responding"
     assert slurm.read_leaves(TOPOLOGY) == {"s0": "n1,n2", "s1": "n[3-4]"}

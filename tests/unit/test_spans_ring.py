@@ -110,6 +110,32 @@ def test_a_damaged_ring_is_refused(tmp_path: Path) -> None:
         SpanRingReader(path).take(1)
 
 
+def test_a_ring_that_is_cut_short_under_its_reader_ends_nobody(tmp_path: Path) -> None:
+    """In a process of its own, which a mapping of the ring would end by SIGBUS."""
+    path = tmp_path / "spans"
+    program = f"""
+import os
+from pathlib import Path
+from megascale_common.node.spans.record import Span
+from megascale_common.node.spans.ring import SpanRingReader, SpanRingWriter
+path = Path({str(path)!r})
+SpanRingWriter(path, rank=0, attempt=1, capacity=64).add(Span(7, 1, step=1, op=0))
+reader = SpanRingReader(path)
+for size in (40_000, 100, 0):
+    os.truncate(path, size)
+    for read in (lambda: reader.take(10), reader.ops, lambda: reader.dropped):
+        try:
+            print(size, read())
+        except ValueError as error:
+            print(size, error)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-3:] == ["0 a ring of spans was cut short"] * 3
+
+
 def test_a_reader_beside_a_writing_process_sees_every_record_once(tmp_path: Path) -> None:
     path = tmp_path / "spans"
     SpanRingWriter(path, rank=0, attempt=1).close()

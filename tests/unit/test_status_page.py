@@ -75,6 +75,38 @@ def test_no_page_and_a_foreign_page_give_none(tmp_path: Path) -> None:
     assert read_status_page(tmp_path / "empty") is None
 
 
+def _read_often(path: Path, readings: int) -> None:
+    for _ in range(readings):
+        read_status_page(path)
+
+
+def test_a_page_that_is_cut_short_under_its_reader_ends_nobody(tmp_path: Path) -> None:
+    """A mapping of it would be: SIGBUS, at the first of some thousand readings."""
+    path = tmp_path / "page"
+    writer = StatusPageWriter(path, rank=0, attempt=1)
+    process = multiprocessing.get_context("fork").Process(target=_read_often, args=(path, 20_000))
+    process.start()
+    try:
+        while process.is_alive():
+            os.truncate(path, 0)
+            os.truncate(path, 4096)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0
+    os.truncate(path, 100)
+    assert read_status_page(path) is None
+    os.truncate(path, 4096)
+    writer.update(step=7)
+    status = read_status_page(path)
+    assert status is not None and status.step == 7, "it is read again once it is whole"
+
+
+def test_a_pipe_in_place_of_a_page_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "page")
+    assert read_status_page(tmp_path / "page") is None
+
+
 def _write_for_ever(path: Path) -> None:
     writer = StatusPageWriter(path, rank=0, attempt=1)
     row = writer.row("g")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client.connection import Answer, Connection
 from megascale_client.errors import InvalidJob, InvalidRequest
@@ -159,6 +161,20 @@ class OrderCalls:
             name=node, reason=reason, validate_only=validate_only
         )
         return UncordonNodeResponse(await self._order(request, driver_pb2.UncordonNodeResponse))
+
+    async def report_unreachable(
+        self, nodes: Mapping[str, str]
+    ) -> driver_pb2.ReportUnreachableNodesResponse:
+        """Report all nodes that their platform does not reach, each with its condition there.
+
+        A node that is silent as well then counts as dead sooner. Repeat it within ``valid_for``.
+        Raises InvalidRequest.
+        """
+        request = driver_pb2.ReportUnreachableNodesRequest()
+        for name, condition in nodes.items():
+            request.nodes.add(name=name, condition=condition)
+        response = driver_pb2.ReportUnreachableNodesResponse
+        return await self._connection.unary("ReportUnreachableNodes", request, response)
 
     async def drain(
         self, node: str, reason: str, *, validate_only: bool = False

@@ -14,7 +14,7 @@ driver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -384,6 +384,16 @@ class Client:
     ) -> UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
         return self._loop.run(self._client.uncordon(node, reason, validate_only=validate_only))
+
+    def report_unreachable(
+        self, nodes: Mapping[str, str]
+    ) -> driver_pb2.ReportUnreachableNodesResponse:
+        """Report all nodes that their platform does not reach, each with its condition there.
+
+        A node that is silent as well then counts as dead sooner. Repeat it within ``valid_for``.
+        Raises InvalidRequest.
+        """
+        return self._loop.run(self._client.report_unreachable(nodes))
 
     def drain(self, node: str, reason: str, *, validate_only: bool = False) -> DrainNodeResponse:
         """Empty a node: its job saves, leaves it and goes on elsewhere. Raises NotFound."""

@@ -27,7 +27,7 @@ from megascale.v1 import link_pb2 as megascale_dot_v1_dot_link__pb2
 from megascale.v1 import types_pb2 as megascale_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmegascale/v1/checkpoint.proto\x12\x0cmegascale.v1\x1a\x19megascale/v1/driver.proto\x1a\x17megascale/v1/link.proto\x1a\x18megascale/v1/types.proto\"\xaf\x02\n\x12OpenAttemptRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12\x13\n\x0bsealed_step\x18\x05 \x01(\x03\x12\x19\n\x11sealed_by_attempt\x18\x06 \x01(\x04\x12\x15\n\rrefused_steps\x18\x07 \x03(\x03\x12\"\n\x05\x65poch\x18\x08 \x01(\x0b\x32\x13.megascale.v1.Epoch\x12\x10\n\x08load_uri\x18\t \x01(\t\x12\x13\n\x0bkeep_latest\x18\n \x01(\x05\x12\x18\n\x10keep_every_steps\x18\x0b \x01(\x03\x12\x18\n\x10keep_every_hours\x18\x0c \x01(\x01\x12\x14\n\x0cload_weights\x18\r \x01(\x08\"c\n\x13OpenAttemptResponse\x12*\n\x07restore\x18\x01 \x01(\x0b\x32\x19.megascale.v1.RestorePlan\x12\x0f\n\x07log_seq\x18\x02 \x01(\x04\x12\x0f\n\x07refused\x18\x03 \x03(\t\"\xad\x01\n\x15ReportPreparedRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12)\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x1a.megascale.v1.PreparedFile\x12\x15\n\rlayout_digest\x18\x06 \x01(\t\x12\x18\n\x10small_state_json\x18\x07 \x01(\t\">\n\x0cPreparedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04xxh3\x18\x03 \x01(\t\"A\n\x16ReportPreparedResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x14\n\x0cmanifest_uri\x18\x02 \x01(\t\"\x16\n\x14WatchProgressRequest\"a\n\x15WatchProgressResponse\x12.\n\x04jobs\x18\x01 \x03(\x0b\x32 .megascale.v1.CheckpointProgress\x12\x18\n\x10replica_endpoint\x18\x02 \x01(\t\"\"\n\x13\x43heckStorageRequest\x12\x0b\n\x03uri\x18\x01 \x01(\t\"\x16\n\x14\x43heckStorageResponse\".\n\x12ListCommitsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03uri\x18\x02 \x01(\t\"D\n\x13ListCommitsResponse\x12-\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x18.megascale.v1.Checkpoint2\xcb\x03\n\x11\x43heckpointService\x12R\n\x0bOpenAttempt\x12 .megascale.v1.OpenAttemptRequest\x1a!.megascale.v1.OpenAttemptResponse\x12[\n\x0eReportPrepared\x12#.megascale.v1.ReportPreparedRequest\x1a$.megascale.v1.ReportPreparedResponse\x12Z\n\rWatchProgress\x12\".megascale.v1.WatchProgressRequest\x1a#.megascale.v1.WatchProgressResponse0\x01\x12R\n\x0bListCommits\x12 .megascale.v1.ListCommitsRequest\x1a!.megascale.v1.ListCommitsResponse\x12U\n\x0c\x43heckStorage\x12!.megascale.v1.CheckStorageRequest\x1a\".megascale.v1.CheckStorageResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmegascale/v1/checkpoint.proto\x12\x0cmegascale.v1\x1a\x19megascale/v1/driver.proto\x1a\x17megascale/v1/link.proto\x1a\x18megascale/v1/types.proto\"\xd6\x02\n\x12OpenAttemptRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12\x13\n\x0bsealed_step\x18\x05 \x01(\x03\x12\x19\n\x11sealed_by_attempt\x18\x06 \x01(\x04\x12\x15\n\rrefused_steps\x18\x07 \x03(\x03\x12\"\n\x05\x65poch\x18\x08 \x01(\x0b\x32\x13.megascale.v1.Epoch\x12\x10\n\x08load_uri\x18\t \x01(\t\x12\x13\n\x0bkeep_latest\x18\n \x01(\x05\x12\x18\n\x10keep_every_steps\x18\x0b \x01(\x03\x12\x18\n\x10keep_every_hours\x18\x0c \x01(\x01\x12\x14\n\x0cload_weights\x18\r \x01(\x08\x12%\n\x04held\x18\x0e \x03(\x0b\x32\x17.megascale.v1.HeldRanks\"(\n\tHeldRanks\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\"c\n\x13OpenAttemptResponse\x12*\n\x07restore\x18\x01 \x01(\x0b\x32\x19.megascale.v1.RestorePlan\x12\x0f\n\x07log_seq\x18\x02 \x01(\x04\x12\x0f\n\x07refused\x18\x03 \x03(\t\"\xad\x01\n\x15ReportPreparedRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12)\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x1a.megascale.v1.PreparedFile\x12\x15\n\rlayout_digest\x18\x06 \x01(\t\x12\x18\n\x10small_state_json\x18\x07 \x01(\t\">\n\x0cPreparedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04xxh3\x18\x03 \x01(\t\"A\n\x16ReportPreparedResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x14\n\x0cmanifest_uri\x18\x02 \x01(\t\"\x16\n\x14WatchProgressRequest\"a\n\x15WatchProgressResponse\x12.\n\x04jobs\x18\x01 \x03(\x0b\x32 .megascale.v1.CheckpointProgress\x12\x18\n\x10replica_endpoint\x18\x02 \x01(\t\"\"\n\x13\x43heckStorageRequest\x12\x0b\n\x03uri\x18\x01 \x01(\t\"\x16\n\x14\x43heckStorageResponse\".\n\x12ListCommitsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03uri\x18\x02 \x01(\t\"D\n\x13ListCommitsResponse\x12-\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x18.megascale.v1.Checkpoint2\xcb\x03\n\x11\x43heckpointService\x12R\n\x0bOpenAttempt\x12 .megascale.v1.OpenAttemptRequest\x1a!.megascale.v1.OpenAttemptResponse\x12[\n\x0eReportPrepared\x12#.megascale.v1.ReportPreparedRequest\x1a$.megascale.v1.ReportPreparedResponse\x12Z\n\rWatchProgress\x12\".megascale.v1.WatchProgressRequest\x1a#.megascale.v1.WatchProgressResponse0\x01\x12R\n\x0bListCommits\x12 .megascale.v1.ListCommitsRequest\x1a!.megascale.v1.ListCommitsResponse\x12U\n\x0c\x43heckStorage\x12!.megascale.v1.CheckStorageRequest\x1a\".megascale.v1.CheckStorageResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'megascale.v1.checkpoint_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPENATTEMPTREQUEST']._serialized_start=126
-  _globals['_OPENATTEMPTREQUEST']._serialized_end=429
-  _globals['_OPENATTEMPTRESPONSE']._serialized_start=431
-  _globals['_OPENATTEMPTRESPONSE']._serialized_end=530
-  _globals['_REPORTPREPAREDREQUEST']._serialized_start=533
-  _globals['_REPORTPREPAREDREQUEST']._serialized_end=706
-  _globals['_PREPAREDFILE']._serialized_start=708
-  _globals['_PREPAREDFILE']._serialized_end=770
-  _globals['_REPORTPREPAREDRESPONSE']._serialized_start=772
-  _globals['_REPORTPREPAREDRESPONSE']._serialized_end=837
-  _globals['_WATCHPROGRESSREQUEST']._serialized_start=839
-  _globals['_WATCHPROGRESSREQUEST']._serialized_end=861
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=863
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=960
-  _globals['_CHECKSTORAGEREQUEST']._serialized_start=962
-  _globals['_CHECKSTORAGEREQUEST']._serialized_end=996
-  _globals['_CHECKSTORAGERESPONSE']._serialized_start=998
-  _globals['_CHECKSTORAGERESPONSE']._serialized_end=1020
-  _globals['_LISTCOMMITSREQUEST']._serialized_start=1022
-  _globals['_LISTCOMMITSREQUEST']._serialized_end=1068
-  _globals['_LISTCOMMITSRESPONSE']._serialized_start=1070
-  _globals['_LISTCOMMITSRESPONSE']._serialized_end=1138
-  _globals['_CHECKPOINTSERVICE']._serialized_start=1141
-  _globals['_CHECKPOINTSERVICE']._serialized_end=1600
+  _globals['_OPENATTEMPTREQUEST']._serialized_end=468
+  _globals['_HELDRANKS']._serialized_start=470
+  _globals['_HELDRANKS']._serialized_end=510
+  _globals['_OPENATTEMPTRESPONSE']._serialized_start=512
+  _globals['_OPENATTEMPTRESPONSE']._serialized_end=611
+  _globals['_REPORTPREPAREDREQUEST']._serialized_start=614
+  _globals['_REPORTPREPAREDREQUEST']._serialized_end=787
+  _globals['_PREPAREDFILE']._serialized_start=789
+  _globals['_PREPAREDFILE']._serialized_end=851
+  _globals['_REPORTPREPAREDRESPONSE']._serialized_start=853
+  _globals['_REPORTPREPAREDRESPONSE']._serialized_end=918
+  _globals['_WATCHPROGRESSREQUEST']._serialized_start=920
+  _globals['_WATCHPROGRESSREQUEST']._serialized_end=942
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=944
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1041
+  _globals['_CHECKSTORAGEREQUEST']._serialized_start=1043
+  _globals['_CHECKSTORAGEREQUEST']._serialized_end=1077
+  _globals['_CHECKSTORAGERESPONSE']._serialized_start=1079
+  _globals['_CHECKSTORAGERESPONSE']._serialized_end=1101
+  _globals['_LISTCOMMITSREQUEST']._serialized_start=1103
+  _globals['_LISTCOMMITSREQUEST']._serialized_end=1149
+  _globals['_LISTCOMMITSRESPONSE']._serialized_start=1151
+  _globals['_LISTCOMMITSRESPONSE']._serialized_end=1219
+  _globals['_CHECKPOINTSERVICE']._serialized_start=1222
+  _globals['_CHECKPOINTSERVICE']._serialized_end=1681
 # @@protoc_insertion_point(module_scope)

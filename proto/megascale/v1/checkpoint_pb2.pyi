@@ -40,6 +40,7 @@ class OpenAttemptRequest(google.protobuf.message.Message):
     KEEP_EVERY_STEPS_FIELD_NUMBER: builtins.int
     KEEP_EVERY_HOURS_FIELD_NUMBER: builtins.int
     LOAD_WEIGHTS_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     uri: builtins.str
@@ -74,6 +75,12 @@ class OpenAttemptRequest(google.protobuf.message.Message):
     def epoch(self) -> megascale.v1.types_pb2.Epoch:
         """Epoch of the driver that calls; a lower one than that of an earlier call is refused."""
 
+    @property
+    def held(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HeldRanks]:
+        """Which node holds which ranks. Where callers show certificates, only a node's own daemon may report
+        for them. Empty: that of any node.
+        """
+
     def __init__(
         self,
         *,
@@ -90,11 +97,36 @@ class OpenAttemptRequest(google.protobuf.message.Message):
         keep_every_steps: builtins.int = ...,
         keep_every_hours: builtins.float = ...,
         load_weights: builtins.bool = ...,
+        held: collections.abc.Iterable[Global___HeldRanks] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["epoch", b"epoch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "job", b"job", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "load_weights", b"load_weights", "refused_steps", b"refused_steps", "sealed_by_attempt", b"sealed_by_attempt", "sealed_step", b"sealed_step", "uri", b"uri", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "held", b"held", "job", b"job", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "load_weights", b"load_weights", "refused_steps", b"refused_steps", "sealed_by_attempt", b"sealed_by_attempt", "sealed_step", b"sealed_step", "uri", b"uri", "world_size", b"world_size"]) -> None: ...
 
 Global___OpenAttemptRequest: typing_extensions.TypeAlias = OpenAttemptRequest
+
+@typing.final
+class HeldRanks(google.protobuf.message.Message):
+    """The ranks of an attempt that one node holds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """Name of the node."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Its global ranks."""
+
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node", "ranks", b"ranks"]) -> None: ...
+
+Global___HeldRanks: typing_extensions.TypeAlias = HeldRanks
 
 @typing.final
 class OpenAttemptResponse(google.protobuf.message.Message):

@@ -110,6 +110,8 @@ class CheckpointServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the rank, a file name or small_state_json does not fit the attempt.
         - FAILED_PRECONDITION (SUPERSEDED): the attempt is superseded, or the step can no longer be committed.
         - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
+        - PERMISSION_DENIED (NOT_ITS_JOB): the caller's certificate is that of a node which does not hold
+        the rank.
         - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
         - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported, or a record of

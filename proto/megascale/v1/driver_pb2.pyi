@@ -2398,6 +2398,65 @@ class UncordonNodeResponse(google.protobuf.message.Message):
 Global___UncordonNodeResponse: typing_extensions.TypeAlias = UncordonNodeResponse
 
 @typing.final
+class UnreachableNode(google.protobuf.message.Message):
+    """A node that its platform does not reach."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    CONDITION_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the node. A node that the driver does not know is left out."""
+    condition: builtins.str
+    """The platform's own words for its state, such as `NotReady (NodeStatusUnknown)`. Required."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        condition: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["condition", b"condition", "name", b"name"]) -> None: ...
+
+Global___UnreachableNode: typing_extensions.TypeAlias = UnreachableNode
+
+@typing.final
+class ReportUnreachableNodesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: builtins.int
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___UnreachableNode]:
+        """All nodes that the platform does not reach, each once; none: it reaches all of them."""
+
+    def __init__(
+        self,
+        *,
+        nodes: collections.abc.Iterable[Global___UnreachableNode] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes", b"nodes"]) -> None: ...
+
+Global___ReportUnreachableNodesRequest: typing_extensions.TypeAlias = ReportUnreachableNodesRequest
+
+@typing.final
+class ReportUnreachableNodesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALID_FOR_FIELD_NUMBER: builtins.int
+    @property
+    def valid_for(self) -> google.protobuf.duration_pb2.Duration:
+        """How long this report counts."""
+
+    def __init__(
+        self,
+        *,
+        valid_for: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["valid_for", b"valid_for"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["valid_for", b"valid_for"]) -> None: ...
+
+Global___ReportUnreachableNodesResponse: typing_extensions.TypeAlias = ReportUnreachableNodesResponse
+
+@typing.final
 class RunDiagnosticsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -153,6 +153,11 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.UncordonNodeRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.UncordonNodeResponse.FromString,
                 _registered_method=True)
+        self.ReportUnreachableNodes = channel.unary_unary(
+                '/megascale.v1.DriverService/ReportUnreachableNodes',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.ReportUnreachableNodesRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.ReportUnreachableNodesResponse.FromString,
+                _registered_method=True)
         self.RunDiagnostics = channel.unary_unary(
                 '/megascale.v1.DriverService/RunDiagnostics',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.RunDiagnosticsRequest.SerializeToString,
@@ -595,6 +600,21 @@ class DriverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportUnreachableNodes(self, request, context):
+        """Takes in which nodes their platform does not reach: machines that are NotReady on Kubernetes, or
+        do not respond to SLURM. It is a second witness: a node that is silent as well counts as dead
+        after 14 s instead of 60 s. What a platform says alone changes nothing. Each report holds all
+        nodes that the platform does not reach now, and counts for `valid_for`: repeat it until it is
+        over.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): too many nodes, or one is named twice or without a condition.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RunDiagnostics(self, request, context):
         """Runs the self-checks of a node that has no ranks and returns their results.
 
@@ -849,6 +869,11 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.UncordonNode,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.UncordonNodeRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.UncordonNodeResponse.SerializeToString,
+            ),
+            'ReportUnreachableNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportUnreachableNodes,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.ReportUnreachableNodesRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.ReportUnreachableNodesResponse.SerializeToString,
             ),
             'RunDiagnostics': grpc.unary_unary_rpc_method_handler(
                     servicer.RunDiagnostics,
@@ -1499,6 +1524,33 @@ class DriverService(object):
             '/megascale.v1.DriverService/UncordonNode',
             megascale_dot_v1_dot_driver__pb2.UncordonNodeRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.UncordonNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportUnreachableNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/ReportUnreachableNodes',
+            megascale_dot_v1_dot_driver__pb2.ReportUnreachableNodesRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.ReportUnreachableNodesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -377,6 +377,22 @@ _DriverServiceUncordonNodeType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceReportUnreachableNodesType = typing_extensions.TypeVar(
+    '_DriverServiceReportUnreachableNodesType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ReportUnreachableNodesRequest,
+        megascale.v1.driver_pb2.ReportUnreachableNodesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ReportUnreachableNodesRequest,
+        megascale.v1.driver_pb2.ReportUnreachableNodesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ReportUnreachableNodesRequest,
+        megascale.v1.driver_pb2.ReportUnreachableNodesResponse,
+    ],
+)
+
 _DriverServiceRunDiagnosticsType = typing_extensions.TypeVar(
     '_DriverServiceRunDiagnosticsType',
     grpc.UnaryUnaryMultiCallable[
@@ -521,7 +537,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceGetTopologyType, _DriverServiceGetMfuDeclineType, _DriverServiceGetTimelineType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceGetTopologyType, _DriverServiceGetMfuDeclineType, _DriverServiceGetTimelineType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceReportUnreachableNodesType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -622,6 +638,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.UncordonNodeRequest,
             megascale.v1.driver_pb2.UncordonNodeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ReportUnreachableNodesRequest,
+            megascale.v1.driver_pb2.ReportUnreachableNodesResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.RunDiagnosticsRequest,
@@ -750,6 +770,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.UncordonNodeRequest,
             megascale.v1.driver_pb2.UncordonNodeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ReportUnreachableNodesRequest,
+            megascale.v1.driver_pb2.ReportUnreachableNodesResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.RunDiagnosticsRequest,
@@ -1106,6 +1130,18 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       repeat it with the same request_id.
     """
 
+    ReportUnreachableNodes: _DriverServiceReportUnreachableNodesType
+    """Takes in which nodes their platform does not reach: machines that are NotReady on Kubernetes, or
+    do not respond to SLURM. It is a second witness: a node that is silent as well counts as dead
+    after 14 s instead of 60 s. What a platform says alone changes nothing. Each report holds all
+    nodes that the platform does not reach now, and counts for `valid_for`: repeat it until it is
+    over.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): too many nodes, or one is named twice or without a condition.
+    """
+
     RunDiagnostics: _DriverServiceRunDiagnosticsType
     """Runs the self-checks of a node that has no ranks and returns their results.
 
@@ -1309,6 +1345,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.UncordonNodeRequest,
         megascale.v1.driver_pb2.UncordonNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ReportUnreachableNodesRequest,
+        megascale.v1.driver_pb2.ReportUnreachableNodesResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.RunDiagnosticsRequest,
@@ -1785,6 +1825,23 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def ReportUnreachableNodes(
+        self,
+        request: megascale.v1.driver_pb2.ReportUnreachableNodesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.ReportUnreachableNodesResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ReportUnreachableNodesResponse]]:
+        """Takes in which nodes their platform does not reach: machines that are NotReady on Kubernetes, or
+        do not respond to SLURM. It is a second witness: a node that is silent as well counts as dead
+        after 14 s instead of 60 s. What a platform says alone changes nothing. Each report holds all
+        nodes that the platform does not reach now, and counts for `valid_for`: repeat it until it is
+        over.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): too many nodes, or one is named twice or without a condition.
         """
 
     @abc.abstractmethod

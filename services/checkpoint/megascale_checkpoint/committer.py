@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
 from megascale_common.service.errors import (
     DamagedError,
+    ForbiddenError,
     NotReadyError,
     RequestError,
     SupersededError,
@@ -50,6 +51,7 @@ class _Attempt:
     """The attempt that this daemon commits for.
 
     Attributes:
+        holders: the node of each rank; empty: not known, as after a restart of this daemon.
         reports: by step and rank, while the step waits for ranks.
         committing: the commits that are under way, by step.
         committed: addresses of the manifests, by step.
@@ -58,6 +60,7 @@ class _Attempt:
     number: int
     uri: str
     world_size: int
+    holders: Mapping[int, str] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
     reports: dict[int, dict[int, Report]] = field(default_factory=dict)
     committing: dict[int, asyncio.Task[str]] = field(default_factory=dict)
@@ -147,7 +150,7 @@ class Committer:
         record = await self._writers.of(uri).call(work, OPEN_S, anew=True)
         known = self._attempts.get(job)
         if known is None or known.uri != uri or known.number < record.attempt:
-            self._attempts[job] = _Attempt(record.attempt, uri, wanted.world_size)
+            self._attempts[job] = _Attempt(record.attempt, uri, wanted.world_size, wanted.holders)
         decision = RestoreDecision.from_record(record.values["restored_from"])
         log.info(
             "attempt opened",
@@ -172,12 +175,14 @@ class Committer:
 
         return await self._readers.of(wanted.uri).call(read, OPEN_S, anew=True)
 
-    async def report(self, report: Report) -> str:
+    async def report(self, report: Report, reporter: str = "") -> str:
         """Record that a rank's files are durable; return the manifest's address once all are.
 
         Returns "" while other ranks are missing. The last report to arrive commits the step.
+        ``reporter``: the node in the caller's certificate; "" where callers show none.
 
         Raises:
+            ForbiddenError: the rank is another node's.
             SupersededError: a later attempt is open, or a later step is committed.
             RequestError: the report does not fit the attempt.
             DamagedError: a file that a rank reported cannot be seen from this node.
@@ -185,6 +190,9 @@ class Committer:
             ServiceError, OSError: the commit failed; the same report may be sent again.
         """
         attempt = self._attempt_of(report)
+        if reporter and attempt.holders and attempt.holders.get(report.rank) != reporter:
+            text = f"node {reporter} holds no rank {report.rank} of job {report.job}"
+            raise ForbiddenError(text, reason="NOT_ITS_JOB")
         if report.step in attempt.committed:
             return attempt.committed[report.step]
         _check(report, attempt)

@@ -7,6 +7,7 @@ by hand has no driver: its first process asks over the daemon's local socket
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,10 @@ BY_HAND = "by_hand"  # field of the OPEN records of runs without a driver
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What is asked for, but for the attempt's number."""
+    """What is asked for, but for the attempt's number.
+
+    ``holders``: the node of each rank, whose daemon alone may report for it; empty: any daemon may.
+    """
 
     job: str
     uri: str
@@ -30,6 +34,7 @@ class Opening:
     load_uri: str = ""
     retention: Retention = field(default_factory=Retention)
     load_weights: bool = False
+    holders: Mapping[int, str] = field(default_factory=dict)
 
     def check(self, commit_log: CommitLog) -> None:
         """Find out before anything is trained whether the folder can be used.

@@ -27,6 +27,7 @@ from megascale_common.service.errors import (
     UnavailableError,
 )
 from megascale_common.service.handlers import answers, streams
+from megascale_common.service.identity.gate import caller
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -58,6 +59,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                         request.keep_latest, request.keep_every_steps, request.keep_every_hours
                     ),
                     request.load_weights,
+                    {rank: held.node for held in request.held for rank in held.ranks},
                 ),
                 request.attempt,
                 SealedStep(request.sealed_step, request.sealed_by_attempt),
@@ -77,7 +79,8 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     ) -> checkpoint_pb2.ReportPreparedResponse:
         """See proto/megascale/v1/checkpoint.proto. Answers once complete, or after HOLD_S."""
         with _storage_errors():
-            manifest_uri = await self._committer.report(request)
+            peer = caller()
+            manifest_uri = await self._committer.report(request, peer.name if peer else "")
         if not manifest_uri:
             manifest_uri = await self._await_commit(request)
         else:

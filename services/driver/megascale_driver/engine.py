@@ -395,11 +395,8 @@ class Engine:
             if isinstance(effect, CheckGroup):
                 self.post(await self.node_calls.check_group(effect))
             else:
-                self.post(
-                    await self.node_calls.open_attempt(
-                        effect, self.state.nodes[effect.node], term.epoch
-                    )
-                )
+                slots, node = self.state.jobs[effect.job].slots, self.state.nodes[effect.node]
+                self.post(await self.node_calls.open_attempt(effect, slots, node, term.epoch))
         except Exception as error:
             _log.exception(
                 "an effect failed; the core orders it again", effect=type(effect).__name__

@@ -31,6 +31,7 @@ from megascale_common.service.errors import (
 )
 from megascale_driver import group_checks
 from megascale_driver.comparing import FleetFigures
+from megascale_driver.core.attempt import NodeSlot
 from megascale_driver.core.events import (
     AttemptOpened,
     OpenAttempt,
@@ -58,9 +59,12 @@ class NodeCalls:
         self.figures = FleetFigures()
 
     async def open_attempt(
-        self, wanted: OpenAttempt, node: Node, epoch: types_pb2.Epoch
+        self, wanted: OpenAttempt, slots: Sequence[NodeSlot], node: Node, epoch: types_pb2.Epoch
     ) -> AttemptOpened | OpenFailed:
-        """Have the committer open an attempt; a call that fails becomes an OpenFailed event."""
+        """Have the committer open an attempt; a call that fails becomes an OpenFailed event.
+
+        ``slots``: those of the attempt, whose nodes alone may report that ranks have saved.
+        """
         endpoint = await self._daemon_endpoint(node) or wanted.endpoint
         if not endpoint:
             return self._failed(wanted, f"node {wanted.node} has no checkpoint daemon")
@@ -78,6 +82,7 @@ class NodeCalls:
             keep_every_steps=wanted.keep_every_steps,
             keep_every_hours=wanted.keep_every_hours,
             epoch=epoch,
+            held=[checkpoint_pb2.HeldRanks(node=s.node, ranks=s.ranks) for s in slots],
         )
         channel = open_channel(endpoint, self._token)
         try:

@@ -34,7 +34,7 @@ from megascale_common.service.errors import (
 from megascale_common.service.identity.gate import caller
 from megascale_driver import profile_request, wire
 from megascale_driver.core import machine, unreadable
-from megascale_driver.core.events import Mutation, Outcome, RequestKey
+from megascale_driver.core.events import Mutation, Outcome, PlatformReport, RequestKey
 from megascale_driver.core.state import Job, Node
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
@@ -116,7 +116,7 @@ class ServiceBase:
     def _epoch(self) -> types_pb2.Epoch:
         return self.engine.term.epoch if self.engine.term is not None else types_pb2.Epoch()
 
-    async def _call(self, event: Mutation) -> None:
+    async def _call(self, event: Mutation | PlatformReport) -> None:
         """Hand the request to the engine; returns once it is committed to etcd.
 
         Raises:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import grpc
+from google.protobuf import duration_pb2
 
 from megascale.v1 import driver_pb2
-from megascale_common.service.errors import StateError
+from megascale_common.service.errors import StateError, invalid
 from megascale_common.service.handlers import answers
 from megascale_driver.core import unreadable
 from megascale_driver.core.events import (
     CordonRequested,
     EvictRequested,
+    PlatformReport,
     RequestKey,
     UncordonRequested,
 )
@@ -25,6 +27,9 @@ from megascale_driver.service_base import (
     request_key,
     required_reason,
 )
+
+MAX_UNREACHABLE = 50_000  # of one report: above any cluster that Kubernetes supports
+MAX_CONDITION = 200  # characters, as tables of platforms show
 
 
 class NodeMethods(ServiceBase):
@@ -89,6 +94,20 @@ class NodeMethods(ServiceBase):
         )
 
     @answers
+    async def ReportUnreachableNodes(
+        self, request: driver_pb2.ReportUnreachableNodesRequest, context: Context
+    ) -> driver_pb2.ReportUnreachableNodesResponse:
+        """Take in which nodes their platform does not reach: a second witness of their silence."""
+        self._require_state()
+        unreachable = _unreachable(request)
+        event = PlatformReport(self.engine.clock.now_s(), unreachable, actor_of(context))
+        await self._call(event)
+        valid_s = self.engine.policy.platform_report_s
+        return driver_pb2.ReportUnreachableNodesResponse(
+            valid_for=duration_pb2.Duration(seconds=int(valid_s))
+        )
+
+    @answers
     async def RunDiagnostics(
         self, request: driver_pb2.RunDiagnosticsRequest, context: Context
     ) -> driver_pb2.RunDiagnosticsResponse:
@@ -124,6 +143,20 @@ class NodeMethods(ServiceBase):
             loss = f", job {jobs[0]} loses it as a spare" if jobs else ""
             return f"it runs nothing{loss}; it gets no work from now on"
         return f"job {job.name} stops, {_successor(job)}, and a new attempt {_origin(job)}"
+
+
+def _unreachable(request: driver_pb2.ReportUnreachableNodesRequest) -> dict[str, str]:
+    """The reported nodes with their conditions; raises for a report that is not one."""
+    if len(request.nodes) > MAX_UNREACHABLE:
+        problem = f"{len(request.nodes)} nodes"
+        raise invalid("nodes", problem, f"report at most {MAX_UNREACHABLE}")
+    found: dict[str, str] = {}
+    for node in request.nodes:
+        if node.name in found or not node.condition.strip():
+            problem = f"node {node.name[:63]!r} is named twice, or without a condition"
+            raise invalid("nodes", problem, "name each once, with the platform's words for it")
+        found[node.name] = node.condition.strip()[:MAX_CONDITION]
+    return found
 
 
 def _successor(job: Job) -> str:

@@ -21,6 +21,7 @@ from typing import Self
 
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable
+from megascale_common.node.addresses import joined
 from megascale_common.node.process import armed_command, child_environment
 
 PROGRAM_VARIABLE = "MEGASCALE_ETCD"
@@ -140,7 +141,7 @@ class EtcdServer:
         """host:port for clients. Raises EtcdError before the first start."""
         if self._ports is None:
             raise EtcdError("the etcd server has not been started yet")
-        return f"{self._host}:{self._ports[0]}"
+        return joined(self._host, self._ports[0])
 
     @property
     def pid(self) -> int | None:
@@ -203,8 +204,10 @@ class EtcdServer:
     def _arguments(self) -> list[str]:
         if self._ports is None:
             raise EtcdError("the etcd server has no ports yet")
-        client_url, peer_url = (f"http://{self._host}:{port}" for port in self._ports)
-        others = {name: f"http://{self._host}:{port}" for name, (_, port) in self._others.items()}
+        client_url, peer_url = (f"http://{joined(self._host, port)}" for port in self._ports)
+        others = {
+            name: f"http://{joined(self._host, port)}" for name, (_, port) in self._others.items()
+        }
         peers = {self._name: peer_url, **others}
         arguments = [
             *("--name", self._name, "--data-dir", str(self.data_dir)),

@@ -27,6 +27,9 @@ def joined(host: str, port: int) -> str:
 def split(endpoint: str) -> tuple[str, int]:
     """Host, without brackets, and port of ``host:port``, also as a file has it, with its newline.
 
+    An IPv6 address may stand without brackets, as `$POD_IP:7790` of a manifest gives it: the port
+    is what follows the last colon.
+
     Raises:
         ValueError: it is not that.
     """

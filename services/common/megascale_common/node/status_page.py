@@ -4,6 +4,10 @@ The trainer writes it with plain stores (no lock, no system call); the agent rea
 process. A sequence lock makes a read consistent. So the evidence survives a hung collective, a held
 interpreter lock and a stuck GPU (MegaScale section 5.2: the silent rank is the culprit).
 
+The agent never maps the page: a rank runs a team's own code, which may cut the file short, and
+whoever touches a mapping beyond the end of its file is killed by SIGBUS. It reads with pread(2),
+which shows what the rank has stored and ends at the end of the file.
+
 Rows, one per communication group and stream, hold the number of the last operation entered and the
 last completed, and the time at which the oldest of those in progress was entered.
 
@@ -13,7 +17,8 @@ One thread writes at a time. It makes the sequence number odd, writes the page, 
 even again. A reader copies the page between two reads of the number; its copy is consistent if both
 are equal and even, else it tries again. Neither waits for the other. A writer that is killed in
 between leaves an odd number for ever, which is why readers try a bounded number of times. This
-relies on stores that become visible in program order, as on x86-64; there are no fences.
+relies on stores that become visible in program order, as on x86-64; there are no fences. Each read
+is a system call of its own, so their order is that of the calls.
 """
 
 from __future__ import annotations
@@ -91,7 +96,7 @@ class StatusPageWriter:
 
     def __init__(self, path: Path, *, rank: int, attempt: int) -> None:
         self._rank, self._attempt = rank, attempt
-        self._page = _map(path, create=True)
+        self._page = _map_new(path)
         self._sequence = 0
         self._names: list[bytes] = []
         self._counts: list[list[int]] = []
@@ -174,23 +179,27 @@ def read_status_page(path: Path) -> Status | None:
     """The rank's current status; None when there is no page or no consistent reading of it.
 
     Never blocks: a page whose writer was killed in the middle of a write gives None after a bounded
-    number of tries. So does a page that is damaged or cannot be opened (a full table of files),
-    which does not mean that its rank is gone.
+    number of tries. So does a page that is damaged, cut short or no plain file, or that cannot be
+    opened (a full table of files), which does not mean that its rank is gone.
     """
     try:
-        page = _map(path, create=False)
-    except (OSError, ValueError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
         return None
     try:
         for _ in range(_READ_ATTEMPTS):
             # See Note [Sequence lock].
-            before = _SEQUENCE.unpack_from(page, _SEQUENCE_OFFSET)[0]
-            data = bytes(page)
-            after = _SEQUENCE.unpack_from(page, _SEQUENCE_OFFSET)[0]
-            if before == after and before % 2 == 0:
+            before = os.pread(descriptor, _SEQUENCE.size, _SEQUENCE_OFFSET)
+            data = os.pread(descriptor, PAGE_BYTES, 0)
+            after = os.pread(descriptor, _SEQUENCE.size, _SEQUENCE_OFFSET)
+            if len(data) < PAGE_BYTES or len(before) < _SEQUENCE.size:
+                return None
+            if before == after and before[0] % 2 == 0:
                 return _parse(data)
+    except OSError:  # a folder, a pipe
+        return None
     finally:
-        page.close()
+        os.close(descriptor)
     return None
 
 
@@ -210,12 +219,10 @@ def _parse(data: bytes) -> Status | None:
         return None
 
 
-def _map(path: Path, *, create: bool) -> mmap.mmap:
-    flags = os.O_RDWR | (os.O_CREAT if create else 0)
-    descriptor = os.open(path, flags, 0o600)
+def _map_new(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if create:
-            os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+        os.posix_fallocate(descriptor, 0, PAGE_BYTES)
         return mmap.mmap(descriptor, PAGE_BYTES)
     finally:
         os.close(descriptor)

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from megascale_common.node.addresses import joined, split
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
 from megascale_common.service.start import require_bindable, write_address
@@ -43,10 +44,13 @@ def registry_of(service: str, *collectors: Collector) -> CollectorRegistry:
 
 def bind_option(text: str) -> str:
     """``--metrics-bind`` as argparse takes it: HOST:PORT, or nothing for no metrics."""
-    host, _, port = text.rpartition(":")
-    if text and not (host and port.isdecimal() and int(port) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:0")
-    return text
+    if not text:
+        return ""
+    try:
+        return joined(*split(text))
+    except ValueError:
+        message = f"{text!r} is not HOST:PORT, such as 127.0.0.1:0"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 class MetricsServer:
@@ -66,15 +70,15 @@ class MetricsServer:
             OptionError: the address is taken or not of this host, or the file cannot be written.
         """
         require_bindable("--metrics-bind", bind)
-        host, _, port = bind.rpartition(":")
+        host, port = split(bind)
         self._server = await asyncio.start_server(
             self._serve,
-            host.strip("[]"),
-            int(port),
+            host,
+            port,
             limit=MAX_REQUEST_BYTES,
             backlog=MAX_CONNECTIONS,
         )
-        address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        address = joined(host, self._server.sockets[0].getsockname()[1])
         if address_file is not None:
             write_address("--metrics-address-file", address_file, address)
         _log.info("metrics are served", url=f"http://{address}{PATH}")

@@ -18,7 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from megascale_common.node.addresses import is_loopback
+from megascale_common.node.addresses import is_loopback, joined, split
 from megascale_common.service.channel import MAX_MESSAGE_BYTES
 from megascale_common.service.errors import OptionError, UnauthenticatedError
 from megascale_common.service.identity.certificates import Certificates
@@ -139,6 +139,8 @@ class RpcServer:
         if self._tls is None and host and not self._insecure_network:
             _require_loopback(host)
         require_bindable("--bind", bind)
+        host, wanted = split(bind)
+        bind = joined(host, wanted)  # with brackets, which gRPC wants
         try:
             if self._tls is None:
                 port = self.server.add_insecure_port(bind)
@@ -153,7 +155,7 @@ class RpcServer:
         for name in ("", *service_names):
             await self.set_serving(name, serving or not name)
         await self.server.start()
-        return f"{host}:{port}"
+        return joined(host, port)
 
     async def set_serving(self, service_name: str, serving: bool) -> None:
         """Set the health status of one service ("" is the process)."""

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from megascale_common.node.addresses import split
 from megascale_common.node.files import replace_file
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError, ServiceError, UnavailableError
@@ -71,12 +72,13 @@ def require_bindable(option: str, bind: str) -> None:
     Raises:
         OptionError: it could not; the message has the reason.
     """
-    host, _, port = bind.rpartition(":")
-    if not host or not port.isdecimal() or int(port) >= 1 << 16:
-        raise OptionError(f"{option}: {bind!r} is not HOST:PORT, such as 127.0.0.1:0")
+    try:
+        host, port = split(bind)
+    except ValueError:
+        raise OptionError(f"{option}: {bind!r} is not HOST:PORT, such as 127.0.0.1:0") from None
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            host, port, type=socket.SOCK_STREAM
         )
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

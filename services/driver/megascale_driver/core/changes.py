@@ -22,6 +22,7 @@ from megascale_driver.core.attempt import (
 )
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
+from megascale_driver.core.platform_sign import PlatformSign
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
 from megascale_driver.core.state import (
     AttemptRecord,
@@ -50,6 +51,7 @@ class NodeChanges(TypedDict, total=False):
     reset_at_s: float
     probed_at_s: float
     probe_failed_at_s: float
+    unreachable: PlatformSign
     report: Report | None
     beat_at_s: float
     checks: tuple[Check, ...]

@@ -111,6 +111,18 @@ class ProbeResult:
 
 
 @dataclass(frozen=True, slots=True)
+class PlatformReport:
+    """The nodes that their platform does not reach, each with the platform's words for why.
+
+    ``actor``: who reports it for the platform.
+    """
+
+    now_s: float
+    unreachable: Mapping[str, str]
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestKey:
     """Identity of a mutating call: an id that the caller chose and a digest of the request."""
 
@@ -391,6 +403,7 @@ Event = (
     | PagesRead
     | StreamReset
     | ProbeResult
+    | PlatformReport
     | Mutation
     | AttemptOpened
     | OpenFailed

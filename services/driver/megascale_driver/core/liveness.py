@@ -5,7 +5,9 @@ only those are evaluated here, with every tick, and at once when something new i
 
 A refused connection after a broken stream is positive evidence that the agent's process is gone:
 the node is DEAD at once. Silence alone is an inference: its verdict takes longer, is quicker with a
-second independent sign (corroboration), and passes through the breaker. A job that completes steps
+second independent sign (corroboration), and passes through the breaker. A platform that does not
+reach a node is such a sign, and nothing without the silence: an agent may be well while the
+platform's own daemon beside it is not. A job that completes steps
 proves that all its nodes are alive (MegaScale section 4.1: heartbeats show where a fault is,
 progress shows whether there is one).
 """
@@ -16,7 +18,15 @@ from collections.abc import Iterable
 
 from megascale_driver.core import breaker
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, Probe, ProbeResult, Silence, StreamReset
+from megascale_driver.core.events import (
+    Evidence,
+    PlatformReport,
+    Probe,
+    ProbeResult,
+    Silence,
+    StreamReset,
+)
+from megascale_driver.core.platform_sign import REACHED, PlatformSign
 from megascale_driver.core.state import Job, JobPhase, Liveness, Node
 
 
@@ -68,6 +78,18 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
         )
     elif node.liveness is Liveness.SUSPECT:
         evaluate_silence(draft, (node.name,))
+
+
+def platform_report(draft: Draft, event: PlatformReport) -> None:
+    """Take in which nodes their platform does not reach; it reaches all others."""
+    for name, node in list(draft.nodes.items()):
+        if name in event.unreachable:
+            words = f"{event.unreachable[name]}, reported by {event.actor}"
+            draft.node(name, unreachable=PlatformSign(draft.now_s, words))
+        elif node.unreachable is not REACHED:
+            draft.node(name, unreachable=REACHED)
+    known = [draft.nodes[name] for name in event.unreachable if name in draft.nodes]
+    evaluate_silence(draft, [node.name for node in known if node.liveness is Liveness.SUSPECT])
 
 
 def silent(draft: Draft, silences: Iterable[Silence]) -> None:
@@ -133,6 +155,10 @@ def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
         return "its link is broken"
     if node.probe_failed_at_s > node.last_seen_s:
         return "a probe of its port failed"
+    sign = node.unreachable
+    still_counts = draft.now_s - sign.at_s <= draft.policy.platform_report_s
+    if sign.at_s > node.last_seen_s and still_counts:
+        return f"its platform does not reach it: {sign.words}"
     if job is not None and job.phase is JobPhase.RUNNING and job.current.step_interval_s:
         still_s = draft.now_s - job.current.last_step_at_s
         if still_s > max(

@@ -51,6 +51,7 @@ from megascale_driver.core.events import (
     Outcome,
     PagesRead,
     PlanCompared,
+    PlatformReport,
     PolicyRequested,
     ProbeResult,
     ProfileCancelRequested,
@@ -155,6 +156,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         liveness.stream_reset(draft, event)
     elif isinstance(event, ProbeResult):
         liveness.probe_result(draft, event)
+    elif isinstance(event, PlatformReport):
+        liveness.platform_report(draft, event)
     elif isinstance(event, AttemptOpened):
         jobs.opened(draft, event)
     elif isinstance(event, OpenFailed):

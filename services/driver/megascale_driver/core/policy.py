@@ -12,9 +12,9 @@ from megascale_driver.analysis.progress import HangLimits
 class Policy:
     """Limits, times in seconds. They must satisfy heartbeat < suspect < dead < uncorroborated.
 
-    A silent node is SUSPECT, then DEAD with one corroboration (broken stream, failed probe, job
-    without progress), and much later DEAD without any. ``breaker_*`` limit evictions in a window
-    (:mod:`megascale_driver.core.breaker`).
+    A silent node is SUSPECT, then DEAD with one corroboration (broken stream, failed probe, a
+    platform that does not reach it, job without progress), and much later DEAD without any.
+    ``breaker_*`` limit evictions in a window (:mod:`megascale_driver.core.breaker`).
     """
 
     heartbeat_interval_s: float = 5.0
@@ -22,6 +22,8 @@ class Policy:
     dead_after_s: float = 14.0
     dead_uncorroborated_after_s: float = 60.0
     probe_interval_s: float = 2.0
+    # How long it counts that a platform does not reach a node; it repeats that every few seconds.
+    platform_report_s: float = 30.0
     # A step record proves that all nodes of its job were alive this long before it arrived.
     step_proof_lag_s: float = 2.0
     # A job stands still when it has completed no step for this many of its step intervals.

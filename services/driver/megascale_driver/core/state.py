@@ -18,6 +18,7 @@ from megascale_driver.core.attempt import Attempt, FailureCount, NodeSlot
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
+from megascale_driver.core.platform_sign import REACHED, PlatformSign
 from megascale_driver.core.replica_orders import NodeReplicaOrders
 from megascale_driver.core.storing import INLINE, RIDES, SEPARATE, VOLATILE
 
@@ -175,8 +176,7 @@ class Report:
     # With phase FINISHED: the step after which the workers ended; 0: the last of the job.
     finished_step: int = 0
     replica_endpoint: str = ""
-    # With phase IDLE.
-    stopped: StoppedReport | None = None
+    stopped: StoppedReport | None = None  # with phase IDLE
     # What the logs report of the attempt (job, number), whose node and host are the report's.
     logs_of: tuple[str, int] = ("", 0)
     logs: tuple[Observation, ...] = ()
@@ -247,6 +247,7 @@ class Node:
     probed_at_s: float = field(default=0.0, metadata=VOLATILE)
     # The newest failed probe since the node's last sign of life; 0 without one.
     probe_failed_at_s: float = field(default=0.0, metadata=VOLATILE)
+    unreachable: PlatformSign = field(default=REACHED, metadata=VOLATILE)
     report: Report | None = field(default=None, metadata=VOLATILE)
     beat_at_s: float = field(default=0.0, metadata=VOLATILE)
     # Self-checks of the newest PREPARE; later heartbeats need not repeat them.
@@ -351,8 +352,7 @@ class Job:
     profile: Profile | None = None
     # When the fields that ride were last stored for their own sake (core.accounting).
     marked_at_s: float = 0.0
-    # Newest step of all attempts.
-    best_step: int = field(default=0, metadata=RIDES)
+    best_step: int = field(default=0, metadata=RIDES)  # newest of all attempts
     # The newest step record, by the names of its fields on the wire; empty before the first.
     last_record: Mapping[str, float] = field(default_factory=dict, metadata=RIDES)
     # All zero if a build without goodput has stored the job.

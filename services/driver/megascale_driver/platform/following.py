@@ -57,10 +57,30 @@ class Follower:
             for node in nodes
             if node.disposition == types_pb2.NODE_DISPOSITION_QUARANTINED
         }
+        await self._witness(nodes)
         await self._evictions.settle(evicted)
         dead = [node.name for node in nodes if node.liveness == types_pb2.NODE_LIVENESS_DEAD]
         if self._replace_after_s is not None:
             await self._replace(sorted({*dead, *evicted}), self._replace_after_s)
+
+    async def _witness(self, nodes: Sequence[driver_pb2.Node]) -> None:
+        """Where a node is silent, report which nodes the platform does not reach either.
+
+        Without a suspect the platform is not asked: nothing would follow from its answer.
+        """
+        if all(node.liveness != types_pb2.NODE_LIVENESS_SUSPECT for node in nodes):
+            return
+        request = driver_pb2.ReportUnreachableNodesRequest()
+        try:
+            for node in await self._platform.nodes():
+                if not node.reached:
+                    condition = " ".join(node.conditions) or "not reached"
+                    request.nodes.add(name=node.name, condition=condition)
+            await self._stub.ReportUnreachableNodes(request, timeout=CALL_TIMEOUT_S)
+        except UnavailableError as error:
+            self._report("refused", {"node": "", "error": str(error)})
+        except grpc.aio.AioRpcError as error:  # of a build without this call, or none leads
+            self._report("refused", {"node": "", "error": str(error.details())})
 
     async def _replace(self, lost: Sequence[str], after_s: float) -> None:
         """Once for each node that is lost, until it is back."""

@@ -23,6 +23,8 @@ class PlatformNode:
         drained: the platform gives it no further work, because somebody asked for that.
         conditions: the platform's own words for its state, such as ``IDLE`` or ``DiskPressure``.
         reason: why it is drained or not ready; empty where nobody said.
+        reached: False where the platform itself gets no answer from it. The driver takes that as a
+            second witness of a node that is silent.
     """
 
     name: str
@@ -31,6 +33,7 @@ class PlatformNode:
     drained: bool
     conditions: tuple[str, ...]
     reason: str
+    reached: bool = True
 
 
 class Platform(Protocol):

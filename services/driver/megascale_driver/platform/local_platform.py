@@ -46,6 +46,7 @@ class LocalPlatform:
                         drained=bool(reason),
                         conditions=("RUNNING",) if name in running else ("ENDED",),
                         reason=reason,
+                        reached=name in running,
                     )
                 )
         return tuple(found)

@@ -79,6 +79,7 @@ def read_nodes(text: str, switches: dict[str, str]) -> tuple[PlatformNode, ...]:
                 drained="DRAIN" in words,
                 conditions=words,
                 reason=reason[1] if reason else "",
+                reached="NOT_RESPONDING" not in words,
             )
         )
     return tuple(sorted(found, key=lambda node: node.name))

@@ -50,9 +50,13 @@ def _value(field: str, reference: str, folder: Path | None, variables: Mapping[s
         raise AssignmentError(
             f"{field}: the agent of this node was started without --secrets-folder"
         )
+    # Kubernetes shows the files of a secret as links within their folder.
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise AssignmentError(f"{field}: {name} leads out of --secrets-folder")
     try:
-        # A link could lead out of the folder, and a pipe would block.
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        # Opening a pipe would block.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise AssignmentError(f"{field}: {name} in --secrets-folder is no plain file")

@@ -22,7 +22,7 @@ from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import read_token, write_address
-from megascale_executor.agent import asyncio_tasks, attempt, folders, job_secrets
+from megascale_executor.agent import asyncio_tasks, attempt, folders, job_secrets, secret_tenants
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
@@ -268,7 +268,8 @@ def _setup_of(config: AgentConfig) -> NodeSetup:
     """What this node offers to jobs.
 
     Raises:
-        OptionError: an account of ``--run-as`` cannot be used, or a folder cannot be made.
+        OptionError: an account of ``--run-as`` cannot be used, a folder cannot be made, or the
+            file of ``--secrets-tenants`` is none.
     """
     cache = config.cache_folder or config.run_folder / "cache"
     try:
@@ -280,7 +281,10 @@ def _setup_of(config: AgentConfig) -> NodeSetup:
     interpreter = Path(sys.executable)
     entered = (config.node_folder, cache, interpreter, interpreter.resolve(), Path(__file__))
     accounts = offered_accounts(config.run_as, entered)
-    return NodeSetup(cache, config.secrets_folder, job_secrets.take_variables(), accounts)
+    if config.secrets_tenants is not None:
+        secret_tenants.check(config.secrets_tenants)
+    variables = job_secrets.take_variables()
+    return NodeSetup(cache, config.secrets_folder, variables, accounts, config.secrets_tenants)
 
 
 async def find_devices(config: AgentConfig) -> list[DeviceFacts]:

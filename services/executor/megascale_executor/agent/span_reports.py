@@ -202,12 +202,12 @@ class SpanReports:
                     batch.operations.add(name=op.name, kind=op.kind, group=op.group)
                 batches.append(batch)
                 ring.taken = b""
-        except ValueError as error:
+            dropped = ring.reader.dropped
+            self.dropped["ring"] += dropped - ring.dropped
+            ring.dropped = dropped
+        except (OSError, ValueError) as error:
             ring.damaged = True
             _log.warning("a ring of spans is read no more", rank=ring.rank, error=str(error))
-        dropped = ring.reader.dropped
-        self.dropped["ring"] += dropped - ring.dropped
-        ring.dropped = dropped
         return batches
 
     def _close(self, watched: _Watched) -> None:

@@ -6,6 +6,11 @@ raises its counter, in one 8-byte store; it drops the record, and counts that, w
 holds an unread one. The reader copies and then raises its own. As with the status page, this relies
 on stores that become visible in program order, as on x86-64. The reader takes no number of the file
 on trust: a counter that cannot be right ends the reading of that ring.
+
+The reader maps nothing, because a mapping of a file that a rank cuts short kills by SIGBUS. It uses
+pread(2) and pwrite(2), which promise no single load or store of 8 bytes. So it takes a counter that
+two reads agree on. Its own counter may for a moment look like a mixture of the old and the new one;
+the writer then drops a record, or writes one into a slot that has just been read.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ _MAGIC, _VERSION = b"MSSR", 1
 _HEADER = struct.Struct("<4sIIIQI")
 # Places of 8-byte counters, each on a cache line of its own.
 _WRITTEN, _DROPPED, _OPS_BYTES, _READ = 8, 16, 24, 32
+_COUNTER = struct.Struct("<Q")
 _COUNTERS_BYTES = 512
 _OPS_ROOM = 32 * 1024
 _RECORDS = _COUNTERS_BYTES + _OPS_ROOM
@@ -101,46 +107,51 @@ class SpanRingReader:
     """
 
     def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR)
+        # Not a pipe's writer, for which opening it would wait.
+        self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         try:
-            size = os.fstat(descriptor).st_size
+            size = os.fstat(self._descriptor).st_size
             if size < _RECORDS + SPAN.size:
                 raise ValueError(f"{path} is no ring of spans: it has {size} bytes")
-            self._map = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-        magic, version, capacity, self.rank, self.attempt, self.pid = _HEADER.unpack_from(self._map)
-        if magic != _MAGIC or version != _VERSION or size != _RECORDS + capacity * SPAN.size:
-            self._map.close()
-            raise ValueError(f"{path} is no ring of spans of version {_VERSION}")
+            magic, version, capacity, self.rank, self.attempt, self.pid = _HEADER.unpack(
+                self._read(0, _HEADER.size)
+            )
+            if magic != _MAGIC or version != _VERSION or size != _RECORDS + capacity * SPAN.size:
+                raise ValueError(f"{path} is no ring of spans of version {_VERSION}")
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self._capacity = capacity
-        self._counters = memoryview(self._map)[:_COUNTERS_BYTES].cast("Q")
         self._ops: tuple[Op, ...] = ()
         self._ops_bytes = 0
 
     @property
     def dropped(self) -> int:
-        """Records that the writer dropped."""
-        return self._counters[_DROPPED]
+        """Records that the writer dropped.
+
+        Raises:
+            ValueError: the file was cut short.
+        """
+        return self._counter(_DROPPED)
 
     def __len__(self) -> int:
-        return self._counters[_WRITTEN] - self._counters[_READ]
+        return self._counter(_WRITTEN) - self._counter(_READ)
 
     def take(self, limit: int) -> bytes:
         """Up to ``limit`` packed records, oldest first; they leave the ring.
 
         Raises:
-            ValueError: the writer's counter is damaged.
+            ValueError: the writer's counter is damaged, or the file was cut short.
         """
-        done = self._counters[_READ]
-        waiting = self._counters[_WRITTEN] - done
+        done = self._counter(_READ)
+        waiting = self._counter(_WRITTEN) - done
         if not 0 <= waiting <= self._capacity:
             raise ValueError(f"a ring of {self._capacity} spans claims to hold {waiting}")
         count = min(waiting, limit)
         first = done % self._capacity
         head = min(count, self._capacity - first)
         data = self._slots(first, head) + self._slots(0, count - head)
-        self._counters[_READ] = done + count
+        os.pwrite(self._descriptor, _COUNTER.pack(done + count), _READ * _COUNTER.size)
         return data
 
     def ops(self) -> tuple[Op, ...]:
@@ -149,19 +160,30 @@ class SpanRingReader:
         Raises:
             ValueError: the table is damaged, or is being written: try again later.
         """
-        size = self._counters[_OPS_BYTES]
+        size = self._counter(_OPS_BYTES)
         if size != self._ops_bytes:
             if size > _OPS_ROOM:
                 raise ValueError(f"a table of operations of {size} bytes has no room in a ring")
-            self._ops = ops.load(self._map[_COUNTERS_BYTES : _COUNTERS_BYTES + size])
+            self._ops = ops.load(self._read(_COUNTERS_BYTES, size))
             self._ops_bytes = size
         return self._ops
 
     def close(self) -> None:
-        """Unmap the ring."""
-        self._counters.release()
-        self._map.close()
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _counter(self, place: int) -> int:
+        """A counter of the header: see Note [Span ring] on why it is read twice."""
+        before = b""
+        while (data := self._read(place * _COUNTER.size, _COUNTER.size)) != before:
+            before = data
+        return int(_COUNTER.unpack(data)[0])
 
     def _slots(self, first: int, count: int) -> bytes:
-        begin = _RECORDS + first * SPAN.size
-        return self._map[begin : begin + count * SPAN.size]
+        return self._read(_RECORDS + first * SPAN.size, count * SPAN.size)
+
+    def _read(self, begin: int, size: int) -> bytes:
+        data = os.pread(self._descriptor, size, begin)
+        if len(data) != size:
+            raise ValueError("a ring of spans was cut short")
+        return data

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +102,13 @@ class Driver:
         )
         await self._call("UncordonNode", request)
 
+    async def report_unreachable(self, nodes: Mapping[str, str]) -> None:
+        """Report the nodes that Kubernetes does not reach, and why; raises as :meth:`nodes`."""
+        request = driver_pb2.ReportUnreachableNodesRequest()
+        for name, condition in nodes.items():
+            request.nodes.add(name=name, condition=condition)
+        await self._call("ReportUnreachableNodes", request)
+
     async def _call(self, method: str, request: Any) -> Any:
         problem = "none is named"
         left = [self._leader[0] if self._leader is not None else "", *self._addresses]
@@ -157,6 +164,7 @@ class Controller:
     def __init__(self, cluster: KubernetesCluster, driver: Driver, interval_s: float) -> None:
         self._cluster, self._driver, self._interval_s = cluster, driver, interval_s
         self._said: dict[str, str] = {}
+        self._reported = False  # nodes that are not reached, in the newest report
 
     async def run(self) -> None:
         """Follow the cluster, and agree for ever."""
@@ -183,7 +191,10 @@ class Controller:
             nodes = []
         else:
             self._say("driver", "")
-        orders = decisions.decide(nodes, self._cluster.pods(), self._cluster.machines())
+        pods, machines = self._cluster.pods(), self._cluster.machines()
+        if nodes:
+            await self._report(decisions.unreachable(nodes, pods, machines))
+        orders = decisions.decide(nodes, pods, machines)
         for order in orders[:MAX_ORDERS]:
             try:
                 await self._carry_out(order)
@@ -191,6 +202,18 @@ class Controller:
                 _log.info("decided again", order=repr(order)[:200], why=str(error))
             except UnavailableError as error:
                 self._say(type(order).__name__, str(error))
+
+    async def _report(self, unreachable: Mapping[str, str]) -> None:
+        """Report who is not reached, at each pass, and once that all are reached again."""
+        if not unreachable and not self._reported:
+            return
+        try:
+            await self._driver.report_unreachable(unreachable)
+        except UnavailableError as error:  # also of a driver of a build without this call
+            self._say("unreachable", str(error))
+        else:
+            self._reported = bool(unreachable)
+            self._say("unreachable", "")
 
     async def _carry_out(self, order: Order) -> None:
         cluster, driver = self._cluster, self._driver

@@ -160,6 +160,19 @@ def decide(
     return orders
 
 
+def unreachable(
+    nodes: Sequence[DriverNode], pods: Mapping[str, Pod], machines: Mapping[str, Machine]
+) -> dict[str, str]:
+    """The driver's nodes on machines whose kubelet does not report, with what Kubernetes says."""
+    found = {}
+    for node in nodes:
+        pod = pods.get(node.name)
+        at = machines.get(pod.machine) if pod is not None else None
+        if at is not None and not at.reached:
+            found[node.name] = f"machine {at.name}: {', '.join(at.conditions)}"
+    return found
+
+
 def _evict(
     node: DriverNode, pod: Pod | None, at: Machine | None, evicting: Sequence[Machine]
 ) -> Iterator[Order]:

@@ -55,6 +55,7 @@ class KubernetesPlatform:
                 drained=machine.cordoned,
                 conditions=machine.conditions,
                 reason=machine.mark.reason if machine.mark is not None else machine.trouble,
+                reached=machine.reached,
             )
             for name, pod in sorted(pods.items())
             if (machine := machines.get(pod.machine)) is not None
