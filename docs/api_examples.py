@@ -41,6 +41,8 @@ _SAMPLES = {
     "TENANT": "research",
     "DEVICES": "64",
     "MODE": "OBSERVE",
+    "SUBJECT": "nodes/n1",
+    "SECONDS": "7200",
 }
 _ADDRESS = "127.0.0.1:1"
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
