@@ -59,7 +59,7 @@ HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 # kubectl, unpacked from Debian's package
 KUBERNETES_TOOLS := $(CURDIR)/.tools/kubernetes
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser browser-tools test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -136,8 +136,17 @@ test-image image-tools: export PATH := $(PATH):$(MMDEBSTRAP)/usr/bin
 test-image: $(READY) image-tools ## run the install steps of deploy/Containerfile in Debian roots (root; 5 minutes)
 	MEGASCALE_TEST_TORCH="$(TORCH)" $(PY) -m pytest -m image -rs tests/packages $(PYTEST_ARGS)
 
-test-browser: $(READY) ## run the tests of the dashboard in a real Chromium: 1,536 nodes, accessibility (SCREENSHOTS=1 renews docs/images)
+test-browser: $(READY) browser-tools ## run the tests of the dashboard in a real Chromium: 1,536 nodes, accessibility (SCREENSHOTS=1 renews docs/images)
 	MEGASCALE_SCREENSHOTS=$(SCREENSHOTS) $(PY) -m pytest -m browser -rs tests/system/test_dashboard_pages.py $(PYTEST_ARGS)
+
+# Debian's, with a plain font, so that pictures are the same everywhere.
+browser-tools:
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing chromium (some 100 MB)"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
+	fi; \
+	command -v chromium >/dev/null || echo "no chromium: install your system's package (as root \`make browser-tools\` does); its tests are skipped" >&2
 
 test-s3: $(READY) ## run the contract of storages on an S3 server (also part of `make test`)
 	$(PY) -m pytest -m s3 -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)

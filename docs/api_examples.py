@@ -42,6 +42,8 @@ _SAMPLES = {
     "DEVICES": "64",
     "MODE": "OBSERVE",
     "CONDITION": "NotReady (NodeStatusUnknown)",
+    "SUBJECT": "nodes/n1",
+    "SECONDS": "7200",
 }
 _ADDRESS = "127.0.0.1:1"
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")

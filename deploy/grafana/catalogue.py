@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
@@ -100,7 +101,8 @@ def driver_registry() -> CollectorRegistry:
     states = [Cluster({"n1": node}, {"job": replace(job, phase=phase)}) for phase in phases]
     for old, new in itertools.pairwise(states):
         metrics.committed(old, new, [Audit("", 1, 0.0, "", "", "SUBMITTED", "")])
-    engine.state, engine.term = states[-1], cast(Term, object())
+    engine.state = states[-1]
+    engine.term = cast(Term, SimpleNamespace(epoch=types_pb2.Epoch(cluster_generation=1)))
     metrics.step("job", types_pb2.StepRecord(attempt=1, mfu_causal=0.5, mfu_full=0.5))
     return metrics.registry
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import cached_property
 from typing import Literal
+
+from tests.harness import recorded_timeline
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client import Job, Node, NotFound
 from megascale_client.messages import WatchJobResponse
+from megascale_common.job.rank_layout import RankLayout
 
 Situation = Literal["healthy", "node lost", "switch lost", "slow host", "hang"]
 NODES, NODES_PER_SWITCH, DEVICES = 1536, 64, 8
@@ -93,6 +97,10 @@ class RecordedCluster:
 
     async def topology(self, name: str) -> driver_pb2.GetTopologyResponse:
         await self.get(name)
+        return self._topology
+
+    @cached_property
+    def _topology(self) -> driver_pb2.GetTopologyResponse:
         answer = driver_pb2.GetTopologyResponse(attempt=4, rank_count=TP * PP * DP)
         for rank in range(TP * PP * DP):
             answer.ranks.add(rank=rank, node=f"n{rank // DEVICES}", phase="step", step=STEP)
@@ -102,16 +110,25 @@ class RecordedCluster:
                 f"no rank has completed a step for 71 s: rank {SILENT} on node "
                 f"n{SILENT // DEVICES} is in phase STEP at step {STEP}, and the others wait for it"
             )
+            mates = RankLayout(tp=TP, dp=DP, pp=PP).group_of(SILENT, ["dp"])
             for place in answer.ranks:
-                if place.rank == SILENT:
-                    place.holds_up, place.silent_s = True, 73.0
-                elif place.rank % TP == SILENT % TP:
+                culprit, mate = place.rank == SILENT, place.rank in mates
+                place.silent_s = 73.0 if culprit else 71.4
+                place.operations.add(group="tp", entered=9120, completed=9120)
+                place.operations.add(group="dp", entered=411 + (not culprit), completed=411)
+                if culprit:
+                    place.holds_up = True
+                elif mate:
                     place.inside.append("dp")
                     place.waits_for.append(SILENT)
         return answer
 
     async def heat_map(self, name: str) -> driver_pb2.GetHeatMapResponse:
         await self.get(name)
+        return self._heat_map
+
+    @cached_property
+    def _heat_map(self) -> driver_pb2.GetHeatMapResponse:
         answer = driver_pb2.GetHeatMapResponse(attempt=4, first_step=STEP - 49, last_step=STEP)
         world = TP * PP * DP
         answer.rank_nodes.extend(f"n{rank // DEVICES}" for rank in range(world))
@@ -136,6 +153,41 @@ class RecordedCluster:
                 sentence=self._slow_sentence,
             )
         return answer
+
+    async def mfu_decline(self, name: str) -> driver_pb2.GetMfuDeclineResponse:
+        await self.get(name)
+        answer = driver_pb2.GetMfuDeclineResponse(
+            attempt=4, cause="none", rank=-1, first_step=STEP - 199, last_step=STEP,
+            split_step=STEP - 85, step_before_ms=6310.0, step_after_ms=6318.0,
+            sentence="Steps take as long as before: 6,310 ms, then 6,318 ms.",
+        )  # fmt: skip
+        if self.situation == "slow host":
+            answer.cause, answer.node, answer.rank = "slow_host", f"n{SLOW}", SLOW * DEVICES + 3
+            answer.step_after_ms = 6931.0
+            answer.sentence = (
+                f"Steps take 9.8 % longer since step {STEP - 85} (6,310 ms, then 6,931 ms): node "
+                f"n{SLOW} computes {100 * (SLOW_RATIO - 1):.1f} % longer than the others, which "
+                "explains 94 % of it."
+            )
+            answer.shares.update(slow_host=0.94, network_wait=0.04, data_wait=0.0)
+        return answer
+
+    async def timeline(
+        self, name: str, *, steps: int = 0, first_step: int = 0, ranks: Sequence[int] = ()
+    ) -> AsyncIterator[bytes]:
+        await self.get(name)
+        count = steps or 3
+        slow = range(SLOW * DEVICES, (SLOW + 1) * DEVICES) if self.situation == "slow host" else ()
+        data = recorded_timeline.trace(
+            RankLayout(tp=TP, dp=DP, pp=PP),
+            tuple(ranks),
+            first_step or STEP - count,
+            count,
+            begin_s=self.now_s - (STEP - (first_step or STEP - count)) * STEP_S,
+            slow=dict.fromkeys(slow, SLOW_RATIO),
+        )
+        yield data[: len(data) // 2]
+        yield data[len(data) // 2 :]
 
     async def jobs(self) -> AsyncIterator[Job]:
         self.calls += 1
@@ -290,12 +342,37 @@ class RecordedCluster:
             ("starting", 0.003),
         ):
             getattr(job.goodput, part).FromSeconds(int(ratio * whole_s))
+        self._plan(job.plan)
         if self.situation == "node lost":
             job.attempt, job.restarts = 5, 4
         if self.situation == "switch lost":
             job.phase, job.attempt = types_pb2.JOB_PHASE_QUEUED, 5
             job.phase_reason = "waits for 52 more nodes: 1520 needed, 1468 free"
         return job
+
+    def _plan(self, plan: driver_pb2.PlanComparison) -> None:
+        slow = self.situation == "slow host"
+        plan.attempt, plan.first_step, plan.last_step = 4, STEP - 49, STEP
+        plan.predicted_step_s, plan.low_s, plan.high_s = 6.14, 5.83, 6.45
+        plan.measured_step_s = 6.93 if slow else STEP_S
+        plan.hardware = "for an H200 by its data sheet, on this layout"
+        plan.sentence = "A step takes 6.31 s; the plan says 6.14 s (5.83 to 6.45)."
+        if slow:
+            plan.slower_by = "straggler"
+            plan.sentence = (
+                "A step takes 6.93 s; the plan says 6.14 s (5.83 to 6.45). Most of it is the slow "
+                "node: 0.62 s more than planned."
+            )
+        for name, measured_s, planned_s in (
+            ("compute", 4.32, 4.28),
+            ("tensor_parallel", 0.21, 0.2),
+            ("pipeline", 1.29, 1.26),
+            ("data_parallel", 0.24, 0.19),
+            ("optimizer", 0.061, 0.06),
+            ("host", 0.02, 0.03),
+            ("straggler", 0.74 if slow else 0.12, 0.12),
+        ):
+            plan.terms.add(name=name, measured_s=measured_s, predicted_s=planned_s)
 
     def _audit_log(self) -> list[types_pb2.Event]:
         lines: list[types_pb2.Event] = []

@@ -18,9 +18,10 @@ from megascale_common.service.errors import OptionError
 from megascale_driver.alerting import opening, sender
 from megascale_driver.alerting.grouping import COLLECT_S, MAX_LINES, REPEAT_S, Groups
 from megascale_driver.alerting.sender import MAX_QUEUED, Alerts, Webhook
-from megascale_driver.alerting.severities import ALERTS
 from megascale_driver.core.events import Audit
 from megascale_driver.core.reasons import Reason
+from megascale_driver.core.severities import ALERTS
+from megascale_driver.core.standing import Silence
 from megascale_driver.core.state import Cluster
 
 
@@ -62,6 +63,25 @@ def test_an_alert_has_so_many_lines_and_counts_the_others() -> None:
         groups.add(line("STRAGGLER"), 1.0)
     (found,) = groups.due(1.0 + COLLECT_S)
     assert (len(found.lines), found.more) == (MAX_LINES, 5)
+
+
+def test_what_an_operator_has_silenced_is_counted_and_alerts_nobody() -> None:
+    until_s = 1000.0
+    for subject, held in (
+        ("NODE_DEAD", 2),  # the reason, whatever it is about
+        ("jobs/demo", 2),  # all lines of the job's log, and nothing else
+        ("nodes/n7", 1),
+        ("jobs/other", 0),
+    ):
+        groups, silences = Groups(), {subject: Silence(subject, until_s)}
+        lines = [line("NODE_DEAD"), line("NODE_DEAD", job=""), line("HANG_SUSPECTED")]
+        for each in lines:
+            groups.add(each, 999.0, silences)
+        assert groups.held_back == held, subject
+        (*found,) = groups.due(float("inf"))
+        assert sum(len(alert.lines) for alert in found) == len(lines) - held
+        groups.add(line("NODE_DEAD"), until_s, silences)  # it has ended
+        assert groups.held_back == held
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ PAGES = (
     f"/jobs/{JOB}",
     f"/jobs/{JOB}/ranks",
     f"/jobs/{JOB}/heat",
+    f"/jobs/{JOB}/timeline",
+    f"/jobs/{JOB}/slower",
     "/nodes/n3",
     "/events",
 )

@@ -18,11 +18,19 @@ from tests.harness.recorded_fleet import (
 )
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_client import Job, Node
+from megascale_client import InvalidRequest, Job, Node, NotPossible
 from megascale_common.job.rank_layout import RankLayout
-from megascale_dashboard import heat_view, incident_view, job_view, node_view
+from megascale_dashboard import (
+    cluster_reader,
+    heat_view,
+    incident_view,
+    job_view,
+    node_view,
+    timeline_view,
+)
 from megascale_dashboard.cluster_reader import ClusterReader
 from megascale_dashboard.shown import Page
+from megascale_dashboard.timeline_view import Wanted
 
 ALIVE = types_pb2.NODE_LIVENESS_ALIVE
 
@@ -189,8 +197,16 @@ async def test_the_rank_that_holds_the_others_up_stands_out() -> None:
     assert [rank for rank, state in enumerate(page["state"]) if state == "culprit"] == [SILENT]
     assert f"71 s: rank {SILENT} on node" in page["standstill"]
     assert page["waits"][str(SILENT + TP)] == f"inside dp, waits for {SILENT}"
+    # All that wait for it, each with an arrow, and how far both got.
+    mates = RankLayout(tp=TP, dp=DP, pp=PP).group_of(SILENT, ["dp"])
+    assert page["edges"] == [[rank, SILENT] for rank in mates if rank != SILENT]
+    culprit, waiting = page["behind"][:2]
+    assert (culprit["rank"], culprit["holds_up"]) == (SILENT, True)
+    assert [each["lags"] for each in culprit["operations"]] == [False, True]
+    assert not any(each["lags"] for each in waiting["operations"])
     healthy = await ClusterReader(RecordedCluster()).grid(JOB)
-    assert (healthy["standstill"], healthy["waits"]) == ("", {})
+    nothing = [healthy[name] for name in ("standstill", "waits", "edges", "behind")]
+    assert nothing == ["", {}, [], []]
 
 
 async def test_the_heat_map_shows_the_slow_host_and_what_was_not_measured() -> None:
@@ -223,3 +239,110 @@ async def test_a_slow_host_stands_on_the_first_page_for_an_hour() -> None:
     assert "OBSERVE" in slow["doing"][0]
     later = ClusterReader(source, clock=lambda: source.now_s + 3600)
     assert (await later.now())["incidents"] == []
+
+
+async def read_timeline(wanted: Wanted, source: RecordedCluster | None = None) -> Page:
+    return await ClusterReader(source or RecordedCluster("slow host")).timeline(JOB, wanted)
+
+
+async def test_the_timeline_has_the_ranks_of_one_group_on_one_clock() -> None:
+    page = await read_timeline(Wanted(rank=SLOW * 8 + 1, steps=2))
+    layout = RankLayout(tp=TP, dp=DP, pp=PP)
+    assert [each["rank"] for each in page["rows"]] == list(layout.group_of(SLOW * 8 + 1, ["pp"]))
+    assert (page["group"], page["members"], len(page["steps"])) == ("pp", PP, 2)
+    assert page["lanes"] == ["compute", "collective", "p2p", "host"]
+    spans = page["spans"]
+    assert {len(column) for column in spans.values()} == {len(spans["row"])}
+    # Micro-batches of each step are there once for each rank, forward and backward.
+    forward = page["names"].index("forward")
+    of_first = [
+        (batch, step)
+        for row, name, batch, step in zip(
+            spans["row"], spans["name"], spans["batch"], spans["step"], strict=True
+        )
+        if row == 0 and name == forward
+    ]
+    assert sorted(of_first) == sorted((b, STEP - 2 + s) for b in range(16) for s in range(2))
+    # The slow host computes for longer, and the others wait for it.
+    slow = next(each for each in page["rows"] if each["node"] == f"n{SLOW}")
+    others = [each for each in page["rows"] if each is not slow]
+    assert slow["computes"] > 1.1 * max(each["computes"] for each in others)
+    assert slow["waits"] < min(each["waits"] for each in others)
+    assert all("within 0.040 ms" in each["clock"] for each in page["rows"])
+    assert {name for *_, name in page["arrows"]} == {"activation", "gradient"}
+    assert page["command"].endswith(f"--first-step {STEP - 2} --open")
+
+
+async def test_a_long_group_is_shown_around_the_rank_and_a_page_has_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = 100 * TP
+    page = await read_timeline(Wanted(rank=rank, group="dp"))
+    ranks = [each["rank"] for each in page["rows"]]
+    assert page["members"] == DP and len(ranks) == timeline_view.MOST_RANKS
+    assert ranks == [TP * each for each in range(92, 108)] and not page["left_out"]
+    last = await read_timeline(Wanted(rank=TP * DP - 1, group="dp"))
+    assert last["rows"][-1]["rank"] == TP * DP - 1
+    monkeypatch.setattr(timeline_view, "SHOWN_SPANS", 100)
+    cut = await read_timeline(Wanted(rank=rank, group="dp"))
+    assert len(cut["spans"]["row"]) == 100 and cut["left_out"] == len(page["spans"]["row"]) - 100
+    assert min(cut["spans"]["for_us"]) > 2000  # the shortest are left out
+    monkeypatch.setattr(timeline_view, "MAX_TRACE_BYTES", 1000)
+    with pytest.raises(InvalidRequest, match="give fewer"):
+        await read_timeline(Wanted(rank=rank, group="dp", steps=2))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"rank": "x"}, "rank: 'x' is not a number from 0"),
+        ({"steps": "11"}, "steps: '11' is not a number from 1 to 10"),
+        ({"group": "cp"}, "group: 'cp' is none; give one of pp, dp, tp"),
+        ({"step": "-1"}, "step:"),
+    ],
+)
+def test_a_bad_address_of_a_timeline_names_the_field(given: dict[str, str], problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        Wanted.parse(given)
+
+
+async def test_a_timeline_of_a_rank_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=f"no rank {TP * DP * PP}; give 0 to"):
+        await read_timeline(Wanted(rank=TP * DP * PP))
+
+
+async def test_many_timelines_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_reader, "KEPT_TIMELINES", 2)
+    reader = ClusterReader(RecordedCluster())
+    for rank in range(4):
+        await reader.timeline(JOB, Wanted(rank=rank))
+    assert sum(key.startswith("timeline ") for key in reader._answers) == 2
+
+
+async def test_a_job_beside_its_plan_and_beside_its_past() -> None:
+    page = await ClusterReader(RecordedCluster("slow host")).slower(JOB)
+    assert page["decline"]["cause"] == "slow_host" and page["decline"]["node"] == f"n{SLOW}"
+    assert list(page["decline"]["shares"]) == ["slow_host", "network_wait", "data_wait"]
+    assert page["plan"]["slower_by"] == "straggler" and len(page["plan"]["terms"]) == 7
+
+    class NoSpans(RecordedCluster):
+        async def mfu_decline(self, name: str) -> driver_pb2.GetMfuDeclineResponse:
+            raise NotPossible("this driver keeps no spans", reason="NO_TELEMETRY")
+
+    page = await ClusterReader(NoSpans()).slower(JOB)
+    assert page["decline"] is None and page["problem"] == "this driver keeps no spans"
+
+
+async def test_the_logs_root_and_silences_are_shown() -> None:
+    explanation = driver_pb2.ExplainJobResponse()
+    explanation.log_root.attempt, explanation.log_root.rank = 3, -1
+    explanation.log_root.line = "NVRM: Xid 79"
+    root = job_view.why(explanation)["root"]
+    assert (root["rank"], root["line"]) == (None, "NVRM: Xid 79")
+    info = driver_pb2.GetClusterInfoResponse()
+    silence = info.silences.add(subject="nodes/n1", reason="its fan", actor="ops")
+    silence.until.FromSeconds(1000)
+    page = incident_view.now(info, [node()], [], {}, [], 0.0)
+    assert page["silences"] == [
+        {"subject": "nodes/n1", "until_s": 1000.0, "reason": "its fan", "actor": "ops"}
+    ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import get_args
+from types import SimpleNamespace
+from typing import cast, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
 
@@ -29,10 +31,11 @@ from megascale_driver.core.events import (
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.state import Disposition, JobPhase
-from megascale_driver.engine import Engine
+from megascale_driver.engine import Engine, Term
 from megascale_driver.journal.audit_log import AuditLog, canonical, token_of
 from megascale_driver.metrics import DriverMetrics
 from megascale_driver.streams import until_set
+from megascale_driver.tracing import ids
 
 CHANGES: dict[str, type[EvictRequested | CordonRequested | UncordonRequested]] = {
     "evict": EvictRequested,
@@ -313,6 +316,26 @@ def test_steps_recoveries_and_events_are_counted() -> None:
     parts = sum(seconds for (part,), seconds in sums.items() if part != "total")
     assert sums[("total",)] == pytest.approx(parts, abs=0.01) and parts > 0
     assert samples(registry, "megascale_events_total")[("WORKER_EXITED",)] >= 1
+    assert samples(registry, "megascale_incidents_total") == {("worker_exited", "restart"): 1}
+
+
+def test_steps_are_examples_of_their_attempt_where_the_scraper_asks() -> None:
+    world = running()
+    engine = Engine(Policy(), world.clock, "token", "here")
+    engine.state = world.state
+    epoch = types_pb2.Epoch(cluster_generation=1_700_000_000)
+    engine.term = cast(Term, SimpleNamespace(epoch=epoch))
+    metrics = DriverMetrics(engine)
+    metrics.step("a", record(3, 1))
+    encode, kind = choose_encoder("application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    text = encode(metrics.registry).decode()
+    (bucket,) = [line for line in text.splitlines() if " # {" in line]
+    trace = ids.attempt_trace_id(epoch.cluster_generation, "a", 3)
+    assert bucket.startswith("megascale_step_duration_seconds_bucket{")
+    assert f'# {{attempt="3",trace_id="{trace}"}} 0.25' in bucket
+    plain, _ = choose_encoder("text/plain")
+    assert " # {" not in plain(metrics.registry).decode()
 
 
 def test_series_of_an_ended_job_are_dropped_after_an_hour() -> None:

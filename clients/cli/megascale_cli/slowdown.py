@@ -66,6 +66,10 @@ def timeline(
     first_step: Annotated[
         int, typer.Option(min=0, max=MAX_NUMBER, help="First step; 0: the newest ones.")
     ] = 0,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(min=0, max=MAX_NUMBER, help="Only this rank; may be repeated, 64 times."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Default: JOB-timeline.json.gz.")
     ] = None,
@@ -75,7 +79,7 @@ def timeline(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Write one trace of all ranks on one clock, for Perfetto.
+    """Write one trace of all ranks, or of some, on one clock, for Perfetto.
 
     A process of the trace is a rank, named with the error of its clock; arrows join the last rank
     of a collective with those that waited for it, and sends with receives.
@@ -88,7 +92,8 @@ def timeline(
         size = 0
         try:
             with path.open("wb") as file:
-                async for part in client.timeline(name, steps=steps, first_step=first_step):
+                parts = client.timeline(name, steps=steps, first_step=first_step, ranks=rank or ())
+                async for part in parts:
                     size += file.write(part)
         except OSError as error:
             problem = f"error: {path}: {error.strerror}; give --out a file that can be written"

@@ -12,14 +12,31 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_client import TERMINAL_PHASES, Job, JobPhase, MegascaleError, NotFound
-from megascale_dashboard import grid_view, heat_view, incident_view, job_view, node_view, shown
+from megascale_client import (
+    TERMINAL_PHASES,
+    Job,
+    JobPhase,
+    MegascaleError,
+    NotFound,
+    NotPossible,
+)
+from megascale_dashboard import (
+    grid_view,
+    heat_view,
+    incident_view,
+    job_view,
+    node_view,
+    shown,
+    slower_view,
+    timeline_view,
+)
 from megascale_dashboard.shown import Page
 from megascale_dashboard.source import Source
 
 KEPT_S = 1.0  # an answer is used again so long
-HEAT_KEPT_S = 10.0  # the driver reads files of spans for it
+SPANS_KEPT_S = 10.0  # what the driver reads files of spans for
 KEPT_ANSWERS = 256
+KEPT_TIMELINES = 8  # among them
 MAX_NODES = 20_000
 MAX_JOBS = 2_000
 MAX_EVENTS = 2_000  # the newest of a subject
@@ -95,8 +112,36 @@ class ClusterReader:
     async def heat(self, name: str) -> Page:
         """How long each node of a job takes. Raises NotFound, NotPossible (no spans are kept)."""
         job, nodes = await self._job(name), await self._nodes()
-        answer = await self._kept(f"heat {name}", lambda: self._source.heat_map(name), HEAT_KEPT_S)
+        answer = await self._kept(f"heat {name}", lambda: self._source.heat_map(name), SPANS_KEPT_S)
         return heat_view.heat(job, answer, nodes)
+
+    async def timeline(self, name: str, wanted: timeline_view.Wanted) -> Page:
+        """A few steps of the ranks of one group. Raises NotFound, NotPossible, InvalidRequest."""
+        job = await self._job(name)
+        _, _, ranks = timeline_view.members(job, wanted)
+
+        async def read() -> Page:
+            parts = self._source.timeline(
+                name, steps=wanted.steps, first_step=wanted.first_step, ranks=ranks
+            )
+            data = b"".join([part async for part in parts])
+            return await asyncio.to_thread(timeline_view.timeline, job, wanted, data)
+
+        known = [key for key in self._answers if key.startswith("timeline ")]
+        for key in known[: 1 - KEPT_TIMELINES]:
+            del self._answers[key]  # megabytes each, and each address is one
+        return await self._kept(f"timeline {name} {wanted}", read, SPANS_KEPT_S)
+
+    async def slower(self, name: str) -> Page:
+        """A job beside its plan and beside its own past. Raises NotFound."""
+        job, decline, problem = await self._job(name), None, ""
+        try:
+            decline = await self._kept(
+                f"decline {name}", lambda: self._source.mfu_decline(name), SPANS_KEPT_S
+            )
+        except NotPossible as error:  # this driver keeps no spans
+            problem = str(error)
+        return slower_view.slower(job, decline, problem)
 
     async def events(self, subject: str) -> Page:
         """The newest lines of the audit log, newest first. Raises NotFound."""
@@ -104,6 +149,7 @@ class ClusterReader:
         return {
             "subject": subject,
             "full": len(lines) == MAX_EVENTS,
+            "command": f"megascale events {subject}".rstrip(),
             "events": [shown.event(line) for line in reversed(lines)],
         }
 

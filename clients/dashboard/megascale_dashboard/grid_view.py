@@ -1,8 +1,12 @@
-"""The ranks of a job as a block of tp x dp x pp, each with its node and the node's state."""
+"""The ranks of a job as a block of tp x dp x pp, each with its node and the node's state.
+
+Of a job that stands still also for whom the ranks wait, and how far those got that hold it up
+(MegaScale, section 5.2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from megascale.v1 import driver_pb2
 from megascale_client import Job, JobPhase, Node
@@ -10,6 +14,8 @@ from megascale_dashboard import job_view, node_view
 from megascale_dashboard.shown import Page
 
 AXES = ("tp", "cp", "dp", "pp")  # innermost first, as the rank layout has them
+MOST_EDGES = 2_000  # from a rank that waits to one that it waits for
+MOST_BEHIND = 16  # ranks of a standstill whose operations are shown: the culprits, then who waits
 
 
 def grid(
@@ -22,10 +28,11 @@ def grid(
     stands still), "training", "waiting" (the job is in another phase than RUNNING), or "absent".
     ``strides`` has, for each axis longer than 1, the distance between the numbers of two
     neighbours: with it a page finds a rank's three lines. ``standstill`` is a sentence on a job
-    that stands still, ``waits`` what ranks are inside of and for whom they wait.
+    that stands still, ``waits`` what ranks are inside of and for whom they wait, ``edges`` the same
+    as pairs of ranks, and ``behind`` how far the culprits got.
     """
     sizes = job_view.layout(job)
-    world = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
+    world = world_size(sizes)
     mine = sorted(
         (node for node in nodes if node.job == job.spec.name and node.ranks),
         key=lambda node: node_view.in_order(node.name),
@@ -39,9 +46,12 @@ def grid(
     for place in places:
         if place.holds_up and place.rank < world:
             states[place.rank] = "culprit"
+    standstill = "" if topology is None else topology.standstill
     return {
-        "standstill": "" if topology is None else topology.standstill,
+        "standstill": standstill,
         "waits": {str(place.rank): _waits(place) for place in places if place.inside},
+        "edges": _edges(places),
+        "behind": _behind(places) if standstill else [],
         "name": job.spec.name,
         "phase": job.phase.name.lower(),
         "phase_reason": job.phase_reason,
@@ -51,7 +61,20 @@ def grid(
         "node": node_of,
         "state": states,
         "strides": {axis: stride for axis, stride in _strides(sizes).items() if sizes[axis] > 1},
+        "command": f"megascale topology {job.spec.name}",
     }
+
+
+def world_size(sizes: Mapping[str, int]) -> int:
+    """How many ranks a block of these sizes has."""
+    return sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
+
+
+def line(sizes: Mapping[str, int], rank: int, axis: str) -> list[int]:
+    """The ranks of a rank's group along an axis, in order."""
+    stride, size = _strides(sizes)[axis], sizes[axis]
+    first = rank - rank // stride % size * stride
+    return [first + position * stride for position in range(size)]
 
 
 def _waits(place: driver_pb2.RankPlace) -> str:
@@ -63,7 +86,49 @@ def _waits(place: driver_pb2.RankPlace) -> str:
     return f"{inside}, waits for {', '.join(map(str, place.waits_for))}{more}"
 
 
-def _strides(sizes: dict[str, int]) -> dict[str, int]:
+def _edges(places: Iterable[driver_pb2.RankPlace]) -> list[list[int]]:
+    """[who waits, for whom], at most MOST_EDGES, each waiting rank's first one before the others.
+
+    So that a page that cannot draw all of them leaves out no rank.
+    """
+    waiting = [place for place in places if place.waits_for]
+    first = [[place.rank, place.waits_for[0]] for place in waiting]
+    rest = [[place.rank, other] for place in waiting for other in place.waits_for[1:]]
+    return [*first, *rest][:MOST_EDGES]
+
+
+def _behind(places: Sequence[driver_pb2.RankPlace]) -> list[Page]:
+    """Of a standstill the culprits and some that wait: how many operations each has entered."""
+    culprits = [place for place in places if place.holds_up]
+    others = [place for place in places if place.waits_for and not place.holds_up]
+    most: dict[str, int] = {}
+    for place in places:
+        for each in place.operations:
+            most[each.group] = max(most.get(each.group, 0), each.entered)
+    return [
+        {
+            "rank": place.rank,
+            "node": place.node,
+            "holds_up": place.holds_up,
+            "phase": place.phase,
+            "step": place.step,
+            "silent_s": place.silent_s,
+            "operations": [
+                {
+                    "group": each.group,
+                    "entered": each.entered,
+                    "completed": each.completed,
+                    "lags": each.entered < most[each.group],
+                }
+                for each in place.operations
+            ],
+            "waits": _waits(place) if place.inside else "",
+        }
+        for place in [*culprits, *others][:MOST_BEHIND]
+    ]
+
+
+def _strides(sizes: Mapping[str, int]) -> dict[str, int]:
     """The distance between the numbers of two neighbours along each axis."""
     strides, stride = {}, 1
     for axis in AXES:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, Job, JobPhase
-from megascale_dashboard import shown
+from megascale_dashboard import shown, slower_view
 from megascale_dashboard.shown import Page
 
 CURVE_POINTS = 1_000  # of each curve; a screen has no more columns
@@ -22,7 +22,7 @@ _ENDS = ("ATTEMPT_STOPPED", "JOB_SUCCEEDED", "JOB_FAILED", "JOB_CANCELLED", "JOB
 def listed(jobs: Iterable[Job]) -> Page:
     """All jobs: those that have not ended first, each group by name."""
     rows = sorted(jobs, key=lambda job: (job.phase in TERMINAL_PHASES, job.spec.name))
-    return {"jobs": [figures(job) for job in rows]}
+    return {"jobs": [figures(job) for job in rows], "command": "megascale jobs"}
 
 
 def figures(job: Job) -> Page:
@@ -83,6 +83,7 @@ def one(
         "curves": curves(records),
         "attempts": attempts(events),
         "why": why(explanation),
+        "plan": slower_view.plan(job),
         "checkpoints": [
             {
                 "step": each.step,
@@ -99,6 +100,7 @@ def one(
             {"text": "watch it in a terminal", "command": f"megascale watch {name}"},
             {"text": "the log of rank 0", "command": f"megascale logs {name} --rank 0"},
             {"text": "a trace of two steps", "command": f"megascale profile {name} --steps 2"},
+            {"text": "why its steps take longer", "command": f"megascale why {name}"},
             {"text": "its checkpoints", "command": f"megascale checkpoint list {name}"},
         ],
     }
@@ -106,10 +108,19 @@ def one(
 
 def why(explanation: driver_pb2.ExplainJobResponse) -> Page:
     """ExplainJob: the sentence, the cause, what was done, what one may do."""
-    has_cause = explanation.HasField("cause")
+    has_cause, root = explanation.HasField("cause"), explanation.log_root
     return {
         "sentence": explanation.explanation,
         "cause": shown.event(explanation.cause) if has_cause else None,
+        "root": {
+            "attempt": root.attempt,
+            "node": root.node,
+            "rank": root.rank if root.rank >= 0 else None,
+            "category": root.category,
+            "line": root.line,
+        }
+        if explanation.HasField("log_root")
+        else None,
         "actions": [shown.event(line) for line in explanation.actions],
         "suggestions": [
             {"text": each.text, "command": each.command} for each in explanation.suggestions

@@ -87,6 +87,7 @@ def fleet(nodes: Iterable[Node]) -> Page:
             for name, inside in sorted(by_switch.items(), key=lambda item: in_order(item[0]))
         ],
         "unhealthy": unhealthy,
+        "command": "megascale nodes",
     }
 
 

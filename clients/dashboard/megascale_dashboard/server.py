@@ -1,7 +1,8 @@
 """The pages and their JSON twins over HTTP, to whoever has the cluster's token.
 
-    /  /fleet  /nodes/NAME  /jobs  /jobs/NAME  /jobs/NAME/ranks  /jobs/NAME/heat
-    /events?subject=SUBJECT
+    /  /fleet  /nodes/NAME  /jobs  /jobs/NAME  /events?subject=SUBJECT
+    /jobs/NAME/ranks  /jobs/NAME/heat  /jobs/NAME/slower
+    /jobs/NAME/timeline?rank=N&group=pp&steps=N&step=N
 
 The twin of a page is its path with .json (``/now.json`` of the first). All of it only reads.
 """
@@ -38,6 +39,7 @@ from megascale_dashboard.access import COOKIE, SESSION_S, Access, TooManyAttempt
 from megascale_dashboard.cluster_reader import ClusterReader
 from megascale_dashboard.live import LiveStreams
 from megascale_dashboard.shown import Page
+from megascale_dashboard.timeline_view import Wanted
 
 STATIC = Path(__file__).parent / "static"
 MAX_FORM_BYTES = 4096
@@ -125,6 +127,12 @@ class _Pages:
             ("/jobs", "Jobs", lambda request: read.jobs()),
             ("/jobs/{name}/ranks", "Ranks of {name}", lambda request: read.grid(_name(request))),
             ("/jobs/{name}/heat", "Heat of {name}", lambda request: read.heat(_name(request))),
+            (
+                "/jobs/{name}/timeline",
+                "Timeline of {name}",
+                lambda request: read.timeline(_name(request), Wanted.parse(request.query_params)),
+            ),
+            ("/jobs/{name}/slower", "Why {name} is slower", lambda r: read.slower(_name(r))),
             ("/jobs/{name}", "Job {name}", lambda request: read.job(_name(request))),
             ("/nodes/{name}", "Node {name}", lambda request: read.node(_name(request))),
             ("/events", "Events", lambda request: read.events(_subject(request))),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from megascale.v1 import driver_pb2, types_pb2
@@ -34,6 +34,16 @@ class Source(Protocol):
 
     async def heat_map(self, name: str) -> driver_pb2.GetHeatMapResponse:
         """What each rank takes for each operation, and the nodes that are slow by that."""
+        ...
+
+    async def mfu_decline(self, name: str) -> driver_pb2.GetMfuDeclineResponse:
+        """Why the steps of a job take longer than before."""
+        ...
+
+    def timeline(
+        self, name: str, *, steps: int = 0, first_step: int = 0, ranks: Sequence[int] = ()
+    ) -> AsyncIterator[bytes]:
+        """A trace of these ranks on one clock: parts of a .json.gz."""
         ...
 
     def jobs(self) -> AsyncIterator[Job]:

@@ -327,14 +327,16 @@ class AsyncClient(OrderCalls):
         return await self._connection.unary("GetMfuDecline", request, answer)
 
     async def timeline(
-        self, name: str, *, steps: int = 0, first_step: int = 0
+        self, name: str, *, steps: int = 0, first_step: int = 0, ranks: Sequence[int] = ()
     ) -> AsyncIterator[bytes]:
         """A trace of all ranks over ``steps`` steps (default 3): parts of a .json.gz for Perfetto.
 
-        ``first_step`` 0: the newest. Raises NotFound, NotPossible (there are no spans of them),
-        InvalidRequest (too many spans).
+        ``first_step`` 0: the newest. ``ranks``: of these alone. Raises NotFound, NotPossible (there
+        are no spans of them), InvalidRequest (too many spans).
         """
-        request = driver_pb2.GetTimelineRequest(job=name, steps=steps, first_step=first_step)
+        request = driver_pb2.GetTimelineRequest(
+            job=name, steps=steps, first_step=first_step, ranks=ranks
+        )
         async for answer in self._connection.stream_once(
             "GetTimeline", request, driver_pb2.GetTimelineResponse, RetryTimer(self._retry_for_s)
         ):

@@ -207,13 +207,17 @@ class Client:
         """
         return self._loop.run(self._client.mfu_decline(name, steps=steps, split_step=split_step))
 
-    def timeline(self, name: str, *, steps: int = 0, first_step: int = 0) -> Iterator[bytes]:
+    def timeline(
+        self, name: str, *, steps: int = 0, first_step: int = 0, ranks: Sequence[int] = ()
+    ) -> Iterator[bytes]:
         """A trace of all ranks over ``steps`` steps (default 3): parts of a .json.gz for Perfetto.
 
-        ``first_step`` 0: the newest. Raises NotFound, NotPossible (there are no spans of them),
-        InvalidRequest (too many spans).
+        ``first_step`` 0: the newest. ``ranks``: of these alone. Raises NotFound, NotPossible (there
+        are no spans of them), InvalidRequest (too many spans).
         """
-        return self._loop.iterate(self._client.timeline(name, steps=steps, first_step=first_step))
+        return self._loop.iterate(
+            self._client.timeline(name, steps=steps, first_step=first_step, ranks=ranks)
+        )
 
     def nodes(self) -> Iterator[Node]:
         """All nodes."""
@@ -416,6 +420,17 @@ class Client:
         """
         return self._loop.run(
             self._client.set_quota(tenant, devices, reason, validate_only=validate_only)
+        )
+
+    def silence_alerts(
+        self, subject: str, duration_s: float, reason: str, *, validate_only: bool = False
+    ) -> driver_pb2.SilenceAlertsResponse:
+        """Keep alerts of nodes/NAME, jobs/NAME or a reason quiet for a time; 0: end that.
+
+        Decisions and the audit log go on. Raises InvalidRequest.
+        """
+        return self._loop.run(
+            self._client.silence_alerts(subject, duration_s, reason, validate_only=validate_only)
         )
 
     def reset_breaker(

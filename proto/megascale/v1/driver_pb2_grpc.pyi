@@ -521,6 +521,22 @@ _DriverServiceResetBreakerType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceSilenceAlertsType = typing_extensions.TypeVar(
+    '_DriverServiceSilenceAlertsType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SilenceAlertsRequest,
+        megascale.v1.driver_pb2.SilenceAlertsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SilenceAlertsRequest,
+        megascale.v1.driver_pb2.SilenceAlertsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SilenceAlertsRequest,
+        megascale.v1.driver_pb2.SilenceAlertsResponse,
+    ],
+)
+
 _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     '_DriverServiceGetClusterInfoType',
     grpc.UnaryUnaryMultiCallable[
@@ -537,7 +553,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceGetTopologyType, _DriverServiceGetMfuDeclineType, _DriverServiceGetTimelineType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceReportUnreachableNodesType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceGetTopologyType, _DriverServiceGetMfuDeclineType, _DriverServiceGetTimelineType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceReportUnreachableNodesType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceSilenceAlertsType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -676,6 +692,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.ResetBreakerResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SilenceAlertsRequest,
+            megascale.v1.driver_pb2.SilenceAlertsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetClusterInfoRequest,
             megascale.v1.driver_pb2.GetClusterInfoResponse,
         ],
@@ -806,6 +826,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ResetBreakerRequest,
             megascale.v1.driver_pb2.ResetBreakerResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SilenceAlertsRequest,
+            megascale.v1.driver_pb2.SilenceAlertsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetClusterInfoRequest,
@@ -1056,13 +1080,14 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     """
 
     GetTimeline: _DriverServiceGetTimelineType
-    """Sends one trace of all ranks on one clock, for Perfetto: gzip-compressed Chrome JSON in parts,
-    with arrows between ranks for collectives and pipeline transfers and the error of each clock.
+    """Sends one trace of all ranks, or of some, on one clock, for Perfetto: gzip-compressed Chrome JSON
+    in parts, with arrows between ranks for collectives and pipeline transfers and the error of each
+    clock.
 
     Callers: client, operator
     Errors:
-    - INVALID_ARGUMENT (BAD_REQUEST): steps or first_step is out of range, or they have too many
-      spans.
+    - INVALID_ARGUMENT (BAD_REQUEST): steps or first_step is out of range, the job has no such rank,
+      there are too many ranks, or they have too many spans.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
     - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans, or none of these steps.
@@ -1251,6 +1276,20 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       repeat it with the same request_id.
     """
 
+    SilenceAlerts: _DriverServiceSilenceAlertsType
+    """Keeps alerts of a node, a job or a reason quiet for a time, or ends that. Decisions and the audit
+    log go on as before; GetClusterInfo lists the silences in force.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): subject is no node, job or reason that alerts, the duration is
+      out of range, the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - RESOURCE_EXHAUSTED (TOO_MANY_SILENCES): 256 silences are in force.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
     GetClusterInfo: _DriverServiceGetClusterInfoType
     """Returns the leader, the time since when it leads, and the state of the cluster in figures.
 
@@ -1381,6 +1420,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ResetBreakerRequest,
         megascale.v1.driver_pb2.ResetBreakerResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SilenceAlertsRequest,
+        megascale.v1.driver_pb2.SilenceAlertsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.GetClusterInfoRequest,
@@ -1728,13 +1771,14 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         request: megascale.v1.driver_pb2.GetTimelineRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[megascale.v1.driver_pb2.GetTimelineResponse], collections.abc.AsyncIterator[megascale.v1.driver_pb2.GetTimelineResponse]]:
-        """Sends one trace of all ranks on one clock, for Perfetto: gzip-compressed Chrome JSON in parts,
-        with arrows between ranks for collectives and pipeline transfers and the error of each clock.
+        """Sends one trace of all ranks, or of some, on one clock, for Perfetto: gzip-compressed Chrome JSON
+        in parts, with arrows between ranks for collectives and pipeline transfers and the error of each
+        clock.
 
         Callers: client, operator
         Errors:
-        - INVALID_ARGUMENT (BAD_REQUEST): steps or first_step is out of range, or they have too many
-          spans.
+        - INVALID_ARGUMENT (BAD_REQUEST): steps or first_step is out of range, the job has no such rank,
+          there are too many ranks, or they have too many spans.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - FAILED_PRECONDITION (NO_TELEMETRY): this driver keeps no spans, or none of these steps.
@@ -1989,6 +2033,25 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def SilenceAlerts(
+        self,
+        request: megascale.v1.driver_pb2.SilenceAlertsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.SilenceAlertsResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SilenceAlertsResponse]]:
+        """Keeps alerts of a node, a job or a reason quiet for a time, or ends that. Decisions and the audit
+        log go on as before; GetClusterInfo lists the silences in force.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): subject is no node, job or reason that alerts, the duration is
+          out of range, the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - RESOURCE_EXHAUSTED (TOO_MANY_SILENCES): 256 silences are in force.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
         """

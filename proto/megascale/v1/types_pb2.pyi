@@ -673,7 +673,9 @@ class Event(google.protobuf.message.Message):
     outcome: builtins.str
     """What follows from it."""
     trace_id: builtins.str
-    """Reserved: not set yet."""
+    """Id of a trace of W3C Trace Context (32 hexadecimal digits), under which OpenTelemetry has the
+    decision: one for each attempt of a job, of its own for a decision about no attempt.
+    """
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was decided, on the driver's clock."""

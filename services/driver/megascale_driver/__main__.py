@@ -13,6 +13,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -40,12 +41,16 @@ from megascale_driver.journal.trimming import DAY_S, Retention
 from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
 from megascale_driver.loop_watch import LoopWatch, collect_now_and_then, freeze_all
-from megascale_driver.metrics import DriverMetrics
+from megascale_driver.metrics import DriverMetrics, Sources
 from megascale_driver.people_port import PeoplePort, add_people_options
 from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
 from megascale_driver.queue_options import add_queue_options
 from megascale_driver.service import DriverService
 from megascale_driver.telemetry import opening
+from megascale_driver.tracing import opening as tracing
+
+if TYPE_CHECKING:
+    from megascale_driver.tracing.exporter import DecisionSpans
 
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
 STOP_GRACE_S = 1.0
@@ -102,18 +107,7 @@ async def _serve_until(
     keeper: KeeperProcess,
     tls: certificates.Certificates | None,
 ) -> None:
-    policy = Policy.for_interval(
-        options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
-    )
-    policy = replace(
-        policy,
-        quotas=dict(options.quota),
-        preempt=options.preemption,
-        keep_ended_jobs=options.keep_ended_jobs,
-        keep_ended_s=options.keep_ended_days * 86_400.0,
-        forget_dead_s=options.forget_dead_hours * 3600.0,
-    )
-    engine = Engine(policy, SystemClock(), token, "")
+    engine = Engine(_policy(options), SystemClock(), token, "")
     server = RpcServer(token, tls=tls)
 
     async def set_serving(leads: bool) -> None:
@@ -134,6 +128,7 @@ async def _serve_until(
     )
     telemetry = opening.opened(options, engine)
     alerts = alerting.opened(options, options.cluster, engine.clock.now_s)
+    traces = tracing.opened(options, lambda: engine.term.epoch if engine.term else None)
     stored = (telemetry.views, telemetry.plans) if telemetry is not None else ()
     service = DriverService(engine, leader, options.cluster, *stored)
     driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
@@ -144,7 +139,7 @@ async def _serve_until(
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         await people.start()
-        metrics = await _serve_metrics(engine, options, alerts, telemetry)
+        metrics = await _serve_metrics(engine, options, alerts, telemetry, traces)
         await require_etcd("--etcd", client.endpoints, tls=client.tls)
         if options.address_file is not None:
             write_address("--address-file", options.address_file, engine.address)
@@ -162,7 +157,21 @@ async def _serve_until(
     await _shut_down(server, people, engine, alerts, term)
     if telemetry is not None:
         await telemetry.close()
+    if traces is not None:
+        await asyncio.to_thread(traces.close)
     await metrics.stop()
+
+
+def _policy(options: argparse.Namespace) -> Policy:
+    limits = HangLimits(floor_s=options.hang_floor_s)
+    return replace(
+        Policy.for_interval(options.heartbeat_interval_s, limits),
+        quotas=dict(options.quota),
+        preempt=options.preemption,
+        keep_ended_jobs=options.keep_ended_jobs,
+        keep_ended_s=options.keep_ended_days * 86_400.0,
+        forget_dead_s=options.forget_dead_hours * 3600.0,
+    )
 
 
 async def _serve_metrics(
@@ -170,14 +179,23 @@ async def _serve_metrics(
     options: argparse.Namespace,
     alerts: Alerts,
     telemetry: opening.Telemetry | None,
+    traces: DecisionSpans | None,
 ) -> MetricsServer:
-    """Have the engine observed by metrics and alerts, and serve them if --metrics-bind is given."""
+    """Have the engine observed by metrics, alerts and traces; serve metrics with --metrics-bind."""
     watch = LoopWatch()
     watch.start()
-    plans = telemetry.plans.comparisons if telemetry is not None else tuple
-    figures = DriverMetrics(engine, watch, alerts.outcomes, plans)
+    sources = Sources(alerts=alerts.outcomes)
+    if telemetry is not None:
+        plans, slow = telemetry.plans.comparisons, telemetry.stragglers.ratios
+        sources = replace(sources, plans=plans, slow=slow, spans=lambda: telemetry.intake.counts)
+    if traces is not None:
+        sources = replace(sources, traces=traces.outcomes)
+    figures = DriverMetrics(engine, watch, sources)
     engine.observers += [figures, alerts]
     alerts.start()
+    if traces is not None:
+        engine.observers.append(traces)
+        traces.start()
     server = MetricsServer(figures.registry)
     if options.metrics_bind:
         await server.start(options.metrics_bind, options.metrics_address_file)
@@ -280,6 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_retention(parser)
     opening.add_options(parser)
     alerting.add_options(parser)
+    tracing.add_options(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
 

@@ -10,7 +10,8 @@ import contextlib
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
@@ -22,12 +23,14 @@ from prometheus_client.registry import Collector
 from megascale.v1 import types_pb2
 from megascale_common.service.metrics import registry_of
 from megascale_driver.comparing import FleetFigures
-from megascale_driver.core import goodput
+from megascale_driver.core import blame, goodput
 from megascale_driver.core.events import Audit
+from megascale_driver.core.standing import in_force
 from megascale_driver.core.state import Cluster, Job, JobPhase, Node
 from megascale_driver.engine import Engine
 from megascale_driver.loop_watch import LoopWatch
 from megascale_driver.presence.lane import Lane
+from megascale_driver.tracing import ids
 
 if TYPE_CHECKING:
     from megascale_driver.planner.beside import Comparison
@@ -65,20 +68,32 @@ _PARTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What else the driver counts, each asked at a scrape.
+
+    ``alerts``: sent, failed, dropped, and lines silenced. ``plans``: of running jobs. ``slow``: how
+    many times as long a slow node takes. ``spans``: of ranks, stored, dropped, damaged. ``traces``:
+    spans of decisions, sent, failed, dropped.
+    """
+
+    alerts: Callable[[], Counter[str]] = Counter
+    plans: Callable[[], Iterable[tuple[str, Comparison]]] = tuple
+    slow: Callable[[], Mapping[str, float]] = dict
+    spans: Callable[[], Counter[str]] = Counter
+    traces: Callable[[], Counter[str]] = Counter
+
+
 class DriverMetrics(Collector):
     """Observes one engine; :attr:`registry` is served."""
 
     def __init__(
-        self,
-        engine: Engine,
-        watch: LoopWatch | None = None,
-        alerts: Callable[[], Counter[str]] = Counter,
-        plans: Callable[[], Iterable[tuple[str, Comparison]]] = tuple,
+        self, engine: Engine, watch: LoopWatch | None = None, sources: Sources | None = None
     ) -> None:
-        """``alerts``: how many were sent, failed and dropped. ``plans``: of running jobs."""
-        self._engine, self._alerts, self._plans = engine, alerts, plans
+        self._engine, self._sources = engine, sources or Sources()
         self._watch = watch if watch is not None else LoopWatch()
         self._events: Counter[str] = Counter()
+        self._incidents: Counter[tuple[str, str]] = Counter()  # by cause and action
         self._recovering: dict[str, float] = {}  # job -> when its attempt broke
         self._jobs: set[str] = set()
         job = ["job"]
@@ -108,6 +123,12 @@ class DriverMetrics(Collector):
             job,
             registry=into,
         )
+        self._snapshots = Total(
+            "megascale_snapshot_wait_seconds",
+            "Time for which snapshots have held training up.",
+            job,
+            registry=into,
+        )
         self._of_job: dict[str, Gauge] = {
             name: Gauge(f"megascale_{name}", text, job, registry=into)
             for name, text in (
@@ -115,6 +136,7 @@ class DriverMetrics(Collector):
                 ("gradient_norm", "Gradient norm of the newest step, before clipping."),
                 ("learning_rate", "Learning rate of the newest step."),
                 ("step", "Newest completed step."),
+                ("skipped_updates", "Updates skipped so far because they were not finite."),
                 ("memory_bytes", "Most memory that the device of the reporting rank has held."),
             )
         }
@@ -128,9 +150,10 @@ class DriverMetrics(Collector):
         """A step was completed."""
         self._jobs.add(job)
         duration_s = record.step_time.ToNanoseconds() / 1e9
-        self._step_time.labels(job).observe(duration_s)
+        self._step_time.labels(job).observe(duration_s, self._exemplar(job, record.attempt))
         self._tokens.labels(job).inc(max(0, round(record.tokens_per_s * duration_s)))
         self._data_wait.labels(job).inc(max(0.0, record.data_wait.ToNanoseconds() / 1e9))
+        self._snapshots.labels(job).inc(max(0.0, record.snapshot_time.ToNanoseconds() / 1e9))
         for name, gauge in self._of_job.items():
             gauge.labels(job).set(getattr(record, name))
         for kind in ("causal", "full"):
@@ -168,20 +191,72 @@ class DriverMetrics(Collector):
         for reason, count in sorted(self._events.items()):
             events.add_metric([reason], count)
         yield events
-        alerts = CounterMetricFamily("megascale_alerts", "Alerts to webhooks.", labels=["outcome"])
-        counts = self._alerts()
-        for outcome in ("sent", "failed", "dropped"):
-            alerts.add_metric([outcome], counts[outcome])
-        yield alerts
+        incidents = CounterMetricFamily(
+            "megascale_incidents",
+            "Attempts that a fault has ended, by its kind and by what the driver did.",
+            labels=["cause", "action"],
+        )
+        for labels, count in sorted(self._incidents.items()):
+            incidents.add_metric(list(labels), count)
+        yield incidents
+        yield from self._ways_out(state, now_s)
         yield from _loop(self._watch)
         if self._engine.term is None:
             return  # the state of a standby is old or empty: the leader reports it
         yield from _jobs(state)
-        yield from _plan_metrics(self._plans())
+        yield from _plan_metrics(self._sources.plans())
+        slow = GaugeMetricFamily(
+            "megascale_straggler_ratio",
+            "How many times as long a slow node takes for the same work as the others.",
+            labels=["node"],
+        )
+        for node, ratio in sorted(self._sources.slow().items()):
+            slow.add_metric([node], ratio)
+        yield slow
         yield from _goodput(state, now_s)
         yield from _nodes(state, now_s, self._engine.presence.lane)
 
+    def _ways_out(self, state: Cluster, now_s: float) -> Iterator[Metric]:
+        """Alerts, spans of ranks and spans of decisions: what was sent, and what was not."""
+        alerts = CounterMetricFamily(
+            "megascale_alerts",
+            "Alerts to webhooks; silenced: lines that an operator wants to hear nothing of.",
+            labels=["outcome"],
+        )
+        spans = CounterMetricFamily(
+            "megascale_spans_received", "Spans of ranks at this driver.", labels=["outcome"]
+        )
+        traces = CounterMetricFamily(
+            "megascale_decision_spans", "Spans of decisions by OTLP.", labels=["outcome"]
+        )
+        for family, counts, outcomes in (
+            (alerts, self._sources.alerts(), ("sent", "failed", "dropped", "silenced")),
+            (spans, self._sources.spans(), ("stored", "dropped", "damaged")),
+            (traces, self._sources.traces(), ("sent", "failed", "dropped")),
+        ):
+            for outcome in outcomes:
+                family.add_metric([outcome], counts[outcome])
+            yield family
+        silences = GaugeMetricFamily(
+            "megascale_alert_silences", "Silences of alerts that are in force."
+        )
+        silences.add_metric([], len(in_force(state.silences, now_s)))
+        yield silences
+
+    def _exemplar(self, job: str, attempt: int) -> dict[str, str]:
+        """What an observation is an example of: the attempt, with the trace of its decisions."""
+        labels = {"attempt": str(attempt)}
+        if self._engine.term is not None:
+            generation = self._engine.term.epoch.cluster_generation
+            labels["trace_id"] = ids.attempt_trace_id(generation, job, attempt)
+        return labels
+
     def _moved(self, before: Job, job: Job) -> None:
+        if before.phase is JobPhase.STOPPING:
+            cause = blame.culprit(before.current.faults)
+            if cause is not None:
+                action = job.phase.lower() if job.terminal else "restart"
+                self._incidents[cause.kind.lower(), action] += 1
         if job.terminal:
             self._recovering.pop(job.name, None)
             return
@@ -189,15 +264,16 @@ class DriverMetrics(Collector):
             self._recovering.setdefault(job.name, job.timer_s)
         elif job.name in self._recovering and before.phase in _PARTS:
             self._recovery.labels(_PARTS[before.phase]).observe(
-                max(0.0, job.timer_s - before.timer_s)
+                max(0.0, job.timer_s - before.timer_s), self._exemplar(job.name, job.attempt)
             )
 
     def _recovered(self, job: Job) -> None:
         since_s = self._recovering.pop(job.name, None)
         if since_s is not None:
             now_s = self._engine.clock.now_s()
-            self._recovery.labels("first_step").observe(max(0.0, now_s - job.timer_s))
-            self._recovery.labels("total").observe(max(0.0, now_s - since_s))
+            example = self._exemplar(job.name, job.attempt)
+            self._recovery.labels("first_step").observe(max(0.0, now_s - job.timer_s), example)
+            self._recovery.labels("total").observe(max(0.0, now_s - since_s), example)
 
     def _forget_ended(self, state: Cluster, now_s: float) -> None:
         for name in list(self._jobs):
@@ -213,6 +289,7 @@ class DriverMetrics(Collector):
                     self._step_time,
                     self._tokens,
                     self._data_wait,
+                    self._snapshots,
                     *self._of_job.values(),
                 )
             ]

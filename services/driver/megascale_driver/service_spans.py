@@ -20,6 +20,7 @@ DEFAULT_DECLINE_STEPS = 200
 MAX_DECLINE_STEPS = 2000
 DEFAULT_TIMELINE_STEPS = 3
 MAX_TIMELINE_STEPS = 50
+MAX_TIMELINE_RANKS = 64  # that may be named; without names it is all of them
 PART_BYTES = 1 << 20  # of a trace, in one message
 
 
@@ -34,8 +35,10 @@ class Views(Protocol):
     async def decline(self, job: Job, steps: int, split: int) -> driver_pb2.GetMfuDeclineResponse:
         """Why its newest ``steps`` steps take longer from step ``split`` (0: found) on."""
 
-    async def timeline(self, job: Job, first: int, steps: int) -> bytes:
+    async def timeline(self, job: Job, first: int, steps: int, ranks: tuple[int, ...]) -> bytes:
         """A compressed trace of ``steps`` steps from ``first`` (0: the newest) on.
+
+        ``ranks``: of these alone; empty: of all.
 
         Raises:
             LookupError: there are no spans of these steps.
@@ -99,20 +102,26 @@ class SpanMethods(ServiceBase):
     async def GetTimeline(
         self, request: driver_pb2.GetTimelineRequest, context: Context
     ) -> AsyncIterator[driver_pb2.GetTimelineResponse]:
-        """One trace of all ranks on one clock."""
+        """One trace of all ranks, or of some, on one clock."""
         job = self._job(request.job)
         if not 0 <= request.steps <= MAX_TIMELINE_STEPS:
             remedy = f"give 1 to {MAX_TIMELINE_STEPS}, or 0 for {DEFAULT_TIMELINE_STEPS}"
             raise invalid("steps", f"it is {request.steps}", remedy)
         if request.first_step < 0:
             raise invalid("first_step", f"it is {request.first_step}", "give a step, or 0")
-        steps = request.steps or DEFAULT_TIMELINE_STEPS
+        world = job.config.layout.world_size
+        if len(request.ranks) > MAX_TIMELINE_RANKS:
+            problem = f"there are {len(request.ranks)}"
+            raise invalid("ranks", problem, f"give {MAX_TIMELINE_RANKS} at most, or none for all")
+        if unknown := [rank for rank in request.ranks if not 0 <= rank < world]:
+            raise invalid("ranks", f"the job has no rank {unknown[0]}", f"give 0 to {world - 1}")
+        steps, ranks = request.steps or DEFAULT_TIMELINE_STEPS, tuple(sorted(set(request.ranks)))
         try:
-            data = await self._stored().timeline(job, request.first_step, steps)
+            data = await self._stored().timeline(job, request.first_step, steps, ranks)
         except LookupError as error:
             raise StateError(str(error), reason="NO_TELEMETRY") from error
         except ValueError as error:
-            raise invalid("steps", str(error), "give fewer") from error
+            raise invalid("steps", str(error), "give fewer, or some of the ranks") from error
         for begin in range(0, len(data), PART_BYTES):
             yield driver_pb2.GetTimelineResponse(data=data[begin : begin + PART_BYTES])
 

@@ -1,5 +1,5 @@
 // Fetches the twin of the page, draws it, and draws it anew when the server reports a change.
-import { h } from "./dom.js";
+import { command, h } from "./dom.js";
 import { view } from "./pages.js";
 
 const main = document.getElementById("page");
@@ -8,6 +8,7 @@ const twin = document.getElementById("twin").href;
 let held = null;
 let fetching = false;
 let again = false;
+let once = false;
 
 const states = {
   "not-permitted": ["Not permitted", "Log in again."],
@@ -25,7 +26,8 @@ function draw() {
   const focused = document.activeElement && document.activeElement.id;
   const open = new Set([...main.querySelectorAll("details[open]")].map((each) => each.parentElement.textContent.slice(0, 120)));
   const caret = focused === "filter" ? document.activeElement.selectionStart : null;
-  main.replaceChildren(...view(location.pathname)(held).flat(3).filter(Boolean));
+  main.replaceChildren(...view(location.pathname)(held).flat(3).filter(Boolean),
+    held.command ? h("ul", { class: "commands" }, command({ text: "The same in a terminal", command: held.command })) : "");
   main.removeAttribute("aria-busy");
   for (const each of main.querySelectorAll("details")) if (open.has(each.parentElement.textContent.slice(0, 120))) each.open = true;
   if (focused === "filter") {
@@ -52,7 +54,7 @@ async function load() {
     if (response.ok) {
       held = answer;
       draw();
-      report("live", "live");
+      report(once ? "loaded" : "live", once ? "as it was when loaded" : "live");
     } else fail(answer);
   } catch {
     fail({ state: "away", message: "The dashboard itself does not answer: start it with `megascale dashboard`." });
@@ -91,4 +93,5 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "/") { const field = document.getElementById("filter"); if (field) { field.focus(); event.preventDefault(); } }
 });
 load();
-listen();
+if (location.pathname.endsWith("/timeline")) once = true; // a page that moved would be hard to read
+else listen();

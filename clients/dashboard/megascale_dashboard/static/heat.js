@@ -1,5 +1,5 @@
 // Nodes by switch, coloured by how long they take beside those that do the same work.
-import { command, h, moves, number, table } from "./dom.js";
+import { h, moves, number, table } from "./dom.js";
 
 const REACH = 0.1; // the scale ends at 10 % below and above
 const level = (ratio) => ratio === null ? "none" : Math.round(5 + 5 * Math.max(-1, Math.min(1, (ratio - 1) / REACH)));
@@ -37,6 +37,5 @@ export function heat(data) {
       h("div", { class: "cells", tabindex: "0", role: "group", "aria-label": `nodes of switch ${name || "not named"}; arrows move`, onkeydown: moves },
         nodes.map(([node, ratio]) => h("a", { href: `/nodes/${node}`, tabindex: "-1", class: `cell heat heat-${level(ratio)}`, title: `${node}: ${said(ratio)}`,
           "aria-label": `${node}: ${said(ratio)}` }, level(ratio) === 10 ? "\u25b2" : "")))))),
-    h("ul", { class: "commands" }, command({ text: "the same in a terminal", command: data.command })),
   ];
 }

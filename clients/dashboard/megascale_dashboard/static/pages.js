@@ -1,8 +1,10 @@
 // What each page shows, from its JSON twin.
-import { ago, bytes, chip, clock, commands, eventRows, h, moves, number, percent, short, sign, span, table } from "./dom.js";
+import { ago, bytes, chip, clock, commands, eventRows, h, moves, number, percent, short, sign, span, subjectLink, table } from "./dom.js";
 import { curves } from "./charts.js";
 import { heat } from "./heat.js";
 import { block } from "./ranks.js";
+import { planned, slower } from "./slower.js";
+import { timeline } from "./timeline.js";
 
 const tile = (name, value, more) =>
   h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null));
@@ -48,6 +50,8 @@ function now(data) {
       handled ? `; ${handled} fault${handled > 1 ? "s" : ""} dealt with in the last hour` : ""),
     data.incidents.length ? h("section", {}, h("h2", {}, "What is wrong, or was"), data.incidents.map(incident)) : null,
     data.left_out ? nothing(`${data.left_out} more are not shown.`) : null,
+    data.silences.length ? h("section", {}, h("h2", {}, "Nobody is alerted of"), h("ul", {}, data.silences.map((each) =>
+      h("li", {}, subjectLink(each.subject), ` until ${new Date(1000 * each.until_s).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}: ${each.reason} (${each.actor})`)))) : null,
     h("section", {}, h("h2", {}, "Jobs"), data.jobs.length ? h("div", { class: "cards" }, data.jobs.map(jobCard))
       : nothing("No job is in progress. Submit one: megascale submit job.yaml")),
     data.events.length ? h("section", {}, h("h2", {}, "Newest events"), eventRows(data.events)) : null,
@@ -134,6 +138,8 @@ function goodputBar(parts) {
 
 function whySection(why) {
   return h("section", { class: "why" }, h("h2", {}, "Why it is there"), h("p", { class: "sentence" }, why.sentence),
+    why.root ? h("p", {}, `The logs of attempt ${why.root.attempt} name a root on `, h("a", { href: `/nodes/${why.root.node}` }, why.root.node),
+      why.root.rank === null ? ", its kernel" : `, rank ${why.root.rank}`, ` (${why.root.category}): `, h("code", {}, why.root.line)) : null,
     why.cause || why.actions.length ? h("dl", {},
       why.cause ? [h("dt", {}, "What happened"), h("dd", {}, why.cause.message, " (", why.cause.time_s ? ago(why.cause.time_s) : "now", ")")] : null,
       why.actions.length ? [h("dt", {}, "What the system did"), h("dd", {}, h("ol", {}, why.actions.map((each) => h("li", {}, each.message))))] : null) : null);
@@ -154,10 +160,13 @@ function job(data) {
       tile("replica in memory", data.replicated_step ? `step ${number(data.replicated_step)}` : "\u2013", data.replica_problem ? ` ${data.replica_problem}` : "")),
     data.conditions.map((each) => h("p", { class: "problem" }, each.message, " (", ago(each.since_s), ")")),
     h("p", {}, h("a", { href: `/jobs/${data.name}/ranks`, class: "button" }, `Ranks: ${Object.entries(data.layout).filter(([, size]) => size > 1).map(([axis, size]) => `${axis} ${size}`).join(" \u00d7 ") || "one"}`), " ",
-      h("a", { href: `/jobs/${data.name}/heat`, class: "button" }, "Heat map: who is slow")),
+      h("a", { href: `/jobs/${data.name}/heat`, class: "button" }, "Heat map: who is slow"), " ",
+      h("a", { href: `/jobs/${data.name}/timeline`, class: "button" }, "Timeline: where a step's time goes"), " ",
+      h("a", { href: `/jobs/${data.name}/slower`, class: "button" }, "Why it is slower")),
     h("section", {}, h("h2", {}, "Attempts"), ribbon(data.attempts)),
     h("section", {}, h("h2", {}, "Steps"), data.curves.step.length ? curves(data.curves) : nothing("No step has been completed yet.")),
     whySection(data.why),
+    planned(data.plan),
     commands([...data.why.suggestions, ...data.commands]),
     goodputBar(data.goodput_parts_s),
     h("section", {}, h("h2", {}, "Nodes"), h("p", {}, data.node_names.length ? linked(data.node_names.slice(0, 64)) : "none",
@@ -209,5 +218,7 @@ export function view(path) {
   if (path === "/events") return events;
   if (path.startsWith("/nodes/")) return node;
   if (path.endsWith("/heat")) return heat;
+  if (path.endsWith("/timeline")) return timeline;
+  if (path.endsWith("/slower")) return slower;
   return path.endsWith("/ranks") ? block : job;
 }

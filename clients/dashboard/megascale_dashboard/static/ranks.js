@@ -1,6 +1,6 @@
 // The ranks of a job as a block of tensor x data x pipeline, drawn on a canvas, turned by mouse or
 // arrow keys; the same ranks stand in a table for those who do not see it.
-import { chip, h, number, sign } from "./dom.js";
+import { chip, h, number, sign, span, table } from "./dom.js";
 
 const turned = { yaw: -0.62, pitch: 0.5, selected: 0 };
 const axisColours = { tp: "--axis-tp", dp: "--axis-dp", pp: "--axis-pp" };
@@ -65,9 +65,13 @@ export function block(data) {
     h("h1", {}, "Ranks of ", h("a", { href: `/jobs/${data.name}` }, data.name), " ", chip(data.phase)),
     h("p", { class: "under" }, data.phase_reason),
     data.standstill ? h("p", { class: "problem" }, data.standstill) : null,
+    data.edges.length ? h("p", { class: "legend" }, h("span", { class: "key" }, h("i", { class: "edge" }), "a rank waits for another (all that the selected one waits for, or that wait for it)")) : null,
     h("p", { class: "legend" }, Object.entries(counts).map(([word, count]) => chip(word, ` ${number(count)}`)),
       ["tp", "dp", "pp"].map((axis) => h("span", { class: "key" }, h("i", { class: `axis-${axis}` }), `${axis} ${data.axes[axis]}, ${meaning[axis]}`))),
     h("div", { class: "block" }, canvas, aside),
+    data.behind.length ? h("section", {}, h("h2", {}, "How far they got"), table(["rank", "node", "phase", "step", "silent for", "entered / completed in each group", "in words"], data.behind.map((each) => [
+      h("b", {}, number(each.rank), each.holds_up ? " holds the others up" : ""), h("a", { href: `/nodes/${each.node}` }, each.node), each.phase, number(each.step), span(each.silent_s),
+      each.operations.map((one) => h("span", { class: one.lags ? "lag" : "" }, `${one.group} ${number(one.entered)} / ${number(one.completed)}${one.lags ? " behind" : ""} `)), each.waits]), "ranks of the standstill")) : null,
   ];
 }
 
@@ -156,8 +160,23 @@ function paint(canvas, data) {
     pen.fillStyle = colour(axisColours[axis]); pen.font = "bold 13px system-ui"; pen.textAlign = "left";
     pen.fillText(axis, end[0] + side, end[1] - side);
   }
+  edges(pen, data, spots, colour("--bad"));
   const [x, y] = spots[turned.selected];
   pen.strokeStyle = colour("--text"); pen.lineWidth = 2; pen.strokeRect(x - side / 2 - 3, y - side / 2 - 3, side + 6, side + 6);
+}
+
+// Who waits for whom: all pairs of the selected rank, and a thin veil of the others.
+function edges(pen, data, spots, tone) {
+  pen.strokeStyle = tone;
+  const every = Math.max(1, Math.ceil(data.edges.length / 120));
+  data.edges.forEach(([waits, awaited], at) => {
+    const mine = waits === turned.selected || awaited === turned.selected;
+    if (at % every && waits !== turned.selected) return;
+    pen.globalAlpha = mine ? 0.6 : 0.14; pen.lineWidth = waits === turned.selected ? 2 : 1;
+    pen.beginPath(); pen.moveTo(spots[waits][0], spots[waits][1]); pen.lineTo(spots[awaited][0], spots[awaited][1]); pen.stroke();
+    if (waits === turned.selected) arrow(pen, spots[waits], spots[awaited]);
+  });
+  pen.globalAlpha = 1;
 }
 
 function arrow(pen, from, to) {

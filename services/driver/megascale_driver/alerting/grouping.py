@@ -9,12 +9,14 @@ kept quiet about is counted in its next alert.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from megascale_driver.alerting.severities import SEVERITIES, Severity, rank_of, severity_of
 from megascale_driver.core.events import Audit
+from megascale_driver.core.severities import SEVERITIES, Severity, rank_of, severity_of
+from megascale_driver.core.silencing import silenced
+from megascale_driver.core.standing import Silence
 
 COLLECT_S: Final = 5.0
 REPEAT_S: Final = 600.0
@@ -64,11 +66,15 @@ class Groups:
     def __init__(self, least: Severity = "warning", silenced: Sequence[str] = ()) -> None:
         self._least, self._silenced = rank_of(least), frozenset(silenced)
         self._groups: OrderedDict[Root, _Group] = OrderedDict()
+        self.held_back = 0  # lines that would have alerted, and that an operator has silenced
 
-    def add(self, line: Audit, now_s: float) -> None:
-        """Take in a committed line."""
+    def add(self, line: Audit, now_s: float, silences: Mapping[str, Silence] | None = None) -> None:
+        """Take in a committed line; ``silences`` are the orders of operators."""
         urgency = _urgency(line)
         if urgency < self._least or line.reason in self._silenced:
+            return
+        if silenced(silences or {}, line, now_s):
+            self.held_back += 1
             return
         root = (line.log, line.attempt) if line.log else (line.subject, 0)
         group = self._groups.setdefault(root, _Group())

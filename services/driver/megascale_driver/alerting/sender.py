@@ -112,8 +112,10 @@ class Alerts:
         self._tasks: list[asyncio.Task[None]] = []
 
     def outcomes(self) -> Counter[str]:
-        """How many alerts were sent, failed and dropped, over all webhooks."""
-        return sum((webhook.outcomes for webhook in self.webhooks), Counter())
+        """How many alerts were sent, failed and dropped, over all webhooks; lines silenced."""
+        counts = sum((webhook.outcomes for webhook in self.webhooks), Counter[str]())
+        counts["silenced"] = self._groups.held_back
+        return counts
 
     def start(self) -> None:
         """Begin to send."""
@@ -127,7 +129,7 @@ class Alerts:
         """Take in the lines of a decision."""
         now_s = self._now_s()
         for line in audit:
-            self._groups.add(line, now_s)
+            self._groups.add(line, now_s, new.silences)
         if audit:
             self._changed.set()
 

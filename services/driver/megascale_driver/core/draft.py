@@ -18,7 +18,8 @@ from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.rules import mode_of
-from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root, Tenant
+from megascale_driver.core.standing import Silence, Tenant
+from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
 
 DRIVER = "driver"
 
@@ -34,6 +35,7 @@ class Draft:
         self.jobs: Working[Job] = Working(state.jobs)
         self.requests: Working[Request] = Working(state.requests)
         self.tenants: Working[Tenant] = Working(state.tenants)
+        self.silences: Working[Silence] = Working(state.silences)
         self.breaker: Breaker = state.breaker
         self.leader_since_s = state.leader_since_s
         self.grace_until_s = state.grace_until_s
@@ -161,6 +163,7 @@ class Draft:
             jobs=self.jobs.frozen(),
             requests=self.requests.frozen(),
             tenants=self.tenants.frozen(),
+            silences=self.silences.frozen(),
             breaker=self.breaker,
             log_seq=self._log_seq,
             leader_since_s=self.leader_since_s,

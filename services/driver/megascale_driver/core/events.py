@@ -254,6 +254,18 @@ class QuotaRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SilenceRequested:
+    """An operator asked to alert nobody of a subject for a time; 0 s: to do so again."""
+
+    now_s: float
+    subject: str
+    duration_s: float
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BreakerResetRequested:
     """An operator asked to enforce inferred verdicts again."""
 
@@ -309,6 +321,7 @@ Mutation = (
     | DrainRequested
     | PolicyRequested
     | QuotaRequested
+    | SilenceRequested
     | BreakerResetRequested
     | EvictRequested
     | CordonRequested

@@ -28,6 +28,7 @@ from megascale_driver.core import (
     profiles,
     quotas,
     searching,
+    silencing,
     stragglers,
     suspending,
 )
@@ -61,6 +62,7 @@ from megascale_driver.core.events import (
     RequestKey,
     RestartRequested,
     ResumeRequested,
+    SilenceRequested,
     StragglerFound,
     StreamReset,
     SuspendRequested,
@@ -110,6 +112,7 @@ _ORDERS: dict[type[Any], _Order] = {
     DrainRequested: _Order("DrainNode", _of_node, orders.drain),
     PolicyRequested: _Order("SetPolicy", _of_cluster, orders.set_policy),
     QuotaRequested: _Order("SetQuota", _of_cluster, quotas.order),
+    SilenceRequested: _Order("SilenceAlerts", _of_cluster, silencing.order),
     BreakerResetRequested: _Order("ResetBreaker", _of_cluster, orders.reset_breaker),
     EvictRequested: _Order("EvictNode", _of_node, orders.drain),
     CordonRequested: _Order("CordonNode", _of_node, nodes.set_disposition),

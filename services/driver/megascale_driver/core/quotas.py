@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import QuotaRequested
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Job, Tenant
+from megascale_driver.core.standing import Tenant
+from megascale_driver.core.state import Job
 
 # Of the jobs that are kept and of all quotas. A tenant is a team: a name for each job would make
 # every decision of the queue, every list and every row of metrics as long as there are jobs.

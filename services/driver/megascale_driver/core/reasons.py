@@ -67,6 +67,8 @@ Reason = Literal[
     "SWITCH_LOST",
     "POLICY_SET",
     "QUOTA_SET",
+    "ALERTS_SILENCED",
+    "SILENCE_ENDED",
     "BREAKER_TRIPPED",
     "BREAKER_RESET",
 ]

@@ -20,6 +20,7 @@ from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.platform_sign import REACHED, PlatformSign
 from megascale_driver.core.replica_orders import NodeReplicaOrders
+from megascale_driver.core.standing import Silence, Tenant
 from megascale_driver.core.storing import INLINE, RIDES, SEPARATE, VOLATILE
 
 
@@ -459,14 +460,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
-    """What was ordered about a tenant: the devices that its jobs may hold at once."""
-
-    name: str
-    quota: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Cluster:
     """The driver's whole state.
 
@@ -491,6 +484,8 @@ class Cluster:
     forget_due_s: float = 0.0
     # Those with a quota of their own; for others the driver's option holds.
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    # By subject; one that has ended goes with the next order.
+    silences: Mapping[str, Silence] = field(default_factory=dict)
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""

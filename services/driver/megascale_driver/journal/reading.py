@@ -20,6 +20,7 @@ from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, ServiceError
 from megascale_driver.core import plausible
 from megascale_driver.core.events import Audit
+from megascale_driver.core.standing import Silence, Tenant
 from megascale_driver.core.state import (
     AttemptRecord,
     Breaker,
@@ -28,7 +29,6 @@ from megascale_driver.core.state import (
     Job,
     Node,
     Request,
-    Tenant,
 )
 from megascale_driver.journal import codec, ranges, records
 from megascale_driver.journal.parts import PARTS, joined, named
@@ -82,6 +82,10 @@ class Reader:
             name: tenant for name, value in (await self._table("tenants/")).items()
             if (tenant := self._row(f"tenants/{name}", Tenant, value)) is not None
         }  # fmt: skip
+        silences = {
+            subject: silence for subject, value in (await self._table("silences/")).items()
+            if (silence := self._row(f"silences/{subject}", Silence, value)) is not None
+        }  # fmt: skip
         breaker = await self._breaker({f"parts/{name}": value for name, value in chunks.items()})
         jobs = await self._jobs(await self._table(INDEX))
         await self._log_from("", last_record - CLUSTER_LINES, last_record + records.BLOCK_LINES)
@@ -89,8 +93,9 @@ class Reader:
         last = max((line.seq for _, line in lines if not line.log), default=0)
         unreadable = dict(sorted(self._unreadable.items()))
         cluster = Cluster(
-            nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable, tenants=tenants
-        )
+            nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable, tenants=tenants,
+            silences=silences,
+        )  # fmt: skip
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)
 

@@ -1,11 +1,11 @@
 """Which keys change between two states of the cluster, and to what.
 
 Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
-``nodes/{n}``, ``tenants/{t}``, ``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``,
-``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``, ``index/{j}`` (the names of all jobs, found
-without going through their logs); large fields of a head or an attempt lie in
-chunks under ``jobs/{j}/attempts/{n}/placement/`` and ``jobs/{j}/parts/``, those of the breaker
-under ``parts/`` (:mod:`megascale_driver.journal.parts`).
+``nodes/{n}``, ``tenants/{t}``, ``silences/{subject}``, ``requests/{id}``, ``jobs/{j}/head``,
+``jobs/{j}/specs/{rev}``, ``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``, ``index/{j}`` (the
+names of all jobs, found without going through their logs); large fields of a head or an attempt
+lie in chunks under ``jobs/{j}/attempts/{n}/placement/`` and ``jobs/{j}/parts/``, those of the
+breaker under ``parts/`` (:mod:`megascale_driver.journal.parts`).
 """
 
 from __future__ import annotations
@@ -98,12 +98,8 @@ class Rows:
                 self._forget(f"nodes/{name}")
             elif differs(old.nodes.get(name), node):
                 self._put(batch, f"nodes/{name}", node, lambda _: "parts/", old.nodes.get(name))
-        for name in changed_keys(old.tenants, new.tenants):
-            if (tenant := new.tenants.get(name)) is None:
-                batch.changes.append(Change(f"tenants/{name}"))
-                self._forget(f"tenants/{name}")
-            else:
-                self._put(batch, f"tenants/{name}", tenant, lambda _: "parts/")
+        self._small(batch, "tenants/", old.tenants, new.tenants)
+        self._small(batch, "silences/", old.silences, new.silences)
         if differs(old.breaker, new.breaker):
             self._put(batch, "breaker", new.breaker, lambda _: "parts/")
         for name in changed_keys(old.requests, new.requests):
@@ -111,6 +107,17 @@ class Rows:
             value_or_none = None if request is None else codec.dump(request)
             batch.changes.append(Change(f"requests/{name}", value_or_none))
         return batch
+
+    def _small(
+        self, batch: Batch, folder: str, old: Mapping[str, Any], new: Mapping[str, Any]
+    ) -> None:
+        """Rows without parts, one for each name."""
+        for name in changed_keys(old, new):
+            if (value := new.get(name)) is None:
+                batch.changes.append(Change(f"{folder}{name}"))
+                self._forget(f"{folder}{name}")
+            else:
+                self._put(batch, f"{folder}{name}", value, lambda _: "parts/")
 
     def _remove_job(self, batch: Batch, name: str) -> None:
         """Everything of a job goes, with what this decision would have added to it."""

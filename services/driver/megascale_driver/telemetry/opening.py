@@ -81,10 +81,10 @@ class Telemetry:
 
         self.intake, self.views = intake, views
         parts = views, lambda: engine.state, engine.clock.now_s, engine.post
-        stragglers, self.plans = StragglerWatch(*parts), PlanWatch(*parts, calibrations)
+        self.stragglers, self.plans = StragglerWatch(*parts), PlanWatch(*parts, calibrations)
         self._tasks = [
             asyncio.create_task(intake.run(), name="spans"),
-            asyncio.create_task(stragglers.run(), name="stragglers"),
+            asyncio.create_task(self.stragglers.run(), name="stragglers"),
             asyncio.create_task(self.plans.run(), name="plans"),
         ]
 

@@ -117,9 +117,15 @@ class SpanStore:
         return min(held.newest_of.values(), default=held.newest_step)
 
     def read(
-        self, job: str, attempt: int, first: int, last: int, names: Sequence[str] = ()
+        self,
+        job: str,
+        attempt: int,
+        first: int,
+        last: int,
+        names: Sequence[str] = (),
+        ranks: Sequence[int] = (),
     ) -> tuple[Columns, tuple[Op, ...]]:
-        """The spans of steps ``first`` to ``last``, of operations with these names (all: empty).
+        """The spans of steps ``first`` to ``last``, of these operations and ranks (all: empty).
 
         Returns:
             The columns of :class:`megascale_driver.analysis.spans.table.SpanTable`, without order,
@@ -140,7 +146,10 @@ class SpanStore:
             "SELECT * FROM read_parquet($files) "
             "WHERE step BETWEEN $first AND $last AND list_contains($ops, op)"
         )
-        given = {"files": files, "first": first, "last": last, "ops": wanted}
+        given: dict[str, Any] = {"files": files, "first": first, "last": last, "ops": wanted}
+        if ranks:
+            query += " AND list_contains($ranks, rank)"
+            given["ranks"] = list(ranks)
         with duckdb.connect() as connection:
             found = connection.execute(query, given).fetchnumpy()
         return {name: np.asarray(found[name], kind) for name, kind in _dtypes().items()}, ops

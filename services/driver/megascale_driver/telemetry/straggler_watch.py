@@ -33,6 +33,11 @@ class StragglerWatch:
     ) -> None:
         self._views, self._state, self._now_s, self._post = views, state, now_s, post
         self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
+        self._ratios: dict[str, dict[str, float]] = {}  # by job: slow nodes
+
+    def ratios(self) -> dict[str, float]:
+        """By node that is slow now: how many times as long it takes as the others."""
+        return {node: ratio for slow in self._ratios.values() for node, ratio in slow.items()}
 
     async def run(self) -> None:
         """Look for ever."""
@@ -47,13 +52,17 @@ class StragglerWatch:
         """Evaluate the jobs that are due."""
         jobs = [job for job in self._state().jobs.values() if job.phase is JobPhase.RUNNING]
         self._seen = {name: seen for name, seen in self._seen.items() if name in self._state().jobs}
+        running = {job.name for job in jobs}
+        self._ratios = {name: slow for name, slow in self._ratios.items() if name in running}
         for job in jobs:
             step = await self._views.newest_step(job)
             attempt, last = self._seen.get(job.name, (0, 0))
             if attempt == job.attempt and step < last + RULE.window_steps:
                 continue
             self._seen[job.name] = job.attempt, step
-            for found in await self._views.slow_nodes(job, RULE):
+            slow = await self._views.slow_nodes(job, RULE)
+            self._ratios[job.name] = {found.node: found.ratio for found in slow}
+            for found in slow:
                 self._post(
                     StragglerFound(
                         self._now_s(), job.name, job.attempt, found.node, found.rank, found.op,

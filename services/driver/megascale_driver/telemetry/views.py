@@ -72,15 +72,19 @@ class SpanViews:
         await self._intake.store_waiting()
         return await self._intake.ask(self._decline, job, steps, split)
 
-    async def timeline(self, job: Job, first: int, steps: int) -> bytes:
+    async def timeline(
+        self, job: Job, first: int, steps: int, ranks: tuple[int, ...] = ()
+    ) -> bytes:
         """A compressed trace of ``steps`` steps from ``first`` (0: the newest) on.
+
+        ``ranks``: of these alone; empty: of all.
 
         Raises:
             LookupError: there are no spans of these steps.
             ValueError: there are more than MAX_TRACED.
         """
         await self._intake.store_waiting()
-        return await self._intake.ask(self._timeline, job, first, steps, self._exchanges())
+        return await self._intake.ask(self._timeline, job, first, steps, ranks, self._exchanges())
 
     def _table(self, job: Job, steps: int, names: tuple[str, ...] = ()) -> SpanTable:
         """Spans of the newest ``steps`` steps."""
@@ -88,8 +92,15 @@ class SpanViews:
         # The newest step may still lack some ranks.
         return self._read(job, max(0, newest - steps), newest - 1, names)
 
-    def _read(self, job: Job, first: int, last: int, names: tuple[str, ...] = ()) -> SpanTable:
-        columns, ops = self._store.read(job.name, job.attempt, first, last, names)
+    def _read(
+        self,
+        job: Job,
+        first: int,
+        last: int,
+        names: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
+    ) -> SpanTable:
+        columns, ops = self._store.read(job.name, job.attempt, first, last, names, ranks)
         nodes = [""] * job.config.layout.world_size
         for slot in job.slots:
             for rank in slot.ranks:
@@ -134,12 +145,17 @@ class SpanViews:
         return answer
 
     def _timeline(
-        self, job: Job, first: int, steps: int, exchanges: Mapping[str, Sequence[Exchange]]
+        self,
+        job: Job,
+        first: int,
+        steps: int,
+        ranks: tuple[int, ...],
+        exchanges: Mapping[str, Sequence[Exchange]],
     ) -> bytes:
         # All ranks have to be there; the newest step of one may still be written to.
         last = self._store.complete_step(job.name, job.attempt) - 1
         first = first or max(0, last - steps + 1)
-        table = self._read(job, first, min(first + steps - 1, last))
+        table = self._read(job, first, min(first + steps - 1, last), ranks=ranks)
         if not len(table):
             raise LookupError("there are no spans of these steps")
         if len(table) > MAX_TRACED:

@@ -80,13 +80,13 @@ class _Edge:
 def clocks(
     table: SpanTable, heartbeats: Mapping[str, Sequence[Exchange]] | None = None
 ) -> dict[str, Clock]:
-    """The clock of each node of ``table`` against that of rank 0's node.
+    """The clock of each node of ``table`` against the node of the lowest rank that has spans.
 
     Each goes the way with the least error: through collectives that two nodes share, or through the
     driver. What contradicts the heartbeats by more than both errors is not believed.
     """
     by_heartbeat = list(_of_heartbeats(heartbeats or {}))
-    reference = table.nodes[0]
+    reference = table.nodes[int(table.rank.min()) if len(table) else 0]
     direct = _joined(reference, by_heartbeat)
     best = _joined(reference, [*by_heartbeat, *_of_exits(table)])
     found: dict[str, Clock] = {}

@@ -47,7 +47,10 @@ def merged(table: SpanTable, found: Mapping[str, Clock]) -> dict[str, Any]:
         for place, phase, at in ((source, "s", start_ns), (target, "f", inside_ns)):
             event = _event(table, place, phase, at - begin_ns) | {"id": number, "cat": "order"}
             events.append(event | {"name": name} | ({"bp": "e"} if phase == "f" else {}))
-    clocks_in_words = {f"clock of {node}": _words(clock) for node, clock in found.items()}
+    present = {table.nodes[rank] for rank in np.unique(table.rank).tolist()}
+    clocks_in_words = {
+        f"clock of {node}": _words(clock) for node, clock in found.items() if node in present
+    }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": clocks_in_words}
 
 
