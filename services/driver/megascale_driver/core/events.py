@@ -15,6 +15,7 @@ from megascale_driver.analysis.divergence import Divergence
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.state import Identity, Report
+from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +398,8 @@ Event = (
     | GroupChecked
     | LossDiverged
     | StragglerFound
+    | TrafficStood
+    | TrafficChanged
     | PlanCompared
     | RecordRefused
 )
