@@ -29,6 +29,7 @@ ALERTS: Final[Mapping[Reason, Severity]] = {
     "TRAFFIC_DECLINED": "warning",
     "TRAFFIC_FLUCTUATES": "warning",
     "SLOWER_THAN_PLAN": "warning",
+    "KERNEL_FAULT": "warning",
     "LOG_ROOT_FOUND": "warning",
     "WORKER_OUT_OF_MEMORY": "warning",
     "SNAPSHOT_DAMAGED": "warning",

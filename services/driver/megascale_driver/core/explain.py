@@ -36,6 +36,7 @@ CAUSES = frozenset(
     {
         "WORKER_EXITED",
         "WORKER_OUT_OF_MEMORY",
+        "KERNEL_FAULT",
         "HANG_SUSPECTED",
         "TRAFFIC_STOPPED",
         "LOSS_DIVERGED",

@@ -17,6 +17,7 @@ Reason = Literal[
     "ATTEMPT_STOPPED",
     "WORKER_EXITED",
     "WORKER_OUT_OF_MEMORY",
+    "KERNEL_FAULT",
     "LOG_ROOT_FOUND",
     "HANG_SUSPECTED",
     "LOSS_DIVERGED",
