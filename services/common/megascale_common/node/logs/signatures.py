@@ -55,12 +55,15 @@ _HARMLESS = (
           pattern=r"Setup Custom allreduce failed|Custom allreduce is disabled"),
     _text("nfs-recovered", "benign", "benign", "none", "nfs: server",
           pattern=r"nfs: server \S+ OK"),
+    # What is left on NFS of a file that was removed while open: its removal fails, nothing else.
+    _text("nfs-removed", "benign", "benign", "none", "resource busy",
+          pattern=r"resource busy: '\S*\.nfs[0-9a-f]+"),
     _text("framework-noise", "benign", "benign", "none", "Unable to register cu",
           "placer already registered", "read from SysFS had negative value",
           "Failed to load image Python extension", "couldn't load driver 'lib",
           "XDG_RUNTIME_DIR not set", "loss scaler reducing", "perf: interrupt took too long",
           "Could not load dynamic library", "ACPI Error", "ACPI BIOS Error",
-          "perf_event_max_sample_rate"),
+          "lowering kernel.perf_event"),
 )  # fmt: skip
 
 _GPU = (
@@ -100,6 +103,7 @@ _GPU = (
           pattern=r"NVSwitch fatal error", kernel=True),
     _text("fabric-switch", "nvlink_error", "root", "alert", "NVSwitch",
           pattern=r"NVSwitch non-fatal error", kernel=True),
+    _text("cuda-peer-memory", "nvlink_error", "root", "restart", "peer GPU memory over nvlink"),
     _text("cuda-contained", "gpu_ecc_uncorrectable", "root", "restart", "cudaErrorContained"),
     _text("nvml-mismatch", "driver_mismatch", "root", "evict_restart", "ersion mismatch",
           "does not match DSO version",
@@ -129,17 +133,19 @@ _GPU = (
           "no CUDA-capable device", "cudaErrorNoDevice", "cudaErrorInitializationError",
           "CUDA error: initialization error", "No devices were found", "CUDA_ERROR_NO_DEVICE",
           "CUDA unknown error", "CUDA driver initialization failed",
-          "Failed to initialize NVML: Unknown", "Found no NVIDIA driver", "failed call to cuInit",
-          "nvidia-container-cli: initialization error", "nvidia-container-cli: device error",
+          "Failed to initialize NVML", "Found no NVIDIA driver", "failed call to cuInit",
+          "nvidia-container-cli",
           "could not select device driver", "from cudaGetDeviceCount", "CUDA_ERROR_NOT_INITIALIZED",
           "Cuda failure 'initialization error'", "Cuda failure 3 'initialization error'",
-          "libcuda.so.1: cannot open", "ErrorOperatingSystem", "OS call failed"),
+          "libcuda.so.1: cannot open", "ErrorOperatingSystem", "OS call failed",
+          pattern=r"^(?!.*nvidia-container-cli)|nvidia-container-cli\S*: \w+ error"),
     _text("cuda-oom", "cuda_oom", "root", "stop", "CUDA out of memory", "ErrorMemoryAllocation",
           "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "Cuda failure", "Failed to CUDA",
           "CUDA_ERROR_OUT_OF_MEMORY", "HIP out of memory", "OutOfMemoryError",
           "RESOURCE_EXHAUSTED", "cudaMalloc failed", "OOM when allocating tensor",
           "STATUS_NOT_INITIALIZED", "ResourceExhaustedError",
-          pattern=r"OOM when allocating|CUBLAS_STATUS_NOT_INITIALIZED|out of memory|ErrorMemoryAllocation|STATUS_ALLOC_FAILED|OUT_OF_MEMORY"
+          pattern=r"OOM when allocating|CUBLAS_STATUS_NOT_INITIALIZED|out of memory"
+                  r"|ErrorMemoryAllocation|STATUS_ALLOC_FAILED|OUT_OF_MEMORY"
                   r"|Failed to CUDA (m|c)alloc|OutOfMemoryError|RESOURCE_EXHAUSTED: Out of memory"),
     _text("cuda-assert", "cuda_device_assert", "root", "stop", "device-side assert",
           "cudaErrorAssert"),
@@ -161,10 +167,15 @@ _GPU = (
 )  # fmt: skip
 
 _HOST = (
+    _text("dimm-cper-ue", "host_dimm_ue", "root", "evict_restart", "multi-bit ECC",
+          pattern=r"\[Hardware Error\].*multi-bit ECC", kernel=True),
+    _text("dimm-cper-ce", "host_dimm_ce", "root", "alert", "single-bit ECC",
+          pattern=r"\[Hardware Error\].*single-bit ECC", kernel=True),
     _text("dimm-ue", "host_dimm_ue", "root", "evict_restart", "EDAC", "Memory failure: 0x",
           "Uncorrected error", "ncorrected hardware memory error", "ncorrectable memory error",
           "hardware memory corruption", "Uncorrectable ECC",
-          pattern=r"hardware memory corruption|(Memory|DIMM).*Uncorrectable ECC|EDAC .*\b\d+ UE\b|Memory failure: 0x|Uncorrected error\s*$"
+          pattern=r"hardware memory corruption|(Memory|DIMM).*Uncorrectable ECC|EDAC .*\b\d+ UE\b"
+                  r"|Memory failure: 0x|Uncorrected error\s*$"
                   r"|[Uu]ncorrected hardware memory|[Uu]ncorrectable memory error", kernel=True),
     _text("dimm-ce", "host_dimm_ce", "root", "alert", "EDAC", "orrected memory error",
           "orrected error, no action", "orrected read error", "MEMORY CONTROLLER",
@@ -182,10 +193,12 @@ _HOST = (
           pattern=r"rcu\w*:? .*detected (expedited )?stalls?|self-detected stall", kernel=True),
     _text("kernel-oops", "host_lockup", "root", "evict_restart", "kernel BUG at", "Oops: ",
           "general protection fault,",
-          pattern=r"kernel BUG at|\bOops: [0-9a-f]{4} \[#\d+\]|(?<!traps: )general protection fault, ", kernel=True),
+          pattern=r"kernel BUG at|\bOops: [0-9a-f]{4} \[#\d+\]"
+                  r"|(?<!traps: )general protection fault, ", kernel=True),
     _text("lockup", "host_lockup", "root", "evict_restart", "oft lockup", "hard LOCKUP",
           "ernel panic", "ernel Panic", "BUG: unable to handle", kernel=True),
-    _text("hung-task", "host_hung_task", "root", "alert", "blocked for more than", kernel=True),
+    _text("hung-task", "host_hung_task", "root", "alert", "blocked for more than",
+          "hung_task_timeout_secs", kernel=True),
     _text("host-oom", "host_oom", "root", "restart", "ut of memory: Kill", "oom-kill",
           "out-of-memory handler", "oom_kill event", "OOM Killed", "OOMKilled", ": Out Of Memory",
           kernel=True),
@@ -196,7 +209,8 @@ _HOST = (
     _text("disk-failed", "host_disk_failed", "root", "evict_restart", "ilesystem",
           "Disk failure on", "after reset failure", "after probe failure", "Corruption detected",
           "etadata corruption",
-          pattern=r"XFS .*([Cc]orruption (of|detected)|Metadata corruption)|Remounting filesystem read-only|XFS .*Shutting down filesystem"
+          pattern=r"XFS .*([Cc]orruption (of|detected)|Metadata corruption)"
+                  r"|Remounting filesystem read-only|XFS .*Shutting down filesystem"
                   r"|md/raid.*Disk failure on|Disabling device after reset failure"
                   r"|Removing after probe failure", kernel=True),
     _text("disk", "host_disk_failed", "root", "alert", "Buffer I/O error", "reset controller",
@@ -205,7 +219,8 @@ _HOST = (
           "timeout, completion polled", "critical medium error", "critical target error",
           "EXT4-fs error", "metadata I/O error", "BTRFS error", "Unrecovered read error",
           "failed command: ", "exception Emask", kernel=True),
-    _text("nic-power", "pcie_error", "root", "alert", "insufficient power on the PCIe", kernel=True),
+    _text("nic-power", "pcie_error", "root", "alert", "insufficient power on the PCIe",
+          kernel=True),
     _text("nccl-segv", "unknown", "root", "alert", "in libnccl.so"),
 )  # fmt: skip
 
@@ -231,7 +246,8 @@ _NETWORK = (
           pattern=r"(?i:local catastrophic error|async fatal event|device fatal)|DEVICE_FATAL"
                   r"|mlx5_core .*(health compromised|firmware internal error"
                   r"|Fatal error \d+ detected|device's health compromised)"),
-    _text("nic-stalls", "rdma_device_fatal", "root", "alert", "NETDEV WATCHDOG", "TX timeout detected",
+    _text("nic-stalls", "rdma_device_fatal", "root", "alert", "NETDEV WATCHDOG",
+          "TX timeout detected",
           "assert_var", "wait_func",
           pattern=r"NETDEV WATCHDOG|TX timeout detected|mlx5\w* .*(assert_var|wait_func.* timeout)",
           kernel=True),
@@ -244,9 +260,11 @@ _NETWORK = (
                   r"|Port module event.*High Temperature"),
     _text("rdma-qp", "rdma_qp_setup_failed", "root", "restart", "ibv_modify_qp", "modify QP",
           "ibv_create_qp", "ibv_create_ah", "ibv_query_gid", "create QP",
-          "rdma_resolve_", "change QP",
-          pattern=r"ibv_modify_qp\S* failed|([Ff]ailed|[Uu]nable) to (modify|create|change) (\w+ )?QP"
-                  r"|ibv_(create_ah|query_gid)\S* failed|[Cc]ouldn't create QP"
+          "rdma_resolve_", "change QP", "failed to create", "obj_create(QP)",
+          pattern=r"ibv_modify_qp\S* failed|([Ff]ailed|[Uu]nable) to (modify|create"
+                  r"|change) (\w+ )?QP"
+                  r"|obj_create\(QP\) failed|ibv_(create_ah|query_gid)\S* failed"
+                  r"|[Cc]ouldn't create QP"
                   r"|rdma_resolve_(addr|route)\S* .*(failed|error)"
                   r"|ibv_create_qp\S* failed(?!.*Cannot allocate memory)"),
     _text("rdma-memlock", "memlock_limit", "root", "stop", "Cannot allocate memory", "MEMLOCK",
@@ -293,7 +311,8 @@ _COMMUNICATION = (
           "timeout caused pair closure", "tensors were submitted to be reduced", "Stalled ranks",
           "Stalled ops", "barrier timed out", "timed out in barrier",
           pattern=r"tensors were submitted to be (reduced|broadcast)|Stalled (ranks|ops)"
-                  r"|barrier timed out|timed out in barrier|operation timeout|checkTimeout|ncclCommWatchdog|error or timeout"
+                  r"|barrier timed out|timed out in barrier|operation timeout|checkTimeout"
+                  r"|ncclCommWatchdog|error or timeout"
                   r"|failure detected by watchdog at work"
                   r"|imeout at NCCL work|timeout caused pair closure"
                   r"|Timed out waiting \d+ms for (recv|send)"),
@@ -308,9 +327,13 @@ _COMMUNICATION = (
           "DistStoreError", "failed to connect/validate", "store based barrier", "to any network",
           "Socket Timeout", "connect() timed out", "connectFullMesh failed",
           "No route to host", "Connection timed out", "Network is unreachable", "TCPStore",
+          "waitForInput", "Name or service not known", "failure in name resolution",
+          "host not found", "getaddrinfo failed",
           pattern=r"(?i:connect) .*(Connection timed out|No route to host|Network is unreachable)"
                   r"|NCCL WARN .*(Connection timed out|No route to host|Network is unreachable)"
-                  r"|TCPStore.*timed out|Rendezvous\w+Error|socket has timed out|wait timeout after|Socket Timeout"
+                  r"|TCPStore.*timed out|waitForInput: .*timed out|Name or service not known"
+                  r"|failure in name resolution|host not found|getaddrinfo failed"
+                  r"|Rendezvous\w+Error|socket has timed out|wait timeout after|Socket Timeout"
                   r"|waiting for (workers|clients)|connect/validate|Timed out initializing"
                   r"|failed to connect to any network|connect\(\) timed out|connectFullMesh failed",
           weak=True),
@@ -341,7 +364,8 @@ _FILES_AND_NUMBERS = (
                   r"|to 0 (of the \d+ minReplication )?nodes"
                   r"|botocore\.exceptions\.(\w*Timeout\w*|EndpointConnection\w*|ConnectionClosed\w*"
                   r"|ResponseStreaming\w*|HTTPClientError|SSLError|IncompleteReadError)"
-                  r"|google\.api_core\.exceptions\.(ServiceUnavailable|TooManyRequests|GatewayTimeout"
+                  r"|google\.api_core\.exceptions\.(ServiceUnavailable|TooManyRequests"
+                  r"|GatewayTimeout"
                   r"|InternalServerError|RetryError)|azure\.core\.exceptions\.(Service\w+|Http\w+)"
                   r"|gcsfs\.retry\.HttpError|AzureHttpError|hdfs\.util\.HdfsError"),
     _text("storage-write", "storage_write_failed", "root", "restart", "StreamWriter failed",
@@ -353,11 +377,14 @@ _FILES_AND_NUMBERS = (
                   r"|\bOSError.*[Rr]ead-only file system|Remote I/O error"),
     _text("nan", "numeric_nan", "root", "stop", "NaN", "nan", "NAN", "Invalid loss",
           "not finite", "on-finite", "Minimum loss scale reached", "loss scale already at minimum",
-          "NanLossDuring", "`nan`", "NaN detected", "nan detected", "are Nan", "gradients are",
-          pattern=r"Minimum loss scale reached|loss scale already at minimum|NanLossDuring"
-                  r"|contains either `inf`, `nan`|(?i:(?<!no )\bnans? (loss|gradients?|values?)? ?(was |were )?"
+          "NanLossDuring", "`nan`", "NaN or Inf found", "NaN detected", "nan detected", "Nan/Inf",
+          pattern=r"NaN or Inf found|^\s*(step )?\d+[ \t:,]+nan\s*$|Minimum loss scale reached"
+                  r"|loss scale already at minimum|NanLossDuring"
+                  r"|contains either `inf`, `nan`|(?i:(?<!no )\bnans? (loss|gradients?"
+                  r"|values?)? ?(was |were )?"
                   r"(detected|encountered|found) (in|at|for|during))|(?i:(detected|found) nans? )"
-                  r"|gradients are Nan/Inf|total norm .*is non-finite|diverged with loss = NaN|found NaN|(became|is) (infinite or )?NaN|NaN or Inf (found )?in (loss|grad)"
+                  r"|gradients are Nan/Inf|total norm .*is non-finite|diverged with loss = NaN"
+                  r"|found NaN|(became|is) (infinite or )?NaN|NaN or Inf (found )?in (loss|grad)"
                   r"|(?i:(grad[_ ]norm|\bloss)['\"]?[:=] ?nan\b)|Unexpected result nan"
                   r"|(?i:loss (is|=) ?(nan|inf)\b)|Invalid loss, terminating"
                   r"|returned nan values in|(?i:loss is (not finite|non-finite))"),
@@ -365,13 +392,16 @@ _FILES_AND_NUMBERS = (
 
 _ENDS = (
     _text("slurm-preempted", "scheduler_preempted", "root", "restart", "CANCELLED AT",
-          "job is preempted", pattern=r"DUE TO (PREEMPTION|JOB REQUEUE|NODE FAILURE)|preempted"),
+          "job is preempted", "Node failure on", pattern=r"DUE TO (PREEMPTION|JOB REQUEUE"
+                  r"|NODE FAILURE)|preempted|Node failure on"),
     _text("slurm-ended", "scheduler_ended", "root", "none", "CANCELLED AT"),
     _text("sigkill", "sigkill_unknown", "secondary", "restart", "xitcode", "SIGKILL",
           "signal: Killed", "Killed", "exit code 137", "ignal 9",
           "return code = -9", "xit code: 137", "xited with code 137", "xit status 137",
           "xitCode", "was sent SIGKILL", "(SIGKILL)",
-          pattern=r"(?i:exit(ed with)? ?(code|status):? ?137\b)|was sent SIGKILL|\(SIGKILL\)|exitcode\s*: -9\b|[Ss]ignal 9\b|Signals\.SIGKILL|signal: Killed|^\s*Killed\s*$"
+          pattern=r"\btasks? \S+: Killed|(?i:exit(ed with)? ?(code|status):? ?137\b)"
+                  r"|was sent SIGKILL|\(SIGKILL\)|exitcode\s*: -9\b|[Ss]ignal 9\b"
+                  r"|Signals\.SIGKILL|signal: Killed|^\s*Killed\s*$"
                   r"|line \d+:\s+\d+ Killed|exit code 137|return code = -9\b"),
     _text("peer-closed", "peer_closed_secondary", "secondary", "none", "Connection closed by",
           "onnection reset by peer", "Broken pipe", "Socket recv failed", "ncclRemoteError",
@@ -379,11 +409,15 @@ _ENDS = (
           "[Service thread] E", "[Service thread] C", "Connection refused",
           "Proxy Call to rank", "monitoredBarrier", "got 0 bytes", "Socket closed",
           "lost communication with", "HorovodInternalError", "onnection was closed by",
-          "Software caused connection abort", "closed the connection",
-          pattern=r"UNAVAILABLE.*Socket closed|lost communication with a remote|HorovodInternalError"
-                  r"|Software caused connection abort|peer closed the connection|Connection closed by (remote )?peer|reset by peer|Broken pipe|recv failed"
+          "Software caused connection abort", "closed the connection", "Horovod has been shut down",
+          "ranks finished execution",
+          pattern=r"UNAVAILABLE.*Socket closed|lost communication with a remote"
+                  r"|HorovodInternalError"
+                  r"|Horovod has been shut down|ranks finished execution"
+                  r"|Software caused connection abort|peer closed the connection"
+                  r"|Connection closed by (remote )?peer|reset by peer|Broken pipe|recv failed"
                   r"|ncclRemoteError|remote process exited|sendBytes|recvValue"
-                  r"|WARN \[(Proxy Service|Service thread)|NCCL WARN.*Connection refused"
+                  r"|WARN \[(Proxy Service|Service thread)|\bWARN .*Connection refused"
                   r"|Proxy Call to rank \d+ failed|reached monitoredBarrier, but received errors"
                   r"|[Ff]ailed to recv, got 0 bytes"),
     _text("teardown", "teardown_secondary", "teardown", "none", "death signal", "closing signal",
@@ -405,7 +439,9 @@ WRAPPER = Kind("unknown-wrapper", "unknown", "root", "alert", weak=True)
 FATAL = Kind("unknown-fatal", "unknown", "root", "alert")
 FATAL_LITERALS = ("rror", "ERROR", "xception", "atal", "FATAL", "NCCL WARN", "terminate called",
                   "egmentation fault", "core dumped", "corruption", "heck failed", "xitcode",
-                  "Root Cause", "ASSERT FAILED")  # fmt: skip
+                  "Root Cause", "ASSERT FAILED", " WARN ", "unexpected system error",
+                  "ncclCommInit",
+                  "interface found")  # fmt: skip
 IGNORED = re.compile(
     r"NCCL INFO|^frame #\d|During handling of the above|another exception occurred"
     r"|\[Hardware Error\]|\b(?:0|no) errors?\b|stack trace: \*\*\*|^\s+File \""
@@ -420,5 +456,6 @@ WRAPPERS = re.compile(
 FATAL_PATTERN = re.compile(
     r"\b\w*(?:Error|Exception)\b|\b(?:ERROR|FATAL|[Ff]atal|[Ee]rror:)|NCCL WARN|terminate called"
     r"|[Ss]egmentation fault|core dumped|corruption|[Cc]heck failed|exitcode|Root Cause"
-    r"|INTERNAL ASSERT FAILED"
+    r"|INTERNAL ASSERT FAILED|\.(?:h|cc|cu):\d+ WARN |unexpected system error"
+    r"|ncclCommInit\w*\(.*\) failed|no socket interface found"
 )
