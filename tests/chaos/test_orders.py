@@ -154,6 +154,7 @@ async def test_rules_are_listed_observed_and_enforced(
             "log-root",
             "over-eviction",  # inferred, so observed until somebody has it enforced
             "straggler",
+            "traffic",
         }
         answer = await client.set_policy("hang", PolicyMode.OBSERVE, "a profile")
         assert answer.rule.mode == PolicyMode.OBSERVE and "only logged" in answer.consequence

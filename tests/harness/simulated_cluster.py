@@ -17,6 +17,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.group_search import Answer
+from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import machine
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
@@ -90,6 +91,10 @@ class SimulatedNode:
     stalled_until_attempt: int = 0
     # Checks of groups that it is in fail.
     fails_with_others: bool = False
+    kind: str = "cpu"  # of its devices
+    # What its kernel has logged, reported with the logs of its newest attempt.
+    kernel_log: tuple[Observation, ...] = ()
+    logs_of: tuple[str, int] = ("", 0)
 
     def workers_run(self) -> bool:
         """Whether worker processes exist."""
@@ -114,7 +119,7 @@ class SimulatedNode:
         )
 
     def identity(self) -> Identity:
-        devices = tuple(Device(i, "cpu") for i in range(self.devices))
+        devices = tuple(Device(i, self.kind) for i in range(self.devices))
         endpoint = f"{self.name}:1"
         return Identity(self.incarnation, devices=devices, topology={"switch": self.switch},
                         executor_endpoint=endpoint, checkpoint_endpoint=endpoint)  # fmt: skip
@@ -321,9 +326,11 @@ class SimulatedCluster:
             else None
         )
         statuses = node.statuses(slot.ranks, self.now_s) if slot is not None else ()
+        if node.job:
+            node.logs_of = node.job, node.attempt
         return Report(
             node.desired_version, node.job, node.attempt, node.phase, "", node.workers, statuses,
-            node.checks, store, progress,
+            node.checks, store, progress, logs_of=node.logs_of, logs=node.kernel_log,
         )  # fmt: skip
 
     def _command(self, name: str) -> None:

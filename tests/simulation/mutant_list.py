@@ -328,8 +328,8 @@ MUTANTS = (
     # over-eviction
     _driver(
         "over-evict although nobody has allowed it", "core/rules.py",
-        'OBSERVED: frozenset[str] = frozenset({"over-eviction", "log-root", "straggler"})',
-        'OBSERVED: frozenset[str] = frozenset({"log-root", "straggler"})',
+        'frozenset({"over-eviction", "log-root", "straggler", "traffic"})',
+        'frozenset({"log-root", "straggler", "traffic"})',
     ),
     _driver(
         "over-evict although nobody stands by", "core/searching.py",

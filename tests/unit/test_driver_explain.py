@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import typer
 from tests.harness.desk import POLICY, Desk, exited
+from tests.harness.kernel_lines import gpu_falls_off
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_cli.app import build_app
@@ -125,6 +126,11 @@ def job_hangs(desk: Desk) -> None:
                 desk.report(slot.node, AttemptPhase.RUNNING, statuses=pages)
 
 
+def kernel_reports(desk: Desk) -> None:
+    desk.run()
+    gpu_falls_off(desk, "n2")
+
+
 def opening_fails(desk: Desk) -> None:
     prepared(desk)
     while desk.job().phase is JobPhase.PREPARING:
@@ -158,6 +164,7 @@ FAULTS: dict[str, tuple[Callable[[Desk], None], str, str]] = {
     "OUT_OF_MEMORY": (worker("OUT_OF_MEMORY"), "WORKER_OUT_OF_MEMORY", "megascale plan FILE"),
     FaultKind.DEADLINE: (preparing_takes_too_long, "", "megascale nodes"),
     FaultKind.HANG: (job_hangs, "HANG_SUSPECTED", "megascale logs a --rank 0 --attempt 1"),
+    FaultKind.KERNEL_FAULT: (kernel_reports, "KERNEL_FAULT", "megascale diagnose n2"),
     FaultKind.OPEN_FAILED: (opening_fails, "", "megascale checkpoint list a"),
 }  # fmt: skip
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from tests.harness.desk import POLICY, Desk, exited
+from tests.harness.kernel_lines import OFF_BUS, logs
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common.node.logs.matcher import Matcher
 from megascale_driver import wire
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.core.events import Audit, PolicyRequested
@@ -16,7 +16,6 @@ from megascale_driver.core.explain import explanation
 from megascale_driver.core.state import AttemptPhase, JobPhase
 from megascale_driver.presence import reports
 
-OFF_BUS = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB."
 TIMEOUT = (
@@ -24,13 +23,6 @@ TIMEOUT = (
     "WorkNCCL(SeqNum=9, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1802212 milliseconds"
 )
 CLOSED = "NCCL WARN socketProgress: Connection closed by remote peer node2<42830>"
-
-
-def logs(*lines: str, rank: int = -1, at_s: float = 1000.0) -> tuple[Observation, ...]:
-    matcher = Matcher()
-    matcher.feed("\n".join(lines).encode())
-    matcher.close()
-    return tuple(Observation("", one, at_s, rank) for one in matcher.take())
 
 
 def desk_of(*nodes: str) -> Desk:

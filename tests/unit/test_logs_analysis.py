@@ -52,7 +52,9 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
     assert result.recall >= 0.9, "" if held_out else result.wrong
 
 
-@pytest.mark.parametrize(("name", "count"), [("later", 25), ("newer", 65), ("newest", 20)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("later", 25), ("newer", 65), ("newest", 20), ("unseen", 51)]
+)
 def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:
     lines = (CORPUS.parent / f"{name}.jsonl").read_text().split("\n")
     result = score(read(line) for line in lines if line)

@@ -28,6 +28,7 @@ from megascale_driver.journal.store import LEADER_KEY, Store
 from megascale_driver.journal.timeline import Timeline
 from megascale_driver.journal.trimming import Retention, Trimmer
 from megascale_driver.sweep import Sweep
+from megascale_driver.traffic_watch import TrafficWatch
 
 LEASE_TTL_S = 10
 OBSERVE_INTERVAL_S = 1.0
@@ -191,8 +192,13 @@ class Leader:
             asyncio.create_task(trimmer.run(lambda: self._engine.state)),
             asyncio.create_task(self._end_when_deposed(leadership)),
         ]
+        engine = self._engine
+        traffic = TrafficWatch(
+            lambda: engine.state, engine.links.get, engine.clock.now_s, engine.post,
+            engine.policy,
+        )  # fmt: skip
+        beside.append(asyncio.create_task(traffic.run()))
         if self._sweep_every_s > 0:
-            engine = self._engine
             sweep = Sweep(
                 engine.node_calls, lambda: engine.state, engine.clock.now_s, self._sweep_every_s
             )

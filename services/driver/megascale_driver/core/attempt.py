@@ -27,6 +27,7 @@ class FaultKind(enum.StrEnum):
     """
 
     NODE_DEAD = "NODE_DEAD"
+    KERNEL_FAULT = "KERNEL_FAULT"
     NODE_RESTARTED = "NODE_RESTARTED"
     NODE_EVICTED = "NODE_EVICTED"
     CHECK_FAILED = "CHECK_FAILED"
@@ -198,6 +199,19 @@ class PlanVerdict:
 
 
 @dataclass(frozen=True, slots=True)
+class TrafficSeen:
+    """What is known of the traffic between the nodes of an attempt.
+
+    ``stood_since_s``: the newest step before a standstill of which there is a line; 0 without one.
+    ``changes``: lines about declines and fluctuations.
+    """
+
+    unseen: str = ""
+    stood_since_s: float = 0.0
+    changes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """An attempt; ``number`` counts from 1, and 0 is that of a job which was never placed."""
 
@@ -241,6 +255,8 @@ class Attempt:
     plan: PlanVerdict = field(default_factory=PlanVerdict)
     # Nodes of which the log says that they are slow.
     slow_nodes: tuple[str, ...] = field(default=(), metadata=VOLATILE)
+    # What the log says of the job's traffic, and why it is not watched; "" if it is.
+    traffic: TrafficSeen = field(default_factory=TrafficSeen, metadata=VOLATILE)
     # Its values were not finite, and it ends for that: a device may have computed them wrong.
     suspects_devices: bool = False
     # The search for the node that broke it, if no fault names one, and what is stored of it.

@@ -19,6 +19,7 @@ from megascale_driver.core.attempt import (
     PlanVerdict,
     Searching,
     SearchLog,
+    TrafficSeen,
 )
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
@@ -133,6 +134,7 @@ class AttemptChanges(TypedDict, total=False):
     diverged_from: int
     plan: PlanVerdict
     slow_nodes: tuple[str, ...]
+    traffic: TrafficSeen
     suspects_devices: bool
     searching: Searching | None
     search_log: SearchLog

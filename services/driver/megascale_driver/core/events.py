@@ -15,6 +15,7 @@ from megascale_driver.analysis.divergence import Divergence
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.group_events import CheckGroup, GroupChecked
 from megascale_driver.core.state import Identity, Report
+from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +424,8 @@ Event = (
     | GroupChecked
     | LossDiverged
     | StragglerFound
+    | TrafficStood
+    | TrafficChanged
     | PlanCompared
     | RecordRefused
 )

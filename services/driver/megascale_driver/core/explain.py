@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
-from megascale_driver.core import blame, failure_rate, hang, log_roots, replicas
+from megascale_driver.core import blame, failure_rate, hang, log_roots, replicas, traffic
 from megascale_driver.core.attempt import Placement
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
@@ -36,7 +36,9 @@ CAUSES = frozenset(
     {
         "WORKER_EXITED",
         "WORKER_OUT_OF_MEMORY",
+        "KERNEL_FAULT",
         "HANG_SUSPECTED",
+        "TRAFFIC_STOPPED",
         "LOSS_DIVERGED",
         "CHECKPOINT_FAILED",
         "CHECKPOINT_SKIPPED",
@@ -177,6 +179,7 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
             f"its last known step is {job.current.step}"
             f"{_failing_checkpoint(job, now_s)}{_failing_replicas(state, job)}"
             f"{_auto_interval(job)}{_short_of_spares(job)}{_slower_than_plan(job)}"
+            f"{traffic.describe(job)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text

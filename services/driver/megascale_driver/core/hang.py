@@ -27,6 +27,7 @@ from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence, PagesRead, RankPages
 from megascale_driver.core.policy import Policy
+from megascale_driver.core.reasons import Reason
 from megascale_driver.core.state import (
     AttemptPhase,
     Job,
@@ -64,38 +65,46 @@ def _counts(found: RankPages, node: Node) -> bool:
 def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
     """Record a fault, which ends the attempt, if no rank has advanced for its phase's limit."""
     # The cheap test first: no limit is below the floor.
-    if draft.now_s - _since_s(job) < draft.policy.hang.floor_s:
+    if draft.now_s - since_s(job) < draft.policy.hang.floor_s:
         return False
     if job.current.faults or draft.now_s < draft.silence_hold_until_s:
         return False
     found = observed(draft.nodes, job, draft.policy, pages)
     if found is None or not found.hangs:
         return False
+    what = f"no rank has advanced for {found.still_s:.1f} s (limit {found.limit_s:.1f} s)"
+    enforced = draft.enforced("hang")
+    if not enforced and job.current.observed_hang_s == since_s(job):
+        return False  # of this standstill there is a line
+    conclude(draft, job, found, what, reason="HANG_SUSPECTED", rule="hang")
+    if not enforced:
+        draft.attempt(job.name, observed_hang_s=since_s(job))
+    return enforced
+
+
+def conclude(
+    draft: Draft, job: Job, found: Standing, what: str, *, reason: Reason, rule: str
+) -> None:
+    """Write down that the job stands still and which ranks hold it up; end it if so enforced.
+
+    ``what``: by which sign it stands still, the first part of the message.
+    """
     guilty = suspects(found.ranks, job.config.layout)
     named = "; ".join(str(view) for view in guilty[:MAX_NAMED])
     more = f" and {len(guilty) - MAX_NAMED} more" if len(guilty) > MAX_NAMED else ""
-    message = (
-        f"no rank has advanced for {found.still_s:.1f} s (limit {found.limit_s:.1f} s): "
-        f"{named}{more}"
-    )
-    nodes = {view.node for view in guilty}
-    enforced = draft.enforced("hang")
-    if not enforced and job.current.observed_hang_s == _since_s(job):
-        return False  # of this standstill there is a line
+    message = f"{what}: {named}{more}"
+    enforced = draft.enforced(rule)
     draft.log(
-        "HANG_SUSPECTED", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy="hang", mode="ENFORCE" if enforced else "OBSERVE", evidence=_evidence(guilty, found),
+        reason, message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+        policy=rule, mode="ENFORCE" if enforced else "OBSERVE", evidence=_evidence(guilty, found),
         outcome="the attempt ends and all its nodes check themselves" if enforced
         else "nothing: the rule is observed",
     )  # fmt: skip
-    if not enforced:
-        draft.attempt(job.name, observed_hang_s=_since_s(job))
-        return False
-    # Suspects on several nodes have a common cause, which is none of these nodes.
-    blamed = guilty[0].node if len(nodes) == 1 else ""
-    fault = Fault(FaultKind.HANG, blamed, draft.now_s, message, guilty[0].rank, hard=False)
-    draft.fault(job.name, fault)
-    return True
+    if enforced:
+        # Suspects on several nodes have a common cause, which is none of these nodes.
+        blamed = guilty[0].node if len({view.node for view in guilty}) == 1 else ""
+        fault = Fault(FaultKind.HANG, blamed, draft.now_s, message, guilty[0].rank, hard=False)
+        draft.fault(job.name, fault)
 
 
 def observed(
@@ -126,7 +135,7 @@ def observed(
             beats.append(Beat(slot.node, newest.at_s, slot.ranks, newest.statuses))
         else:
             beats.append(Beat(slot.node, node.beat_at_s, slot.ranks, report.statuses))
-    return standing(beats, job.step_times, _since_s(job), policy.hang)
+    return standing(beats, job.step_times, since_s(job), policy.hang)
 
 
 def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) -> str:
@@ -150,16 +159,16 @@ def stands_still(job: Job, now_s: float, policy: Policy) -> bool:
 
 def still_s(job: Job, now_s: float) -> float:
     """For how long the job has not advanced."""
-    return now_s - _since_s(job)
+    return now_s - since_s(job)
 
 
 def stands_still_from_s(job: Job, policy: Policy) -> float:
     """When a running job stands still, if it completes no step before."""
     limit_s = max(policy.suspect_after_s, policy.still_intervals * p99(job.step_times))
-    return _since_s(job) + limit_s
+    return since_s(job) + limit_s
 
 
-def _since_s(job: Job) -> float:
+def since_s(job: Job) -> float:
     """When the job last advanced: it completed a step, or started to run under this leader."""
     return max(job.timer_s, job.current.last_step_at_s)
 

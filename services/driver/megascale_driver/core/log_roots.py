@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megascale_driver.analysis.logs.correlation import Verdict, verdict
-from megascale_driver.core import blame, breaker, job_faults, nodes
+from megascale_driver.core import blame, breaker, job_faults, kernel_faults, nodes
 from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Audit, Evidence
 from megascale_driver.core.state import Job
 
-REASON: Final = "LOG_ROOT_FOUND"
-KERNEL_LOG = "kernel-log"  # the policy of a quarantine after a fault in the kernel's log
+REASON: Final = kernel_faults.REASON
+KERNEL_LOG: Final = kernel_faults.KERNEL_LOG
 LOG_ROOT = "log-root"
 MAX_NAMED = 8
 _MAX_LINE = 400
@@ -87,13 +87,13 @@ def decide(draft: Draft, job: Job, root: Verdict | None) -> bool:
         return False
     if not root.shared and root.action != "evict_restart":
         return False
-    fault, known_as = _fault(draft, root), f"{REASON}: {root.fingerprint}"
+    fault, name_of_root = _fault(draft, root), kernel_faults.known_as(root.fingerprint)
     if root.shared:
         for name in root.nodes:
-            blame.is_software(draft, draft.jobs[job.name], replace(fault, node=name), known_as)
+            blame.is_software(draft, draft.jobs[job.name], replace(fault, node=name), name_of_root)
         return True
     machine = replace(fault, node=root.nodes[0])  # its nodes count as one
-    if blame.is_software(draft, job, machine, known_as):
+    if blame.is_software(draft, job, machine, name_of_root):
         return True
     if not draft.enforced(_policy(root)):
         return False  # the line says so

@@ -31,6 +31,7 @@ from megascale_driver.core import (
     silencing,
     stragglers,
     suspending,
+    traffic,
 )
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
@@ -74,6 +75,7 @@ from megascale_driver.core.group_events import GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import schedule
 from megascale_driver.core.state import Cluster, Request
+from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,10 @@ def _dispatch(draft: Draft, event: Event) -> None:
         divergence.diverged(draft, event)
     elif isinstance(event, StragglerFound):
         stragglers.found(draft, event)
+    elif isinstance(event, TrafficStood):
+        traffic.stood(draft, event)
+    elif isinstance(event, TrafficChanged):
+        traffic.changed(draft, event)
     elif isinstance(event, PlanCompared):
         plans.compared(draft, event)
     elif isinstance(event, LeaderStarted):

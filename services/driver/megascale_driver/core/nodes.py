@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, plausible, profiles, restored, saving, unreadable
+from megascale_driver.core import (
+    breaker,
+    kernel_faults,
+    plausible,
+    profiles,
+    restored,
+    saving,
+    unreadable,
+)
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
@@ -141,6 +149,7 @@ def _relevant(report: Report) -> tuple[object, ...]:
         report.checks,
         report.store_endpoint,
         report.leave_failed,
+        tuple((report.logs_of, one.finding.fingerprint) for one in kernel_faults.fatal(report)),
     )
 
 

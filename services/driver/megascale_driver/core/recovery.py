@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megascale_driver.core import blame, breaker, budgets, job_faults, log_roots, nodes
+from megascale_driver.core import (
+    blame,
+    breaker,
+    budgets,
+    job_faults,
+    kernel_faults,
+    log_roots,
+    nodes,
+)
 from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
@@ -113,6 +121,8 @@ def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
             now_s,
             f"the executor of node {slot.node} was restarted",
         )
+    if job.phase is not JobPhase.STOPPING and (fault := kernel_faults.found(draft, job, node)):
+        return fault
     report = node.report
     if report is not None and report.stopped is not None and report.phase is AttemptPhase.IDLE:
         return _fault_before_stop(job, node, report.stopped)
@@ -203,6 +213,13 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
             reason, fault.message, subject=subject, job=job.name, attempt=job.attempt,
             policy="hard-fact", evidence=(Evidence("liveness", subject, fault.message),),
             outcome="the attempt ends",
+        )  # fmt: skip
+    elif fault.kind is FaultKind.KERNEL_FAULT:
+        draft.log(
+            "KERNEL_FAULT", fault.message, subject=subject, job=job.name, attempt=job.attempt,
+            policy=kernel_faults.KERNEL_LOG,
+            evidence=(Evidence("log-line", f"{subject}/kernel", fault.message),),
+            outcome="the attempt ends at once; what follows for the node is decided by all logs",
         )  # fmt: skip
     elif fault.kind is FaultKind.CHECK_FAILED and not blame.check_is_about_its_node(
         draft, job, fault

@@ -21,12 +21,13 @@ RULES: Mapping[str, str] = {
     "kernel-log": "a node whose kernel log has a fatal fault of its hardware is quarantined",
     "log-root": "a job leaves a node whose workers' logs show a fault of its hardware or driver",
     "straggler": "a job leaves a node whose ranks take longer than others for the same work",
+    "traffic": "an attempt between whose nodes no byte moves while its ranks wait is ended",
     "over-eviction": "a job leaves the group of nodes that shares an unknown culprit",
     "repeated-failure": "a job leaves a node on which it fails again and again",
     "stop-deadline": "a node that does not stop an attempt is quarantined",
 }
 # Rules that are observed unless an operator has them enforced.
-OBSERVED: frozenset[str] = frozenset({"over-eviction", "log-root", "straggler"})
+OBSERVED: frozenset[str] = frozenset({"over-eviction", "log-root", "straggler", "traffic"})
 
 
 def mode_of(modes: Mapping[str, str], rule: str) -> Mode:

@@ -78,6 +78,12 @@ def _about_the_job(job: Job, cause: Audit | None) -> Iterator[Suggestion]:
             f"read the log of rank {rank} of attempt {cause.attempt}",
             f"megascale logs {job.name} --rank {rank} --attempt {cause.attempt}",
         )
+    if cause.reason == FaultKind.KERNEL_FAULT:
+        node = cause.subject.removeprefix("nodes/")
+        yield Suggestion(
+            "reset the GPU that its kernel log names, then check the node",
+            f"megascale diagnose {node}",
+        )
     memory = cause.reason in (FaultKind.JOB_TOO_BIG, "WORKER_OUT_OF_MEMORY")
     if memory or "does not fit" in cause.message:
         yield Suggestion(

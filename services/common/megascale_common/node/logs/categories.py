@@ -57,6 +57,7 @@ DOMAINS: dict[str, Domain] = {
     "rdma_mr_limit": "config",
     "memlock_limit": "config",
     "shm_exhausted": "config",
+    "file_limit": "config",
     "shm_attach_failed": "software",
     "rendezvous_timeout": "network",
     "rendezvous_closed": "network",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import string
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megascale_common.node.logs import catalogue
 from megascale_common.node.logs.categories import Kind
@@ -41,7 +42,11 @@ _LETTERS = frozenset(string.ascii_letters.encode())
 _TO_WORDS = bytes(code if code in _LETTERS else ord(" ") for code in range(256))
 # Of words that ordinary lines are full of, a literal's other word is taken.
 _COMMON = frozenset(
-    ("server", "device", "memory", "process", "processes", "port", "for", "more", "than", "to")
+    {
+        *("server", "device", "memory", "process", "processes", "port", "for", "more", "than"),
+        *("to", "are", "bit", "client", "code", "command", "files", "found", "from", "interface"),
+        *("limit", "multi", "single", "worker"),
+    }
 )
 
 
@@ -51,8 +56,23 @@ def gate_word(literal: str) -> str:
     return max(words, key=lambda word: (word.lower() not in _COMMON, len(word)))
 
 
+def _any_of(words: set[str]) -> str:
+    """A pattern of words, by their first letters: most of them are left out by one comparison."""
+    rests: dict[str, list[str]] = {}
+    for word in sorted(words):
+        rests.setdefault(word[0], []).append(word[1:])
+    return "|".join(f"{first}(?:{'|'.join(each)})" for first, each in rests.items())
+
+
+_WORD = re.compile("[A-Za-z]+")
+# The signatures that a line with this word may match, by number.
+_GATES: dict[str, set[int]] = {}
+for _number, _signature in enumerate(SIGNATURES):
+    for _literal in _signature.literals:
+        _GATES.setdefault(gate_word(_literal), set()).add(_number)
+_TEXT_GATE = re.compile(_any_of(set(_GATES)))
 _SOURCE = re.compile(r"\s+raise \w")
-_GATE = re.compile("|".join(sorted({gate_word(one) for one in LITERALS})).encode())
+_GATE = re.compile(_any_of({gate_word(one) for one in LITERALS}).encode())
 
 
 @dataclass(slots=True)
@@ -177,12 +197,20 @@ def kind_of(line: str) -> Kind | None:
         return kind
     if "NVRM: Xid" in line and (kind := catalogue.xid(line)):
         return kind
-    for signature in SIGNATURES:
-        if _matches(signature, line):
-            return signature.kind
+    for number in sorted({each for word in set(_WORD.findall(line)) for each in _asked(word)}):
+        if _matches(SIGNATURES[number], line):
+            return SIGNATURES[number].kind
     if IGNORED.search(line) or not FATAL_PATTERN.search(line):
         return None
     return WRAPPER if WRAPPERS.search(line) else FATAL
+
+
+@lru_cache(maxsize=_MAX_CLEAN_WORDS)
+def _asked(word: str) -> frozenset[int]:
+    """Numbers of the signatures that a line with this word may match."""
+    if not _TEXT_GATE.search(word):
+        return frozenset()
+    return frozenset().union(*(numbers for gate, numbers in _GATES.items() if gate in word))
 
 
 def _matches(signature: Signature, line: str) -> bool:

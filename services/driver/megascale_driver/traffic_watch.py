@@ -1,0 +1,166 @@
+"""Watches the traffic between the nodes of running jobs, beside the core, while a driver leads.
+
+Every heartbeat interval it reads the counters of the newest heartbeats, which are no event of the
+core, and posts what :mod:`megascale_driver.analysis.traffic` finds. A job on one host moves no byte
+through a port; one whose hosts show no counters is looked at less often, and the core remembers
+why. A new leader learns each job's traffic anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from megascale.v1 import link_pb2
+from megascale_common.service import logs
+from megascale_driver.analysis.traffic import Bytes, Look, TrafficRule, TrafficTrack, counted
+from megascale_driver.core.events import Event, RankPages
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import Cluster, Job, JobPhase
+from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
+from megascale_driver.presence import reports
+from megascale_driver.presence.intake import Seat
+
+NODES_AT_ONCE = 32  # before other tasks get a turn
+STALE_INTERVALS = 2.0  # of a heartbeat: an older one says nothing of now
+UNSEEN_AGAIN_S = 60.0
+_log = logs.get(__name__)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """An attempt that is watched; ``not_before_s``: its traffic cannot be seen, so not so often."""
+
+    attempt: int
+    track: TrafficTrack
+    not_before_s: float = 0.0
+    unseen: str = ""
+
+
+@dataclass(slots=True)
+class _Newest:
+    """The newest heartbeats of a job's nodes."""
+
+    nodes: dict[str, Bytes | None] = field(default_factory=dict)
+    pages: list[RankPages] = field(default_factory=list)
+
+
+class TrafficWatch:
+    """Looks at every running job that has nodes on two hosts or more."""
+
+    def __init__(
+        self,
+        state: Callable[[], Cluster],
+        seat_of: Callable[[str], Seat | None],
+        now_s: Callable[[], float],
+        post: Callable[[Event], None],
+        policy: Policy,
+        rule: TrafficRule | None = None,
+    ) -> None:
+        self._state, self._seat_of, self._now_s, self._post = state, seat_of, now_s, post
+        self._policy, self._rule = policy, rule or TrafficRule()
+        self._watched: dict[str, _Watched] = {}
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(self._policy.heartbeat_interval_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Look at all running jobs once."""
+        state = self._state()
+        running = [job for job in state.jobs.values() if job.phase is JobPhase.RUNNING]
+        alive = {job.name for job in running}
+        self._watched = {name: one for name, one in self._watched.items() if name in alive}
+        for job in running:
+            if _hosts(job, state) >= 2:
+                await self._look_at(job)
+
+    async def _look_at(self, job: Job) -> None:
+        watched = self._watched.get(job.name)
+        if watched is None or watched.attempt != job.attempt:
+            track = TrafficTrack((slot.node for slot in job.slots), self._rule)
+            watched = self._watched[job.name] = _Watched(job.attempt, track)
+        if self._now_s() < watched.not_before_s:
+            return
+        newest = await self._read(job)
+        now_s = self._now_s()
+        for change in watched.track.look(_look(now_s, job, newest)):
+            self._post(
+                TrafficChanged(now_s, job.name, job.attempt, change.kind, change.source,
+                               change.sentence, change.nodes)
+            )  # fmt: skip
+        self._note_unseen(now_s, job, watched)
+        found = watched.track.standstill(job.current.last_step_at_s)
+        if found is not None:
+            pages = tuple(newest.pages)
+            self._post(
+                TrafficStood(now_s, job.name, job.attempt, found.limit_s, found.sentence, pages)
+            )
+
+    def _note_unseen(self, now_s: float, job: Job, watched: _Watched) -> None:
+        why = watched.track.unseen
+        if why:
+            watched.not_before_s = now_s + UNSEEN_AGAIN_S
+        if why == watched.unseen:
+            return
+        watched.unseen = why
+        if why:
+            _log.info("traffic is not watched", job=job.name, attempt=job.attempt, reason=why)
+        self._post(TrafficChanged(now_s, job.name, job.attempt, "unseen", "", why))
+
+    async def _read(self, job: Job) -> _Newest:
+        found = _Newest()
+        oldest_s = self._now_s() - STALE_INTERVALS * self._policy.heartbeat_interval_s
+        for at, slot in enumerate(job.slots, start=1):
+            found.nodes[slot.node] = None
+            seat = self._seat_of(slot.node)
+            if seat is not None and seat.received_at_s >= oldest_s:
+                self._take(found, seat, job)
+            if at % NODES_AT_ONCE == 0:
+                await asyncio.sleep(0)  # acknowledgements go first
+        return found
+
+    def _take(self, found: _Newest, seat: Seat, job: Job) -> None:
+        try:
+            beat = seat.beat
+        except DecodeError:
+            return  # the lane has refused it
+        if beat is None or (beat.job, beat.attempt) != (job.name, job.attempt):
+            return
+        found.nodes[seat.node] = bytes_of(beat, seat.received_at_s)
+        pages = reports.pages(beat)
+        found.pages.append(RankPages(seat.node, seat.incarnation, seat.received_at_s, pages))
+
+
+def bytes_of(beat: link_pb2.Heartbeat, at_s: float) -> Bytes:
+    """The bytes of a node's ports by its heartbeat, which arrived at ``at_s``."""
+    return counted(at_s, ((each.name, each.value) for each in beat.host.counters))
+
+
+def _hosts(job: Job, state: Cluster) -> int:
+    """On how many machines the job runs; executors of one share its ports."""
+    found = set()
+    for slot in job.slots:
+        node = state.nodes.get(slot.node)
+        found.add((node.identity.boot_id or slot.node) if node is not None else slot.node)
+    return len(found)
+
+
+def _look(now_s: float, job: Job, newest: _Newest) -> Look:
+    statuses = [status for page in newest.pages for status in page.statuses]
+    ranks = sum(len(slot.ranks) for slot in job.slots)
+    return Look(
+        now_s,
+        newest.nodes,
+        training=len(statuses) == ranks and all(one.phase == "STEP" for one in statuses),
+        waiting=any(
+            count.entered > count.completed for one in statuses for count in one.operations
+        ),
+        step=min((one.step for one in statuses), default=0),
+        step_times=job.step_times,
+    )
