@@ -48,6 +48,7 @@ from megascale_driver.deciding import beside, decide, gathered
 from megascale_driver.journal.audit_log import canonical
 from megascale_driver.journal.rows import Batch
 from megascale_driver.journal.store import Loaded, Store
+from megascale_driver.loop_turns import LoopTurns
 from megascale_driver.node_calls import NodeCalls
 from megascale_driver.open_links import Link, OpenLinks
 from megascale_driver.orders import OrderSender
@@ -105,6 +106,7 @@ class Engine:
         self.observers = self._publisher.observers
         self.node_calls = NodeCalls(token, clock)
         self.links = OpenLinks()
+        self.turns = LoopTurns()  # of messages of nodes
         self._orders = OrderSender(self.links)
         self._token = token
         self._inbox: Inbox[_Entry] = Inbox()
@@ -398,11 +400,13 @@ class Engine:
         while True:
             due_s = await self._until_due(last_s)
             last_s = now_s = self.clock.now_s()
-            blocked = now_s - due_s > LOOP_BLOCKED_S
+            # Messages that wait for their turn are no silence either.
+            behind_s = max(now_s - due_s, self.turns.waited_s())
+            blocked = behind_s > LOOP_BLOCKED_S
             if blocked:
                 _log.warning(
-                    "the event loop was blocked; silence of nodes is ignored for a while",
-                    seconds=now_s - due_s,
+                    "the driver is behind; silence of nodes is ignored for a while",
+                    seconds=behind_s,
                 )
             if blocked or not self._tick_waits:
                 self._tick_waits = True

@@ -226,7 +226,10 @@ class LinkService:
                 if self._engine.term is None:
                     raise self._later(self._leader.not_leading())
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = link_pb2.ConnectRequest.FromString(await anext(requests))
+                raw = await anext(requests)
+            if not self._engine.turns.take():
+                await self._engine.turns.wait()
+            first = link_pb2.ConnectRequest.FromString(raw)
         except (TimeoutError, StopAsyncIteration, DecodeError) as error:
             text = f"no hello arrived within {HELLO_TIMEOUT_S:g} s"
             raise RequestError(text, reason="HELLO_MISSING") from error
@@ -288,9 +291,11 @@ class LinkService:
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
         """Acknowledge every heartbeat and hand it to the engine; close the link with the stream."""
-        clock, heard = self._engine.clock, self._engine.heard
+        clock, heard, turns = self._engine.clock, self._engine.heard, self._engine.turns
         try:
             async for request in requests:
+                if not turns.take():
+                    await turns.wait()
                 received_s = clock.now_s()
                 beat = arrival.parsed(request)
                 if beat is None:
