@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import ssl
 import sys
 import time
@@ -22,7 +21,9 @@ import uvloop
 from heartbeat_wire import Wire
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_common.node.link_limits import HELLO_S
 from megascale_common.node.process import arm_parent_death
+from megascale_common.service.backoff import Backoff
 from megascale_common.service.identity.certificates import in_folder
 from megascale_common.service.identity.peers import Role
 from megascale_common.service.token import HEADER, bearer
@@ -30,11 +31,9 @@ from megascale_common.service.token import HEADER, bearer
 RANKS = 8
 SLOTS = 2  # sealed snapshots per rank that a heartbeat names
 STEP_S = 1.0
-RETRY_S = (0.2, 2.0)
+BACKOFF_S = (0.2, 2.0)  # an agent's; so are the limits of one attempt to connect and of the hello
 MAX_SENT = 64  # heartbeats whose acknowledgement may still come
-# For one attempt to connect, and for the driver's hello: who gives up early dials again, and a
-# server that is behind falls behind further.
-CONNECT_S = 60.0
+CONNECT_S = 5.0
 CONNECT = "/megascale.v1.ExecutorLinkService/Connect"
 REPORT_STEPS = "/megascale.v1.ExecutorLinkService/ReportSteps"
 
@@ -50,6 +49,8 @@ class Fleet:
         self.certificates = Path(options["certificates"]) if options.get("certificates") else None
         self.latencies_s: list[float] = []
         self.greeted = 0
+        self.gave_up = 0  # waits for a hello that was not sent in time
+        self.hello_max_s = 0.0  # the longest wait for one that was
         self.nodes = [
             Node(self, number, options["nodes"], options["ranks"])
             for number in range(options["first"], options["first"] + options["count"])
@@ -78,6 +79,7 @@ class Node:
         self._step = self._filled_step = 0
         self._wire: Wire | None = None
         self._linked = False
+        self._dialled_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._context: ssl.SSLContext | None = None
@@ -110,6 +112,7 @@ class Node:
         """Dial for ever."""
         metadata = ((HEADER, bearer(self._fleet.token)),)
         loop = asyncio.get_running_loop()
+        backoff = Backoff(*BACKOFF_S)
         while True:
             ended = asyncio.Event()
             try:
@@ -120,17 +123,25 @@ class Node:
                         host, int(port), ssl=self._context,
                     )  # fmt: skip
             except (OSError, TimeoutError, ValueError):
-                await asyncio.sleep(random.uniform(*RETRY_S))
+                await backoff.sleep()
                 continue
-            self._wire = wire
+            self._wire, self._dialled_s = wire, time.monotonic()
             hello = link_pb2.ConnectRequest(hello=self.hello())
             wire.send(hello.SerializeToString())
-            patience = loop.call_later(CONNECT_S, lambda wire=wire: self._linked or wire.close())
+            patience = loop.call_later(HELLO_S, self._give_up, wire)
             await ended.wait()
             patience.cancel()
             self._wire = None
+            if self._linked:
+                backoff.reset()
             self._leave()
-            await asyncio.sleep(random.uniform(*RETRY_S))
+            await backoff.sleep()
+
+    def _give_up(self, wire: Wire) -> None:
+        """The driver's hello has not come in time."""
+        if not self._linked:
+            self._fleet.gave_up += 1
+            wire.close()
 
     def _taken(self, data: bytes) -> None:
         """A message of the driver has arrived."""
@@ -141,7 +152,9 @@ class Node:
             self._obey(message.desired_state)
         elif message.HasField("hello"):
             self._linked = True
-            self._fleet.greeted += 1
+            fleet = self._fleet
+            fleet.greeted += 1
+            fleet.hello_max_s = max(fleet.hello_max_s, time.monotonic() - self._dialled_s)
             self._beat.epoch_seen.CopyFrom(message.hello.epoch)
             self._beat.desired_version = 0
             # Nodes beat at their own moments of the interval, as agents that started apart do.
@@ -253,7 +266,9 @@ async def _main() -> None:
     fleet = Fleet(json.loads(await reader.readline()))
     tasks = [asyncio.ensure_future(node.run()) for node in fleet.nodes]
     while line := await reader.readline():
-        answer: dict[str, Any] = {"greeted": fleet.greeted}
+        answer: dict[str, Any] = {
+            "greeted": fleet.greeted, "gave_up": fleet.gave_up, "hello_max_s": fleet.hello_max_s,
+        }  # fmt: skip
         if json.loads(line).get("latencies"):
             answer["latencies_s"], fleet.latencies_s = fleet.latencies_s, []
         print(json.dumps(answer), flush=True)

@@ -9,6 +9,8 @@ import sys
 import pytest
 from tests.harness.driver import here
 
+from megascale_common.node.link_limits import HELLO_S
+
 SHORT = ["--window", "2", "--windows", "1", "--warmup", "0.5"]
 FIGURES = {
     "nodes",
@@ -36,7 +38,8 @@ def test_the_verb_prints_its_figures_of_a_driver_with_a_job_on_all_nodes() -> No
         "--nodes", "24", "--interval", "0.5", "--reconnect", "--max-p99-ms", "10000"
     )
     assert status in (0, 1), story
-    assert figures.keys() == FIGURES | {"reconnect_s"}, story
+    assert figures.keys() == FIGURES | {"reconnect_s", "hello_max_s", "gave_up"}, story
+    assert 0 < figures["hello_max_s"] < HELLO_S and figures["gave_up"] == 0, story
     assert figures["nodes"] == 24 and 0 < figures["core_share"] < 2
     assert 0 < figures["echo_share"] < 2 and figures["p99_ms"] > 0
     assert figures["longest_stall_ms"] > 0, "the driver's own measurement"

@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     _driver(
         "forget half of a commit", "journal/store.py",
-        "[*batch.changes, *self._garbage(batch.changes)]",
+        "[*batch.changes, *self._garbage(batch)]",
         "[*batch.changes[: -1 if len(batch.changes) > 3 else None]]",
     ),
     Mutant(
@@ -75,7 +75,7 @@ MUTANTS = (
     _driver(
         "publish before the commit", "engine.py",
         "            await self._commit(store, leadership, changes)\n",
-        "            self.state = state\n            self._publish(old, outcomes, audit)\n"
+        "            self.state = state\n            await self._publish(old, outcomes, audit)\n"
         "            outcomes, audit = [], ()\n"
         "            await self._commit(store, leadership, changes)\n",
     ),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
+from tests.harness.presence import arrived
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
-from megascale.v1 import types_pb2
+from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import SystemClock
+from megascale_driver.core import machine
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
-from megascale_driver.core.events import JobSubmitted, NodeReport
+from megascale_driver.core.events import Audit, JobSubmitted, NodeReport
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster, Job, JobPhase
-from megascale_driver.engine import Engine
+from megascale_driver.core.state import Cluster, Device, Identity, Job, JobPhase
+from megascale_driver.engine import Engine, Term
+from megascale_driver.open_links import Link
 
 ABSURD = 10**9
 
@@ -61,3 +65,49 @@ def test_an_absurd_step_record_hides_no_later_one(attempt: int, step: int) -> No
     assert engine.step_done("a", types_pb2.StepRecord(attempt=1, step=1))
     assert not engine.step_done("a", types_pb2.StepRecord(attempt=attempt, step=step))
     assert engine.step_done("a", types_pb2.StepRecord(attempt=1, step=2))
+
+
+def leading(*jobs: Job) -> Engine:
+    """A leader of these jobs."""
+    engine = Engine(Policy(), SystemClock(), "token", "127.0.0.1:1")
+    engine.state = Cluster(jobs={job.name: job for job in jobs})
+    nothing = cast(Any, None)
+    engine.term = Term(nothing, nothing, types_pb2.Epoch(create_revision=1), 0.0)
+    return engine
+
+
+def decided(engine: Engine) -> list[Audit]:
+    """The lines that the events in the inbox lead to."""
+    state, lines = engine.state, []
+    for entry in engine._inbox.clear():
+        state, outcome = machine.step(state, entry.event, engine.policy)
+        lines += [line for line in outcome.audit if line.reason == "MESSAGE_REFUSED"]
+    return lines
+
+
+def test_absurd_step_records_of_a_job_are_one_event() -> None:
+    engine = leading(Job("a", demo_job("a", steps=1000)), Job("b", demo_job("b", steps=1000)))
+    for job in ("a", "a", "a", "b"):
+        assert not engine.step_done(job, types_pb2.StepRecord(attempt=1, step=ABSURD))
+    lines = decided(engine)
+    assert [line.subject for line in lines] == ["jobs/a", "jobs/b"]
+    assert f"names step {ABSURD} of 1000" in lines[0].message
+
+
+def test_a_heartbeat_with_an_unknown_value_is_refused_with_one_event() -> None:
+    """An agent of a later build reports a phase that this driver does not know."""
+    engine = leading()
+    link = Link("n1", Identity("i", devices=(Device(0, "cpu"),)), engine.clock.now_s())
+    engine.links.add(link)
+    engine.opened(link)
+    for seq in range(1, 5):
+        beat = link_pb2.Heartbeat(seq=seq, attempt=seq)
+        beat.phase = 77  # type: ignore[assignment]
+        engine.heard(link, arrived(beat), engine.clock.now_s())
+    (line,) = decided(engine)
+    assert line.subject == "nodes/n1" and "77" in line.message
+    assert engine.presence.lane.last_beat_s("n1") > 0, "it is there all the same"
+    good = link_pb2.Heartbeat(seq=5, phase=link_pb2.ATTEMPT_PHASE_IDLE)
+    engine.heard(link, arrived(good), engine.clock.now_s())
+    (entry,) = engine._inbox.clear()
+    assert isinstance(entry.event, NodeReport), "the next one that can be read counts"

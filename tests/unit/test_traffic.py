@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megascale_driver.alerting.severities import severity_of
 from tests.harness.desk import POLICY, Desk
 
 from megascale.v1 import link_pb2
-from megascale_driver.alerting.severities import severity_of
 from megascale_driver.analysis.traffic import (
     Bytes,
     Change,

@@ -40,7 +40,12 @@ from megascale_driver.engine import Engine
 from megascale_driver.journal.trimming import DAY_S, Retention
 from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
-from megascale_driver.loop_watch import LoopWatch, collect_now_and_then, freeze_all
+from megascale_driver.loop_watch import (
+    LoopWatch,
+    collect_now_and_then,
+    freeze_all,
+    frozen_with_the_term,
+)
 from megascale_driver.metrics import DriverMetrics, Sources
 from megascale_driver.people_port import PeoplePort, add_people_options
 from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
@@ -111,9 +116,6 @@ async def _serve_until(
     server = RpcServer(token, tls=tls)
 
     async def set_serving(leads: bool) -> None:
-        if leads:
-            # The state that was just read from etcd lives for the term: never collect it.
-            freeze_all()
         for name in SERVICES:
             await server.set_serving(name, leads)
         await people.set_serving(leads)
@@ -121,7 +123,7 @@ async def _serve_until(
     leader = Leader(
         client,
         engine,
-        set_serving,
+        frozen_with_the_term(set_serving),
         keeper,
         retention=_retention(options),
         sweep_every_s=options.sweep_every_s,

@@ -13,7 +13,7 @@ import contextlib
 import math
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megascale.v1 import types_pb2
 from megascale_common.etcd.election import Leadership
@@ -28,6 +28,7 @@ from megascale_driver.core.events import (
     Event,
     LeaderStarted,
     LossDiverged,
+    MessageRefused,
     NodeHello,
     NodeReport,
     OpenAttempt,
@@ -37,7 +38,6 @@ from megascale_driver.core.events import (
     Probe,
     ProbeResult,
     RankPages,
-    RecordRefused,
     StreamReset,
     Tick,
 )
@@ -45,10 +45,10 @@ from megascale_driver.core.group_events import CheckGroup
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import AttemptPhase, Cluster, Job
 from megascale_driver.deciding import beside, decide, gathered
-from megascale_driver.feeds import JobFeeds
-from megascale_driver.journal.audit_log import AuditLog, canonical
+from megascale_driver.journal.audit_log import canonical
 from megascale_driver.journal.rows import Batch
 from megascale_driver.journal.store import Loaded, Store
+from megascale_driver.loop_turns import LoopTurns
 from megascale_driver.node_calls import NodeCalls
 from megascale_driver.open_links import Link, OpenLinks
 from megascale_driver.orders import OrderSender
@@ -57,10 +57,13 @@ from megascale_driver.presence.inbox import Inbox
 from megascale_driver.presence.intake import Intake
 from megascale_driver.presence.lane import News
 from megascale_driver.presence.steps import StepLanes
+from megascale_driver.publishing import Publisher
 
 CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
 LOOP_BLOCKED_S = 1.0  # beyond, the driver itself stood still: silence of nodes is no evidence
 BATCH_EVENTS = 256  # decided on in one commit
+# Links that are introduced to a new term with what they said last, before other tasks get a turn.
+LINKS_AT_ONCE = 64
 # Status pages of an attempt that stands still are read so often, or less if it has many nodes.
 PAGES_INTERVAL_S = 1.0
 PAGES_NODES_PER_S = 300.0
@@ -78,16 +81,6 @@ class Term:
     store: Store
     epoch: types_pb2.Epoch
     since_s: float
-
-
-class Observer(Protocol):
-    """Who counts steps and decisions: the metrics."""
-
-    def step(self, job: str, record: types_pb2.StepRecord) -> None:
-        """A step was completed."""
-
-    def committed(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> None:
-        """A decision was committed."""
 
 
 @dataclass(slots=True)
@@ -108,18 +101,20 @@ class Engine:
         # Whether the state was ever read from etcd: from then on clients may read it, also while no
         # driver leads.
         self.loaded = False
-        self.audit = AuditLog()
-        self.feeds = JobFeeds()
+        self._publisher = Publisher(clock)
+        self.audit, self.feeds = self._publisher.audit, self._publisher.feeds
+        self.observers = self._publisher.observers
         self.node_calls = NodeCalls(token, clock)
         self.links = OpenLinks()
+        self.turns = LoopTurns()  # of messages of nodes
         self._orders = OrderSender(self.links)
-        self.observers: list[Observer] = []
         self._token = token
         self._inbox: Inbox[_Entry] = Inbox()
         self._arrived = asyncio.Event()
         self._retimed = asyncio.Event()  # what the next tick waits for may have changed
         self.presence = Intake(policy)
-        self._refused_records: set[str] = set()  # jobs that had one in this term
+        # Whose messages were refused in this term; one line each: they come by the step or beat.
+        self._refused: set[str] = set()
         self._steps = StepLanes()
         self._tick_waits = False  # for the core
         self._pages_at_s: dict[str, float] = {}  # when those of a job were read
@@ -166,7 +161,7 @@ class Engine:
         try:
             event = self.presence.report(link, epoch, now_s)
         except ValueError as error:
-            _log.warning("a heartbeat is not understood", node=link.node, error=str(error))
+            self._refuse_message(f"nodes/{link.node}", str(error))
             return
         if event is None:
             return
@@ -177,6 +172,11 @@ class Engine:
             self.presence.lane.forget(link.node)  # a later heartbeat brings it again
         # Progress waits for the next tick or another event: a fleet's comes in few decisions.
         self._retimed.set()
+
+    def _refuse_message(self, subject: str, problem: str) -> None:
+        if subject not in self._refused:
+            self._refused.add(subject)
+            self.post(MessageRefused(self.clock.now_s(), subject, problem))
 
     async def call(self, event: Event) -> Outcome:
         """Queue a request and wait until it is committed.
@@ -197,9 +197,7 @@ class Engine:
         """Take in a step record; False if it was known, or cannot be true."""
         known = self.state.jobs.get(job)
         if known is not None and (problem := plausible.record(known, record.attempt, record.step)):
-            if job not in self._refused_records:
-                self._refused_records.add(job)  # once a term: a rank sends such records by the step
-                self.post(RecordRefused(self.clock.now_s(), job, problem))
+            self._refuse_message(f"jobs/{job}", problem)
             return False
         if not self.feeds.of(job).add_step(record):
             return False
@@ -221,15 +219,18 @@ class Engine:
         if (diverged := found(track, job.config)) is not None:
             self.post(LossDiverged(self.clock.now_s(), name, diverged))
 
+    async def adopt(self, leadership: Leadership, loaded: Loaded) -> None:
+        """Take over the logs and jobs of the term that :meth:`lead` is about to begin."""
+        for step in await self._publisher.adopt(loaded, _epoch(leadership, loaded)):
+            self._steps.add(*step)
+
     async def lead(self, leadership: Leadership, store: Store, loaded: Loaded) -> None:
-        """Lead until the lease is lost or a commit is refused.
+        """Lead until the lease is lost or a commit is refused; :meth:`adopt` comes before.
 
         Raises:
             NotLeaderError, EtcdError: why the term ended.
         """
-        epoch = types_pb2.Epoch(
-            cluster_generation=loaded.generation, create_revision=leadership.create_revision
-        )
+        epoch = _epoch(leadership, loaded)
         self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
         ticker = asyncio.create_task(self._tick())
         sender = asyncio.create_task(self._orders.run(epoch, lambda: self.state))
@@ -256,31 +257,34 @@ class Engine:
     def _begin(self, term: Term, loaded: Loaded) -> None:
         self.state = loaded.cluster
         self.loaded = True
-        self.audit.load(loaded.audit)
         self.term = term
-        for line in loaded.audit:
-            if line.log:
-                self.feeds.of(line.log).add_event(wire.event_message(line, term.epoch))
-        for name, job in loaded.cluster.jobs.items():
-            record = self.feeds.of(name).adopt(wire.record_message(job.last_record))
-            if (record.attempt, record.step) > (job.attempt, job.current.step):
-                # Received in a former term of this process, and not stored.
-                self._steps.add(name, record.attempt, record.step)
-            self._publish_job(name)
         # First the start of the term, then for each open link the node's hello and its newest
         # heartbeat. One from before this epoch counts as a report without a desired state.
         self._inbox.clear()
         self._orders.clear()
-        self._refused_records.clear()
+        self._refused.clear()
         self._tick_waits = False
         self._inbox.put(_Entry(LeaderStarted(term.since_s, self.address)))
         lane, links = self.presence.lane, self.links.all()
         lane.begin(term.since_s, loaded.cluster.nodes)
-        for link in links:
+        for at, link in enumerate(links):
             lane.opened(term.since_s, link.node, link.incarnation)
             self._inbox.put(_Entry(NodeHello(term.since_s, link.node, link.identity)), link.node)
-            self._report(link, News.DECIDES, term.epoch, term.since_s)
+            if at < LINKS_AT_ONCE:
+                self._report(link, News.DECIDES, term.epoch, term.since_s)
+        if len(links) > LINKS_AT_ONCE:
+            self._spawn(self._report_again(term, links[LINKS_AT_ONCE:]))
         self._arrived.set()
+
+    async def _report_again(self, term: Term, links: list[Link]) -> None:
+        """Queue the newest heartbeats of links that were there before the term."""
+        for first in range(0, len(links), LINKS_AT_ONCE):
+            await asyncio.sleep(0)
+            if self.term is not term:
+                return
+            for link in links[first : first + LINKS_AT_ONCE]:
+                if self.links.get(link.node) is link:
+                    self._report(link, News.DECIDES, term.epoch, self.clock.now_s())
 
     async def _turn(self, store: Store, leadership: Leadership) -> None:
         """Wait for events, decide on a batch of them, commit, then let out what follows."""
@@ -310,13 +314,13 @@ class Engine:
                 elif entry.answer is not None and not entry.answer.done():
                     entry.answer.set_exception(outcome)
             await self._commit(store, leadership, changes)
+            self.state = state
+            self._retimed.set()
+            await self._publish(old, outcomes, audit)
         except BaseException:
             for entry in batch:
                 _refuse(entry)
             raise
-        self.state = state
-        self._retimed.set()
-        self._publish(old, outcomes, audit)
 
     async def _wake_when(self, lost: asyncio.Event) -> None:
         """End the wait for events when the lease is lost; one task a term, not two a decision."""
@@ -346,43 +350,25 @@ class Engine:
             work.cancel()
             lost.cancel()
 
-    def _publish(
+    async def _publish(
         self, old: Cluster, outcomes: list[tuple[_Entry, Outcome]], audit: tuple[Audit, ...]
     ) -> None:
-        """Let out what is committed: audit log, watchers, then commands, effects, answers."""
+        """Let out what is committed: commands and effects, audit log and watchers, answers."""
         assert self.term is not None
-        epoch = self.term.epoch
-        gone = old.jobs.keys() - self.state.jobs.keys()
-        self.feeds.forget(gone)
-        self.audit.extend(audit, gone)
-        for observer in self.observers:
-            observer.committed(old, self.state, audit)
-        for line in audit:
-            _log.info(line.reason, subject=line.subject, attempt=line.attempt, message=line.message)
-            if line.log:
-                self.feeds.of(line.log).add_event(wire.event_message(line, epoch))
-        for name, job in self.state.jobs.items():
-            before = old.jobs.get(name)
-            if before is not job and (before is None or _visible(before) != _visible(job)):
-                self._publish_job(name)
         self._orders.add(name for _, outcome in outcomes for name in outcome.commanded)
-        for entry, outcome in outcomes:
+        for _, outcome in outcomes:
             for effect in outcome.effects:
                 if isinstance(effect, Probe):
                     self._prober.order(effect)
                 else:
                     self._spawn(self._perform(effect))
+        await self._publisher.committed(old, self.state, audit, self.term.epoch)
+        for name in list(self._tracks):
+            if (job := self.state.jobs.get(name)) is None or job.terminal:
+                del self._tracks[name]
+        for entry, outcome in outcomes:
             if entry.answer is not None and not entry.answer.done():
                 entry.answer.set_result(outcome)
-
-    def _publish_job(self, name: str) -> None:
-        job = self.state.jobs[name]
-        feed = self.feeds.of(name)
-        message = wire.job_message(job, feed.last_record, self.clock.now_s(), self.state.nodes)
-        feed.add_job(message, job.terminal)
-        if job.terminal:
-            self.feeds.release(name)
-            self._tracks.pop(name, None)
 
     def _probed(self, probe: Probe, outcome: str) -> None:
         self.post(ProbeResult(self.clock.now_s(), probe.node, probe.incarnation, outcome))
@@ -411,11 +397,13 @@ class Engine:
         while True:
             due_s = await self._until_due(last_s)
             last_s = now_s = self.clock.now_s()
-            blocked = now_s - due_s > LOOP_BLOCKED_S
+            # Messages that wait for their turn are no silence either.
+            behind_s = max(now_s - due_s, self.turns.waited_s())
+            blocked = behind_s > LOOP_BLOCKED_S
             if blocked:
                 _log.warning(
-                    "the event loop was blocked; silence of nodes is ignored for a while",
-                    seconds=now_s - due_s,
+                    "the driver is behind; silence of nodes is ignored for a while",
+                    seconds=behind_s,
                 )
             if blocked or not self._tick_waits:
                 self._tick_waits = True
@@ -479,12 +467,10 @@ class Engine:
         task.add_done_callback(self._tasks.discard)
 
 
-def _visible(job: Any) -> tuple[Any, ...]:
-    """The part of a job whose change is sent to watchers."""
-    return (
-        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.current.restore,
-        job.committed_step, job.restarts, job.profile,
-    )  # fmt: skip
+def _epoch(leadership: Leadership, loaded: Loaded) -> types_pb2.Epoch:
+    return types_pb2.Epoch(
+        cluster_generation=loaded.generation, create_revision=leadership.create_revision
+    )
 
 
 def _refuse(entry: _Entry) -> None:

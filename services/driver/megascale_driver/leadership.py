@@ -182,6 +182,7 @@ class Leader:
         beginning = self.beginning = asyncio.Event()
         try:
             loaded = await store.load()
+            await self._engine.adopt(leadership, loaded)
             await self._notify(True)
         finally:
             # Whoever waits for it goes on with the loop's next turn: the term has begun by then.

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from megascale.v1 import link_pb2
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.link_limits import BEGINNING_S
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
 from megascale_common.service.errors import (
@@ -32,6 +33,7 @@ from megascale_common.service.status import abort
 from megascale_driver import wire
 from megascale_driver.core import unreadable
 from megascale_driver.core.state import Identity
+from megascale_driver.dial_pace import DialPace
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
 from megascale_driver.loop_watch import LongLived
@@ -39,10 +41,7 @@ from megascale_driver.open_links import Link
 from megascale_driver.orders import PROTOCOL
 from megascale_driver.presence import arrival
 
-HELLO_TIMEOUT_S = 10.0
-# For which a node that dials waits while a new leader reads the state; agents wait 5 s for the
-# driver's hello.
-BEGINNING_S = 4.0
+HELLO_TIMEOUT_S = 10.0  # for the node's hello, once it has called
 # Open links, and those whose hello has not come yet: each costs some 55 KiB of memory.
 MAX_LINKS = 32_768
 MAX_HEARTBEAT_BYTES = 64 << 10
@@ -81,6 +80,7 @@ class LinkService:
         self._cluster = cluster
         self._long_lived = LongLived()
         self._greeting = 0  # links whose hello has not come yet
+        self._pace = DialPace()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have the server serve it; requests of Connect come as bytes."""
@@ -120,7 +120,7 @@ class LinkService:
             await abort(context, error)
         term = self._engine.term
         if term is None:  # it may have ended while this call waited for the hello
-            await abort(context, self._leader.not_leading())
+            await abort(context, self._later(self._leader.not_leading()))
         now_s = self._engine.clock.now_s()
         protocol = min(hello.protocol.highest, PROTOCOL.highest)
         link = Link(hello.node, self._identity(hello), now_s, context.write, protocol)
@@ -204,13 +204,18 @@ class LinkService:
                 accepted += batch.count
         return link_pb2.ReportSpansResponse(accepted=accepted)
 
+    def _later(self, error: ServiceError) -> ServiceError:
+        """The error, with the time after which the node may dial again."""
+        error.retry_after_s = self._pace.next_s(self._engine.clock.now_s())
+        return error
+
     async def _hello(self, requests: AsyncIterator[bytes]) -> link_pb2.ExecutorHello:
         beginning = self._leader.beginning
         if self._engine.term is None and beginning is None:
-            raise self._leader.not_leading()
+            raise self._later(self._leader.not_leading())
         if len(self._engine.links) + self._greeting >= MAX_LINKS:
             text = f"{MAX_LINKS} links are open or being opened; dial again later"
-            raise UnavailableError(text, reason="TOO_MANY_LINKS")
+            raise self._later(UnavailableError(text, reason="TOO_MANY_LINKS"))
         self._greeting += 1
         try:
             if beginning is not None:
@@ -219,9 +224,12 @@ class LinkService:
                     async with asyncio.timeout(BEGINNING_S):
                         await beginning.wait()
                 if self._engine.term is None:
-                    raise self._leader.not_leading()
+                    raise self._later(self._leader.not_leading())
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = link_pb2.ConnectRequest.FromString(await anext(requests))
+                raw = await anext(requests)
+            if not self._engine.turns.take():
+                await self._engine.turns.wait()
+            first = link_pb2.ConnectRequest.FromString(raw)
         except (TimeoutError, StopAsyncIteration, DecodeError) as error:
             text = f"no hello arrived within {HELLO_TIMEOUT_S:g} s"
             raise RequestError(text, reason="HELLO_MISSING") from error
@@ -283,9 +291,11 @@ class LinkService:
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
         """Acknowledge every heartbeat and hand it to the engine; close the link with the stream."""
-        clock, heard = self._engine.clock, self._engine.heard
+        clock, heard, turns = self._engine.clock, self._engine.heard, self._engine.turns
         try:
             async for request in requests:
+                if not turns.take():
+                    await turns.wait()
                 received_s = clock.now_s()
                 beat = arrival.parsed(request)
                 if beat is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 INTERVAL_S = 0.02
 STALL_S = 0.01  # from here on it counts as a stall
@@ -90,6 +90,22 @@ def freeze_all() -> None:
     """Freeze what exists, but for young garbage, which would stay for good."""
     gc.collect(1)
     gc.freeze()
+
+
+def frozen_with_the_term(
+    notify: Callable[[bool], Awaitable[None]], freeze: Callable[[], None] = freeze_all
+) -> Callable[[bool], Awaitable[None]]:
+    """What a leader calls when a term begins (True) or ends: ``notify``, behind a freeze.
+
+    The state that was just read from etcd lives for the term: it is never collected.
+    """
+
+    async def frozen(leads: bool) -> None:
+        if leads:
+            freeze()
+        await notify(leads)
+
+    return frozen
 
 
 async def collect_now_and_then() -> None:

@@ -50,7 +50,11 @@ from megascale_common.job.problems import JobError
 
 
 class ServiceError(Exception):
-    """The root. ``fields`` are (path, description) pairs; ``metadata`` goes into the ErrorInfo."""
+    """The root. ``fields`` are (path, description) pairs; ``metadata`` goes into the ErrorInfo.
+
+    ``retry_after_s``: after how many seconds the caller should try again (RetryInfo); 0: it says
+    nothing about that.
+    """
 
     code: ClassVar[str] = "INTERNAL"
     default_reason: ClassVar[str] = "INTERNAL"
@@ -62,12 +66,14 @@ class ServiceError(Exception):
         reason: str = "",
         fields: Sequence[tuple[str, str]] = (),
         metadata: Mapping[str, str] | None = None,
+        retry_after_s: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason
         self.fields = tuple(fields)
         self.metadata = dict(metadata or {})
+        self.retry_after_s = retry_after_s
 
 
 class RequestError(ServiceError):

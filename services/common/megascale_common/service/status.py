@@ -1,4 +1,4 @@
-"""Errors of the services as google.rpc.Status, with ErrorInfo and BadRequest, and back."""
+"""Errors of the services as google.rpc.Status, with ErrorInfo, BadRequest, RetryInfo, and back."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ def to_status(error: ServiceError) -> status_pb2.Status:
         refused.field_violations.append(violation)
     if error.fields:
         details.append(_packed(refused))
+    if error.retry_after_s > 0:
+        wait = error_details_pb2.RetryInfo()
+        wait.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(_packed(wait))
     message = _cut(error.message, MAX_MESSAGE_BYTES)
     return status_pb2.Status(code=code_pb2.Code.Value(error.code), message=message, details=details)
 
@@ -48,19 +52,25 @@ def read(error: grpc.aio.AioRpcError) -> ServiceError:
     """The error that a server put on the wire; reason UNKNOWN when it carried no details."""
     metadata: dict[str, str] = {}
     fields: list[tuple[str, str]] = []
-    reason = "UNKNOWN"
+    reason, retry_after_s = "UNKNOWN", 0.0
     for key, value in error.trailing_metadata() or ():
         if key != "grpc-status-details-bin" or not isinstance(value, bytes):
             continue
         for item in status_pb2.Status.FromString(value).details:
             info = error_details_pb2.ErrorInfo()
             bad = error_details_pb2.BadRequest()
+            wait = error_details_pb2.RetryInfo()
             if item.Unpack(info):
                 reason, metadata = info.reason, dict(info.metadata)
             elif item.Unpack(bad):
                 fields = [(v.field, v.description) for v in bad.field_violations]
-    message = error.details() or ""
-    return of_code(error.code().name, reason, message, metadata=metadata, fields=fields)
+            elif item.Unpack(wait):
+                retry_after_s = wait.retry_delay.ToNanoseconds() / 1e9
+    found = of_code(
+        error.code().name, reason, error.details() or "", metadata=metadata, fields=fields
+    )
+    found.retry_after_s = retry_after_s
+    return found
 
 
 def of_code(

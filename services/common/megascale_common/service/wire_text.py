@@ -21,5 +21,7 @@ def enum_name(kind: Any, number: int, prefix: str) -> str:
 
     ``kind`` is the enum of the generated code. Its own ``Name`` raises for such a value.
     """
-    name: str = kind.Name(number if number in kind.values() else 0)
+    # Not `in kind.values()`, which makes a list of them: a hello has a value for each device.
+    known = kind.DESCRIPTOR.values_by_number
+    name: str = known[number if number in known else 0].name
     return name.removeprefix(prefix)

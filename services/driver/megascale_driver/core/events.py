@@ -364,11 +364,14 @@ class OpenFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordRefused:
-    """A step record of the job cannot be true; it was dropped."""
+class MessageRefused:
+    """A heartbeat or step record cannot be true, or not be read; it was dropped.
+
+    ``subject``: the node that sent it, or the job that it is about.
+    """
 
     now_s: float
-    job: str
+    subject: str
     problem: str
 
 
@@ -427,7 +430,7 @@ Event = (
     | TrafficStood
     | TrafficChanged
     | PlanCompared
-    | RecordRefused
+    | MessageRefused
 )
 
 

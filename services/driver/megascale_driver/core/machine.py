@@ -46,6 +46,7 @@ from megascale_driver.core.events import (
     JobSubmitted,
     LeaderStarted,
     LossDiverged,
+    MessageRefused,
     Mutation,
     NodeHello,
     NodeReport,
@@ -59,7 +60,6 @@ from megascale_driver.core.events import (
     ProfileCancelRequested,
     ProfileRequested,
     QuotaRequested,
-    RecordRefused,
     RequestKey,
     RestartRequested,
     ResumeRequested,
@@ -169,8 +169,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         jobs.open_failed(draft, event)
     elif isinstance(event, GroupChecked):
         searching.checked(draft, event)
-    elif isinstance(event, RecordRefused):
-        nodes.message_refused(draft, f"jobs/{event.job}", event.problem)
+    elif isinstance(event, MessageRefused):
+        nodes.message_refused(draft, event.subject, event.problem)
     elif isinstance(event, LossDiverged):
         divergence.diverged(draft, event)
     elif isinstance(event, StragglerFound):

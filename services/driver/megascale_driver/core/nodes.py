@@ -129,9 +129,9 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
 
 
 def message_refused(draft: Draft, subject: str, problem: str) -> None:
-    """Write down that a message which cannot be true was refused."""
+    """Write down that a message was refused: it cannot be true, or this build cannot read it."""
     draft.log(
-        "MESSAGE_REFUSED", f"a message of {subject} cannot be true: {problem}",
+        "MESSAGE_REFUSED", f"a message of {subject} is refused: {problem}",
         subject=subject, policy="plausible", outcome="it is dropped as a whole",
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ from megascale_common.etcd.settled import Rejected, txn_settled
 from megascale_common.service import logs
 from megascale_common.service.errors import NotLeaderError
 from megascale_driver.journal import codec, mass
-from megascale_driver.journal.rows import Change, pieces, size_of
+from megascale_driver.journal.rows import Change, Piece, pieces, size_of
 
 INTENTS = "intents/"
 # Half of what etcd takes: --max-txn-ops 128, --max-request-bytes 1.5 MiB.
@@ -88,11 +88,16 @@ class FencedWriter:
             values = codec.parse(found.value, self._marker)
             self.noted = {name: v for name, v in values.items() if type(v) is int}
 
-    async def write(self, changes: Sequence[Change], before: Sequence[Change] = ()) -> None:
+    async def write(
+        self,
+        changes: Sequence[Change],
+        before: Sequence[Change] = (),
+        staged: Sequence[Piece] = (),
+    ) -> None:
         """Make all changes in one transaction, or in an intent if they are too many.
 
         ``before`` are values that nothing names yet: they are stored first, in any number of
-        transactions.
+        transactions. ``staged`` are the :func:`intent` of the changes, if it was made already.
 
         Raises:
             NotLeaderError: a transaction was refused; nothing of ``changes`` was applied.
@@ -101,21 +106,18 @@ class FencedWriter:
         """
         for piece in pieces(list(before), MAX_CHANGES, MAX_BYTES):
             await self._send(piece)
-        if fits(changes):
+        staged = staged or intent(changes)
+        if not staged:
             await self._send(changes)
             return
         name = f"{INTENTS}{uuid.uuid4().hex}"
-        patches = [change for change in changes if change.patch]
-        others = [change for change in changes if not change.patch]
-        values = [_packed(piece) for piece in pieces(others, MAX_CHANGES, _PIECE_BYTES)]
-        values += mass.packed(patches, _PIECE_BYTES)
-        staged = [Change(f"{name}/{number:06d}", value) for number, value in enumerate(values)]
-        for change in staged:
-            await self._send([change])
+        keys = [f"{name}/{number:06d}" for number in range(len(staged))]
+        for key, part in zip(keys, staged, strict=True):
+            await self._send([Change(key, part.value)])
         await self._send([Change(name, codec.text({"pieces": len(staged)}))])
-        await self._carry_out(
-            name, [change.key for change in staged], {change.key: change for change in patches}
-        )
+        rows = {change.key: change for change in changes if change.patch}
+        patched = {key: part.rows for key, part in zip(keys, staged, strict=True) if part.rows}
+        await self._carry_out(name, keys, patched, rows)
 
     async def recover(self) -> None:
         """Carry out the intents of the leader before, and remove what it had not decided yet."""
@@ -135,16 +137,26 @@ class FencedWriter:
             _log.info("intents found", carried_out=len(decided), dropped=len(orphans))
 
     async def _carry_out(
-        self, name: str, keys: list[str], rows: Mapping[str, Change] | None = None
+        self,
+        name: str,
+        keys: list[str],
+        patched: Mapping[str, Sequence[str]] | None = None,
+        rows: Mapping[str, Change] | None = None,
     ) -> None:
-        """``rows``: the patched rows as a whole, for the leader that has made the decision."""
+        """``patched``, ``rows``: for the leader that decided it, the patched rows by piece."""
         for key in keys:
             found = await self._client.get(key)
             if found is None:
                 raise NotLeaderError(f"{key}: a piece of a decision is gone")
             self.revisions[key] = found.mod_revision
             if mass.is_patches(found.value):
-                patches = mass.unpacked(found.value, key)
+                known = (patched or {}).get(key)
+                # Ten thousand patches are not read again by the one that has written them.
+                patches = (
+                    mass.unpacked(found.value, key)
+                    if known is None
+                    else [(row, {}) for row in known]
+                )
                 for first in range(0, len(patches), MAX_CHANGES):
                     some = patches[first : first + MAX_CHANGES]
                     await self._send(await self._patched(some, rows or {}))
@@ -224,14 +236,24 @@ class FencedWriter:
         return ModRevisionEquals(key, self.revisions.get(key, 0))
 
 
+def intent(changes: Sequence[Change]) -> list[Piece]:
+    """The pieces of changes that are too many for one transaction; none if they fit one."""
+    if fits(changes):
+        return []
+    patches = [change for change in changes if change.patch]
+    others = [change for change in changes if not change.patch]
+    staged = [Piece(_packed(piece)) for piece in pieces(others, MAX_CHANGES, _PIECE_BYTES)]
+    return staged + mass.packed(patches, _PIECE_BYTES)
+
+
 def fits(changes: Sequence[Change]) -> bool:
     """Whether the changes are one transaction."""
     return len(changes) <= MAX_CHANGES and sum(map(size_of, changes)) <= MAX_BYTES
 
 
-def version_of(changes: Sequence[Change]) -> int:
+def version_of(changes: Sequence[Change], staged: Sequence[Piece]) -> int:
     """The schema version that carries the changes out, should the next leader have to."""
-    if fits(changes):
+    if not staged:
         return codec.BASIC_VERSION
     patched = any(change.patch for change in changes)
     return codec.SCHEMA_VERSION if patched else codec.PARTS_VERSION

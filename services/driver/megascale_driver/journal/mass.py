@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from megascale_driver.journal import coalesced, codec
-from megascale_driver.journal.rows import Change, pieces
+from megascale_driver.journal.rows import Change, Piece, pieces
 
 PATCHES = b'{"patches":'
 MOST = 20_000  # rows in one piece
 
 
-def packed(changes: Sequence[Change], most_bytes: int) -> list[bytes]:
-    """The values of the pieces, of ``most_bytes`` each; one, if the rows change alike."""
+def packed(changes: Sequence[Change], most_bytes: int) -> list[Piece]:
+    """The pieces, of ``most_bytes`` each; one, if the rows change alike."""
     if not changes:
         return []
     texts = [codec.text([change.key, json.loads(change.patch)]).decode() for change in changes]
@@ -26,10 +26,13 @@ def packed(changes: Sequence[Change], most_bytes: int) -> list[bytes]:
     record = coalesced.packed(texts, names)
     value = codec.text({"patches": record})
     if record is not None and len(value) <= most_bytes:
-        return [value]
+        return [Piece(value, tuple(change.key for change in changes))]
     plain = [Change(change.key, text.encode()) for change, text in zip(changes, texts, strict=True)]
     return [
-        codec.text({"patches": [json.loads(item.value or b"") for item in piece]})
+        Piece(
+            codec.text({"patches": [json.loads(item.value or b"") for item in piece]}),
+            tuple(item.key for item in piece),
+        )
         for piece in pieces(plain, MOST, most_bytes)
     ]
 

@@ -42,15 +42,28 @@ class Change:
     patch: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a decision that is too large for a transaction, as it is stored.
+
+    ``rows``: the keys of the rows that it changes in some fields, in its order; none: whole rows.
+    """
+
+    value: bytes
+    rows: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class Batch:
     """The changes of one decision, and the chunks that they name, by key.
 
-    ``version``: the schema version that reads them.
+    ``pieces``: the changes once more, where they are too many for a transaction. ``version``: the
+    schema version that reads them.
     """
 
     changes: list[Change] = field(default_factory=list)
     chunks: dict[str, bytes] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
     version: int = codec.BASIC_VERSION
 
 

@@ -8,6 +8,7 @@ for, and at once on change, but at most 20 per second.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import link_pb2, link_pb2_grpc
-from megascale_common.service import logs
+from megascale_common.node.link_limits import HELLO_S, MAX_RETRY_S
+from megascale_common.service import logs, status
 from megascale_common.service.backoff import Backoff
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import LinkError, StaleStateError
@@ -29,8 +31,8 @@ _log = logs.get(__name__)
 PROTOCOL = (1, 3)  # lowest and highest version of the link protocol that this agent has
 MIN_BEAT_GAP_S = 0.05
 DEFAULT_INTERVAL_S = 5.0
-_HELLO_TIMEOUT_S = 5.0
 _BACKOFF_S = (0.2, 2.0)
+_AROUND = (0.75, 1.25)  # of the wait that a driver asks for
 # The driver acknowledges every heartbeat. After so many intervals without any message the node
 # dials again, perhaps another driver.
 _SILENT_INTERVALS = 6
@@ -105,9 +107,13 @@ class DriverLink:
         self._hello_change.set()
 
     async def run(self) -> None:
-        """Connect, serve, connect again, with a jittered back-off that doubles from 0.2 to 2 s."""
+        """Connect, serve, connect again, with a jittered back-off that doubles from 0.2 to 2 s.
+
+        Where a driver asks for a longer wait, it is about that long: this node is one of many.
+        """
         backoff = Backoff(*_BACKOFF_S)
         while True:
+            asked_s = 0.0
             for address in self._addresses():
                 try:
                     await self._session(address)
@@ -129,15 +135,17 @@ class DriverLink:
                         reason=str(error),
                     )
                 except (grpc.aio.AioRpcError, LinkError, OSError) as error:
-                    reason = (
-                        error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                    )
+                    reason: str | None = str(error)
+                    if isinstance(error, grpc.aio.AioRpcError):
+                        reason = error.details()
+                        asked_s = max(asked_s, status.read(error).retry_after_s)
                     _log.info("no link to the driver", driver=address, reason=reason)
                 if self._greeted.is_set():
                     backoff.reset()
                     self._greeted.clear()
+                    asked_s = 0.0
             # Jitter spreads the nodes of a fleet over the interval when a driver comes back.
-            await backoff.sleep()
+            await asyncio.sleep(pause_s(backoff.next_s(), asked_s))
 
     async def _session(self, address: str) -> None:
         self._greeted.clear()
@@ -167,10 +175,10 @@ class DriverLink:
 
     async def _await_hello(self) -> None:
         try:
-            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            async with asyncio.timeout(HELLO_S):
                 await self._greeted.wait()
         except TimeoutError as error:
-            raise LinkError(f"the driver sent no hello within {_HELLO_TIMEOUT_S:.0f} s") from error
+            raise LinkError(f"the driver sent no hello within {HELLO_S:.0f} s") from error
 
     async def _await_end(self) -> None:
         """Wait until the session should end: the hello has changed, or the driver is silent."""
@@ -267,6 +275,11 @@ class DriverLink:
             self._node.desired(desired)
         except ValueError as error:
             _log.error("invalid desired state", error=str(error))
+
+
+def pause_s(own_s: float, asked_s: float) -> float:
+    """Seconds before the next dial: by the own back-off, or about what a driver has asked for."""
+    return max(own_s, min(asked_s, MAX_RETRY_S) * random.uniform(*_AROUND))
 
 
 def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
