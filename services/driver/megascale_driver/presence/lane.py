@@ -288,6 +288,8 @@ class Lane:
 
     def _schedule(self, name: str, found: _Presence, now_s: float) -> None:
         """Put the node's next deadline into the heap; its earlier entries no longer count."""
+        if found.assumed:
+            return
         silent_s = now_s - found.last_beat_s
         if silent_s < self._limits[0]:
             due_s = found.last_beat_s + self._limits[0]
