@@ -6,7 +6,7 @@ import pytest
 from tests.harness.desk import Desk, exited
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.core.events import JobSubmitted, OpenFailed, Tick
+from megascale_driver.core.events import EvictRequested, JobSubmitted, OpenFailed, Tick
 from megascale_driver.core.state import AttemptPhase, Disposition, JobPhase
 
 HOUR_S = 3600.0
@@ -158,6 +158,65 @@ def test_attempts_without_progress_back_off() -> None:
     desk.fail("n1", exited(0, desk.now_s, -11))
     desk.stop()
     assert desk.job().phase is JobPhase.PREPARING, "progress ends the back-off"
+
+
+def fails_alike(desk: Desk, times: int) -> float:
+    """The job's own code fails so often; how long the next attempt waits, in seconds."""
+    for number in range(times):
+        if desk.job().phase is JobPhase.QUEUED:
+            rest(desk, desk.job().not_before_s - desk.now_s)
+        desk.run()
+        slot = desk.job().slots[number % 2]
+        desk.fail(slot.node, exited(slot.ranks[0], desk.now_s, 1, error="ValueError: mine"))
+        ended(desk)
+    return desk.job().not_before_s - desk.now_s
+
+
+def ended(desk: Desk) -> None:
+    """All nodes of the attempt that live have stopped it; no time passes."""
+    for slot in desk.job().slots:
+        if desk.liveness(slot.node) == "ALIVE":
+            desk.report(slot.node, AttemptPhase.IDLE)
+
+
+def test_hosts_that_are_restarted_in_turn_make_no_attempt_wait() -> None:
+    """Each attempt of a large job may lose another host before its first new step."""
+    desk = Desk("n1", "n2", "n3")
+    desk.submit(max_restarts_without_progress=50, max_restarts=50)
+    for slot in desk.job().slots:
+        desk.run()
+        desk.hello(slot.node, boot=2)
+        ended(desk)
+        assert desk.job().phase is JobPhase.PREPARING, desk.job().reason
+    desk.run()
+    desk.hello("n1", boot=3)
+    ended(desk)
+    assert "2 failed alike" in desk.job().reason, "one host again and again is waited for"
+
+
+def test_a_job_that_has_left_the_broken_node_begins_at_once() -> None:
+    desk = Desk("n1", "n2", "n3", "n4")
+    desk.submit(max_restarts_without_progress=50, max_restarts=50)
+    assert fails_alike(desk, 5) == pytest.approx(8.0)
+    rest(desk, 8.0)
+    desk.run()
+    desk.crash(desk.job().slots[0].node)
+    ended(desk)
+    assert desk.job().phase is JobPhase.PREPARING, desk.job().reason
+    # It is no news about the job's own failure, which still waits longer each time.
+    assert fails_alike(desk, 1) == pytest.approx(16.0)
+
+
+def test_an_evicted_node_makes_no_job_wait() -> None:
+    desk = Desk("n1", "n2", "n3", "n4")
+    desk.submit(max_restarts_without_progress=50, max_restarts=50)
+    assert fails_alike(desk, 4) == pytest.approx(4.0)
+    rest(desk, 4.0)
+    desk.run()
+    lost = desk.job().slots[0].node
+    desk.feed(EvictRequested(desk.now_s, lost, "me", "it smells", now=True))
+    ended(desk)
+    assert desk.job().phase is JobPhase.PREPARING, desk.job().reason
 
 
 def test_a_job_that_backs_off_says_so() -> None:

@@ -84,11 +84,73 @@ def changed(path: str) -> link_pb2.Heartbeat:
     [
         *("phase", "exit", "error", "check", "trace", "daemon", "failure of a checkpoint"),
         *("failure of a replica", "damage", "failure", "store_endpoint", "job", "attempt"),
-        *("desired_version", "log", "log of another rank"),
+        *("log", "log of another rank"),
     ],
 )
 def test_whatever_decides_is_evidence(path: str) -> None:
     assert evidence.of(changed(path)).prompt != evidence.of(working()).prompt
+
+
+@pytest.mark.parametrize("path", ["desired_version", "epoch"])
+def test_which_order_a_node_has_seen_decides_while_it_is_idle(path: str) -> None:
+    """The report of an idle node counts as its stop only if it has seen the order to stop."""
+    for phase in link_pb2.AttemptPhase.values():
+        beats = [working(), working()]
+        for beat in beats:
+            beat.phase = phase
+        if path == "epoch":
+            beats[1].epoch_seen.create_revision = 4
+        else:
+            beats[1].desired_version = 9
+        before, after = (evidence.of(beat).prompt for beat in beats)
+        idle = phase in (link_pb2.ATTEMPT_PHASE_UNSPECIFIED, link_pb2.ATTEMPT_PHASE_IDLE)
+        assert (before != after) is idle, link_pb2.AttemptPhase.Name(phase)
+
+
+def test_a_phase_that_passes_is_news_only_if_it_is_repeated() -> None:
+    intake, seat = Intake(Policy()), Seat("n", "i", 100.0)
+    intake.lane.opened(100.0, "n", "i")
+    beat, at_s = link_pb2.Heartbeat(epoch_seen=EPOCH), [100.0]
+
+    def news(phase: int, **changes: Any) -> News:
+        at_s[0] += 5.0
+        beat.phase, beat.seq = phase, beat.seq + 1  # type: ignore[assignment]
+        for name, value in changes.items():
+            setattr(beat, name, value)
+        return intake.take(seat, arrived(beat), at_s[0])
+
+    assert news(link_pb2.ATTEMPT_PHASE_IDLE) is News.DECIDES
+    for phase in (link_pb2.ATTEMPT_PHASE_PREPARING, link_pb2.ATTEMPT_PHASE_STARTING):
+        assert news(phase, job="a", attempt=1) is News.NONE
+        assert news(phase) is News.PROGRESS, "it lasts"
+        assert [news(phase) for _ in range(3)] == [News.NONE] * 3
+        assert news(link_pb2.ATTEMPT_PHASE_PREPARED) is News.DECIDES
+        assert news(phase) is News.NONE
+        assert news(link_pb2.ATTEMPT_PHASE_PREPARED) is News.NONE, "the core has that already"
+        assert news(phase) is News.NONE
+        assert news(phase, failure="why") is News.NONE, "another state that passes"
+        assert news(link_pb2.ATTEMPT_PHASE_FAILED) is News.DECIDES
+        beat.failure = ""
+
+
+def test_workers_that_end_one_after_the_other_decide_with_the_phase_that_follows() -> None:
+    intake, seat, beat = Intake(Policy()), Seat("n", "i", 100.0), working()
+    intake.lane.opened(100.0, "n", "i")
+    found = [intake.take(seat, arrived(beat), 100.0)]
+    for worker in beat.workers:
+        worker.state, worker.exit_status = link_pb2.WORKER_STATE_EXITED, -15
+        found.append(intake.take(seat, arrived(beat), 100.0 + len(found) / 10))
+    assert found == [News.DECIDES] + [News.NONE] * 8
+    beat.phase = link_pb2.ATTEMPT_PHASE_FAILED
+    assert intake.take(seat, arrived(beat), 102.0) is News.DECIDES
+
+
+def test_a_silent_node_is_heard_again_whatever_it_does() -> None:
+    lane = Intake(Policy()).lane
+    lane.opened(100.0, "n", "i")
+    assert lane.beat(100.0, "n", "idle") is News.DECIDES
+    assert [found.node for found in lane.due(109.0, {})] == ["n"]
+    assert lane.beat(110.0, "n", "prepares", passing=True) is News.DECIDES
 
 
 def variants(message: Any) -> Iterator[Any]:

@@ -144,6 +144,15 @@ def test_an_assumed_node_is_never_silent_until_it_is_doubted() -> None:
     assert silent(lane, 10_006.0, "a", "b") == ["b"]
 
 
+def test_a_silent_node_that_is_heard_while_it_is_assumed_is_not_silent_again() -> None:
+    """Its heartbeat is on the way when a simulation declares that it repeats it."""
+    lane = linked("a", now_s=100.0)
+    assert silent(lane, 109.0, "a") == ["a"]
+    lane.assume("a")
+    lane.beat(109.1, "a", None)
+    assert lane.next_deadline_s() == math.inf and silent(lane, 10_000.0, "a") == []
+
+
 @settings(max_examples=60)
 @given(
     st.lists(

@@ -10,12 +10,13 @@ before it takes anything else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from megascale_common.service import logs
 from megascale_driver.core import machine
-from megascale_driver.core.events import Event, Outcome
+from megascale_driver.core.events import Event, NodeReport, Outcome
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Cluster
 
@@ -53,6 +54,29 @@ def decide(
     event exposes must not stop all other decisions. ``state`` is a value, so the failed step has
     left nothing behind.
     """
+    outcomes: list[Outcome | Exception] = []
+    for reports, group in itertools.groupby(events, lambda event: isinstance(event, NodeReport)):
+        if reports:
+            found: Sequence[Outcome | Exception]
+            state, found = _reports(state, list(group), policy)
+        else:
+            state, found = _one_by_one(state, group, policy)
+        outcomes += found
+    return state, outcomes
+
+
+def _reports(
+    state: Cluster, events: list[Any], policy: Policy
+) -> tuple[Cluster, Sequence[Outcome | Exception]]:
+    try:
+        return machine.reports(state, events, policy)
+    except Exception:  # of which nobody knows which one it was
+        return _one_by_one(state, events, policy)
+
+
+def _one_by_one(
+    state: Cluster, events: Iterable[Event], policy: Policy
+) -> tuple[Cluster, list[Outcome | Exception]]:
     outcomes: list[Outcome | Exception] = []
     for event in events:
         try:

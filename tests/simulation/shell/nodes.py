@@ -214,7 +214,7 @@ class SimNode:
         if link is None or not link.greeted or self.paused or not gang.step():
             return
         record = types_pb2.StepRecord(attempt=gang.attempt, step=gang.step(), loss=2.0)
-        record.step_time.FromNanoseconds(int(gang.step_s * 1e9))
+        record.step_time.FromNanoseconds(round(gang.pace_s * 1e9))
         link.report_steps(gang.job, record)
 
     # --- the link
@@ -340,6 +340,11 @@ class SimNode:
         if gang is not None:
             self.world.invariants.stopped(self, gang)
             gang.leave(self)
+            self.workers = [
+                link_pb2.WorkerStatus(rank=rank, state=link_pb2.WORKER_STATE_EXITED,
+                                      exit_status=-15, error_kind="STOPPED")
+                for rank in self.ranks
+            ]  # fmt: skip
 
     def _idle(self, wanted: link_pb2.DesiredState) -> None:
         if self._wanted is wanted:

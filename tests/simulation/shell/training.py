@@ -109,6 +109,11 @@ class Gang:
         return next((node for node in self.members.values() if 0 in node.ranks), None)
 
     @property
+    def pace_s(self) -> float:
+        """How long a step takes now."""
+        return self.step_s * self._look()[1]
+
+    @property
     def stalled(self) -> bool:
         """Whether a worker holds the others up."""
         return self._look()[0]

@@ -184,9 +184,13 @@ class World:
                 return f"job {job.name} waits before its next attempt"
             if job.active and job.current.leaving is not None:
                 return f"job {job.name} is to leave its nodes"
-            # A driver has to know the steps of a job before their number no longer identifies it.
-            if job.phase is JobPhase.RUNNING and len(job.step_times) < MIN_STEP_TIMES:
+            # A driver has to know the steps of a job before their number no longer identifies it,
+            # and to forget those that took longer: of a skipped stretch it learns one time only.
+            times = job.step_times if job.phase is JobPhase.RUNNING else ()
+            if job.phase is JobPhase.RUNNING and len(times) < MIN_STEP_TIMES:
                 return f"job {job.name} has done few steps"
+            if times and max(times) > times[-1]:
+                return f"job {job.name} has done steps that took longer"
         for name, known in state.nodes.items():
             if known.liveness is Liveness.SUSPECT:
                 return f"node {name} is suspected"

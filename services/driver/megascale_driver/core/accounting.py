@@ -17,6 +17,7 @@ from megascale_driver.core.goodput import Activity, Ledger
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Job, JobPhase, Node
 
+MAX_STEP_TIME_S = 86_400.0  # a record with a longer one is damaged
 # STARTING too: the first records may overtake the report that all workers run.
 _TRAINS = frozenset({JobPhase.STARTING, JobPhase.RUNNING})
 
@@ -31,7 +32,7 @@ def stepped(
 ) -> Job:
     """The job with a new newest step of its attempt; ``record`` is empty if unknown."""
     last, passed_s = job.current, now_s - job.marked_at_s
-    interval_s = (now_s - last.last_step_at_s) / (step - last.step) if last.last_step_at_s else 0.0
+    interval_s = _time_per_step(job, step, record, now_s)
     mark = job.terminal or not last.step or not 0 <= passed_s < policy.mark_interval_s
     return replace(
         job,
@@ -83,6 +84,22 @@ def adopted(job: Job, now_s: float) -> Ledger:
     return goodput.restored(
         ledger, job.current.restore.step if job.current.restore is not None else 0
     )
+
+
+def _time_per_step(job: Job, step: int, record: Mapping[str, float], now_s: float) -> float:
+    """How long the newest step took, seconds; 0 of the first one that is known of an attempt.
+
+    By the clock of the rank that completed it: when records arrive depends on the network and on
+    ticks, of which a limit of five times a step would show as much more. Records of builds that
+    measure no time count by their arrival.
+    """
+    last = job.current
+    if not last.last_step_at_s:
+        return 0.0
+    own_s = record.get("step_time", 0.0)
+    if 0.0 < own_s <= MAX_STEP_TIME_S:
+        return own_s
+    return (now_s - last.last_step_at_s) / (step - last.step)
 
 
 def _stepped(job: Job, step: int, checkpointing_s: float, now_s: float) -> Ledger:

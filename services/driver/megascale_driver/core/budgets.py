@@ -1,9 +1,13 @@
 """How often a job is restarted: per cause and window, with back-off, and in a row without progress.
 
 A run of months loses many nodes, so restarts are counted within a window, and each cause has a
-budget of its own. Attempts that bring the job no further wait longer each time. Lost nodes are
-counted in the window only: the job has left them, and the next attempt runs on others. While
-another node stands by, the node that failed last is left before the job ends.
+budget of its own. Lost nodes are counted in the window only: the job has left them, and the next
+attempt runs on others. While another node stands by, the node that failed last is left before the
+job ends.
+
+The next attempt waits only for what is likely to break it again: the same failure as before, since
+the job has last come further, and longer each time. Where the job has left the node that broke the
+attempt nothing is waited for, nor where hosts are restarted one after the other.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from megascale_driver.core.state import Job, JobPhase
 
 # Faults that the job has no part in: they do not count against its restart budgets.
 FREE_OF_CHARGE = frozenset({FaultKind.NODE_EVICTED})
+MAX_REPEATS = 8  # failures of a job that are counted; the oldest are forgotten
 # The node is gone with the fault.
 _NODE_GONE = frozenset({FaultKind.NODE_DEAD, FaultKind.CHECK_FAILED, FaultKind.NODE_EVICTED})
 
@@ -39,6 +44,7 @@ def charge(draft: Draft, job: Job) -> Job:
         restarts_without_progress=0 if progressed else in_a_row,
         node_failures={} if progressed else job.node_failures,
         roots={} if progressed else job.roots,
+        repeats={} if progressed else job.repeats if corrupt else _repeated(job),
         progress_mark=mark,
     )
 
@@ -62,8 +68,18 @@ def check(draft: Draft, job: Job) -> Job:
             spent = f"recovery.max_restarts_without_progress = {allowed} is spent"
             return _end(draft, job, spent)
         job = draft.job(job.name, restarts_without_progress=allowed)
-    delay_s = backoff(job.restarts_without_progress, draft.policy)
+    delay_s = 0.0 if _left(job) else backoff(alike(job), draft.policy)
     return draft.job(job.name, not_before_s=draft.now_s + delay_s if delay_s else 0.0)
+
+
+def why_queued(job: Job, now_s: float) -> str:
+    """Why a job whose attempt has stopped is queued."""
+    if job.not_before_s <= now_s:
+        return f"waiting for nodes after: {job.stop_reason}"
+    return (
+        f"the next attempt begins in {job.not_before_s - now_s:g} s, since "
+        f"{alike(job)} failed alike without progress: {job.stop_reason}"
+    )
 
 
 def cause_of(faults: tuple[Fault, ...]) -> str:
@@ -74,11 +90,16 @@ def cause_of(faults: tuple[Fault, ...]) -> str:
     return found.kind
 
 
-def backoff(in_a_row: int, policy: Policy) -> float:
-    """How long to wait before the next attempt, after so many in a row without progress."""
-    if in_a_row < 2:
+def alike(job: Job) -> int:
+    """How many attempts have failed as the newest one did, since the job has last come further."""
+    return job.repeats.get(_failure_of(job), 0)
+
+
+def backoff(alike: int, policy: Policy) -> float:
+    """How long to wait before the next attempt, after so many that failed alike, in seconds."""
+    if alike < 2:
         return 0.0
-    return min(policy.backoff_s * 2.0 ** min(in_a_row - 2, 30), policy.backoff_max_s)
+    return min(policy.backoff_s * 2.0 ** min(alike - 2, 30), policy.backoff_max_s)
 
 
 def _counted(job: Job, cause: str, now_s: float, policy: Policy) -> Mapping[str, tuple[float, ...]]:
@@ -88,6 +109,28 @@ def _counted(job: Job, cause: str, now_s: float, policy: Policy) -> Mapping[str,
     kept = job.config.recovery.max_restarts + 1
     recent = {key: tuple(t for t in all_ if t > since_s)[-kept:] for key, all_ in times.items()}
     return {key: found for key, found in recent.items() if found}
+
+
+def _repeated(job: Job) -> Mapping[str, int]:
+    """The failures since the last progress, with that of the newest attempt."""
+    failure = _failure_of(job)
+    others = [(key, count) for key, count in job.repeats.items() if key != failure]
+    return dict([*others, (failure, alike(job) + 1)][-MAX_REPEATS:])
+
+
+def _failure_of(job: Job) -> str:
+    """What broke the newest attempt, as it would break the next one; a restart is of one host."""
+    found = blame.culprit(job.current.faults)
+    if found is None:
+        return ""
+    host = f" {found.node}" if found.kind is FaultKind.NODE_RESTARTED else ""
+    return blame.root_of(found) + host
+
+
+def _left(job: Job) -> bool:
+    """Whether the next attempt runs on other nodes than the one that broke this one."""
+    found = blame.culprit(job.current.faults)
+    return _node_gone(job) or (found is not None and found.node in job.evicted)
 
 
 def _node_gone(job: Job) -> bool:

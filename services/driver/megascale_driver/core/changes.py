@@ -82,6 +82,7 @@ class JobChanges(TypedDict, total=False):
     restarts: int
     restarts_without_progress: int
     node_failures: Mapping[str, int]
+    repeats: Mapping[str, int]
     restart_times: Mapping[str, tuple[float, ...]]
     not_before_s: float
     roots: Mapping[str, tuple[str, ...]]

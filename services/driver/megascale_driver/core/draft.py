@@ -77,6 +77,13 @@ class Draft:
         """Record what broke the newest attempt of a job."""
         return self.attempt(name, faults=(*self.jobs[name].current.faults, fault))
 
+    @property
+    def only_nodes_changed(self) -> bool:
+        """Whether nothing but nodes has been changed, and nothing follows for anybody."""
+        return not (
+            self.jobs.touched or self._audit or self._effects or self._commanded or self.refusal
+        )
+
     def enforced(self, rule: str) -> bool:
         """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.rules`)."""
         return mode_of(self.breaker.modes, rule) == "ENFORCE"

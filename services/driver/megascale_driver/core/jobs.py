@@ -23,6 +23,7 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import (
     accounting,
     blame,
+    budgets,
     failure_rate,
     goodput,
     job_faults,
@@ -408,7 +409,7 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
     if job.current.leaving is not None and not job.after_stop_ends:
         leaving.left(draft, job)
     elif job.after_stop is JobPhase.QUEUED:
-        draft.job(job.name, phase=JobPhase.QUEUED, reason=_why_queued(job, draft.now_s))
+        draft.job(job.name, phase=JobPhase.QUEUED, reason=budgets.why_queued(job, draft.now_s))
     else:
         _end(draft, job, job.after_stop, job.stop_reason)
 
@@ -431,15 +432,6 @@ def _wait_for(draft: Draft, job: Job, nodes_: list[str]) -> None:
     reason = f"attempt {job.attempt} is being stopped, {names} still runs it: {job.stop_reason}"
     if reason != job.reason:
         draft.job(job.name, reason=reason)
-
-
-def _why_queued(job: Job, now_s: float) -> str:
-    if job.not_before_s <= now_s:
-        return f"waiting for nodes after: {job.stop_reason}"
-    return (
-        f"the next attempt begins in {job.not_before_s - now_s:g} s, since "
-        f"{job.restarts_without_progress} in a row made no progress: {job.stop_reason}"
-    )
 
 
 def _stopped(node: Node | None, slot: NodeSlot) -> bool:

@@ -10,7 +10,7 @@ A command can be lost with its driver; a decision that a node has acted upon can
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,7 @@ def _of_cluster(_: Any) -> str:
     return "cluster"
 
 
+_NOTHING = Outcome((), (), ())  # follows
 _ORDERS: dict[type[Any], _Order] = {
     JobSubmitted: _Order("SubmitJob", _of_spec, jobs.submit),
     CancelRequested: _Order("CancelJob", _of_job, jobs.cancel),
@@ -148,6 +149,37 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
         # Last: a node that this event freed goes to a waiting job in the same decision.
         schedule(draft)
     return draft.finish()
+
+
+def reports(
+    state: Cluster, events: Sequence[NodeReport], policy: Policy
+) -> tuple[Cluster, list[Outcome]]:
+    """The same as one :func:`step` after the other, for reports that came one after the other.
+
+    A fleet that prepares, starts or stops an attempt says so node by node, and the last of them
+    decides. So reports that change their nodes alone share one working copy.
+    """
+    outcomes: list[Outcome] = []
+    draft: Draft | None = None
+    for event in events:
+        if draft is None:
+            draft = Draft(state, policy, event.now_s)
+        draft.now_s = event.now_s
+        before = draft.nodes.get(event.node)
+        job = nodes.report(draft, event)
+        if job is not None:
+            jobs.advance(draft, job.name, event.node)
+        changed = draft.nodes.get(event.node) is not before
+        schedule(draft, {event.node: before} if changed else {})
+        if draft.only_nodes_changed:
+            outcomes.append(_NOTHING)
+            continue
+        state, outcome = draft.finish()
+        outcomes.append(outcome)
+        draft = None
+    if draft is not None:
+        state, _ = draft.finish()
+    return state, outcomes
 
 
 def _dispatch(draft: Draft, event: Event) -> None:

@@ -199,7 +199,7 @@ def _stop(draft: Draft, job: Job, kind: LeaveKind, actor: str, why: str, *, now:
 def _budgets_anew(draft: Draft, job: Job) -> Job:
     return draft.job(
         job.name, restarts_without_progress=0, restart_times={}, node_failures={}, roots={},
-        out_of_memory=0, not_before_s=0.0,
+        repeats={}, out_of_memory=0, not_before_s=0.0,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class Policy:
     node_failures: int = 3
     # The window of `recovery.max_restarts`, which holds for each cause.
     restart_window_s: float = 21_600.0
-    # Before the third attempt in a row without progress, doubled for each further one.
+    # Before the third attempt in a row that fails alike, doubled for each further one.
     backoff_s: float = 1.0
     backoff_max_s: float = 300.0
     # When a job with all processes alive hangs, and after how many hangs in a row it leaves a node.

@@ -12,7 +12,14 @@ from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.failure_rate import rate
 from megascale_driver.core.queue_view import parts_of, view_of
-from megascale_driver.core.state import AttemptRecord, Disposition, Job, JobPhase, Liveness
+from megascale_driver.core.state import (
+    AttemptRecord,
+    Disposition,
+    Job,
+    JobPhase,
+    Liveness,
+    Node,
+)
 from megascale_driver.placement.gang import Candidate, spares
 from megascale_driver.placement.queue import MAX_STARTS, decide
 from megascale_driver.placement.queue_values import STARTS, Decision, Kind
@@ -24,12 +31,18 @@ PAUSE_PER_NODE_S = 1e-4
 LARGE = 256  # nodes
 
 
-def schedule(draft: Draft) -> None:
-    """Decide the queue, if something changed that it depends on; then name the spares."""
-    if draft.now_s < draft.queue_due_s and not _stirred(draft):
+def schedule(draft: Draft, changed: Mapping[str, Node | None] | None = None) -> None:
+    """Decide the queue, if something changed that it depends on; then name the spares.
+
+    ``changed``: the nodes that have changed since this was called last, as they were then; None:
+    all that the draft has changed.
+    """
+    if changed is None:
+        changed = {name: draft.state.nodes.get(name) for name in draft.nodes.touched}
+    if draft.now_s < draft.queue_due_s and not _stirred(draft, changed):
         return
     waiting = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
-    if not waiting and not any(_lacks_spares(draft, job) for job in draft.jobs.values()):
+    if not waiting and not any(_lacks_spares(draft, job, changed) for job in draft.jobs.values()):
         draft.queue_due_s = float("inf")
         return
     count = len(draft.state.nodes)
@@ -62,21 +75,22 @@ def schedule(draft: Draft) -> None:
     _name_spares(draft, plan.free)
 
 
-def _stirred(draft: Draft) -> bool:
-    """Whether this event changed something that the queue or the spares depend on."""
+def _stirred(draft: Draft, changed: Mapping[str, Node | None]) -> bool:
+    """Whether something changed that the queue or the spares depend on."""
     for name in draft.jobs.touched:
         old, job = draft.state.jobs.get(name), draft.jobs.get(name)
         if old is None or job is None or _claims(old) != _claims(job):
             return True
-    for name in draft.nodes.touched:
-        before, node = draft.state.nodes.get(name), draft.nodes.get(name)
-        if before is None or node is None:
-            return True
-        if (usable(before), before.disposition, before.liveness, before.identity) != (
-            usable(node), node.disposition, node.liveness, node.identity,
-        ):  # fmt: skip
-            return True
-    return False
+    return any(_differs(before, draft.nodes.get(name)) for name, before in changed.items())
+
+
+def _differs(before: Node | None, node: Node | None) -> bool:
+    """Whether the queue or the spares may depend on what changed of a node."""
+    if before is None or node is None:
+        return True
+    return (usable(before), before.disposition, before.liveness, before.identity) != (
+        usable(node), node.disposition, node.liveness, node.identity,
+    )  # fmt: skip
 
 
 def _urgent(draft: Draft) -> bool:
@@ -97,15 +111,15 @@ def _claims(job: Job) -> tuple[object, ...]:
     return job.phase, job.after_stop, job.slots, job.spares, job.evicted, job.current.leaving
 
 
-def _lacks_spares(draft: Draft, job: Job) -> bool:
+def _lacks_spares(draft: Draft, job: Job, changed: Iterable[str]) -> bool:
     wanted = spares_wanted(job) if job.active else 0
     if len(job.spares) < wanted:
         return True
     names: Iterable[str] = job.spares
     before = draft.state.jobs.get(job.name)
-    if draft.state.queue_due_s == math.inf and before is not None and before.spares is job.spares:
-        # All stood by when the queue was decided last, so only nodes of this event may not.
-        names = [name for name in draft.nodes.touched if name in job.spares]
+    if draft.queue_due_s == math.inf and before is not None and before.spares is job.spares:
+        # All stood by when the queue was decided last, so only nodes that changed since may not.
+        names = [name for name in changed if name in job.spares]
     return any(not _stands_by(draft, name) for name in names)
 
 

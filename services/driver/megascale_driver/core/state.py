@@ -327,11 +327,11 @@ class Job:
     node_failures: Mapping[str, int] = field(default_factory=dict)
     # When restarts were counted, by cause, within the window of their budget.
     restart_times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    # No attempt is placed before: the back-off after attempts without progress.
+    # No attempt is placed before: the back-off after attempts that failed alike.
     not_before_s: float = 0.0
-    # Roots of failures since the last progress, with the nodes that had them.
+    # Since the last progress: roots with their nodes, attempts by failure, those out of memory.
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Attempts in a row, without a new step, that ran out of memory.
+    repeats: Mapping[str, int] = field(default_factory=dict)
     out_of_memory: int = 0
     # Highest step that was known when the last restart was counted.
     progress_mark: int = 0

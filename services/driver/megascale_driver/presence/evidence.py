@@ -17,6 +17,9 @@ from google.protobuf.message import Message
 from megascale.v1 import link_pb2
 from megascale_driver.presence.arrival import AT_WORK
 
+# Before the first report of a phase a node is idle.
+_IDLE = frozenset({link_pb2.ATTEMPT_PHASE_UNSPECIFIED, link_pb2.ATTEMPT_PHASE_IDLE})
+_PASSING = frozenset({link_pb2.ATTEMPT_PHASE_PREPARING, link_pb2.ATTEMPT_PHASE_STARTING})
 _EXITED = link_pb2.WORKER_STATE_EXITED
 
 
@@ -27,6 +30,7 @@ class Evidence(NamedTuple):
     slow: Hashable
     shared: tuple[Hashable, ...]
     counted: tuple[tuple[str, Hashable], ...]
+    passing: bool  # no decision waits for it: what follows does
 
 
 UNREAD: Final = object()  # slow evidence that nobody asked for
@@ -35,9 +39,6 @@ UNREAD: Final = object()  # slow evidence that nobody asked for
 def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
     """The evidence of a heartbeat; without ``slow_due`` its slow part may be left UNREAD."""
     prompt: list[Hashable] = [
-        beat.desired_version,
-        beat.epoch_seen.create_revision,
-        beat.epoch_seen.cluster_generation,
         beat.job,
         beat.attempt,
         beat.phase,
@@ -45,7 +46,15 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
         beat.finished_step,
         beat.store_endpoint,
     ]
+    if beat.phase in _IDLE:
+        # Which order a node has seen tells an idle node that has stopped from one that is about to
+        # prepare. Of a node at work it decides nothing: what it does about the order will.
+        epoch = beat.epoch_seen
+        prompt += (beat.desired_version, epoch.create_revision, epoch.cluster_generation)
+    passing = beat.phase in _PASSING
     for worker in beat.workers:
+        if worker.state == _EXITED and beat.phase == link_pb2.ATTEMPT_PHASE_RUNNING:
+            passing = True  # the attempt ends here, or is being stopped
         # Not the whole message: the age of the status page in it grows with each heartbeat.
         prompt += (worker.rank, worker.state)
         if worker.state == _EXITED or worker.error_kind:
@@ -80,7 +89,7 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
         prompt += slow
         slow = []
     read = UNREAD if at_work and not slow_due else tuple(slow)
-    return Evidence(tuple(prompt), read, tuple(shared), tuple(counted))
+    return Evidence(tuple(prompt), read, tuple(shared), tuple(counted), passing)
 
 
 def _checkpoints(

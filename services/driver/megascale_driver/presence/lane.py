@@ -14,6 +14,13 @@ again. Where heartbeats wait before they are read, the newest one of a silent no
 counts as later by as much (:mod:`megascale_driver.presence.backlog`). What follows from the silence
 is the core's decision (:mod:`megascale_driver.core.liveness`): steps of its job, probes and the
 breaker count, which the lane does not know.
+
+Note [Passing]
+~~~~~~~~~~~~~~
+A node that prepares or starts says so, and so does one whose workers end one after the other while
+they are stopped. No decision waits for that, but for the end of it. Such a state enters the core
+when the node repeats it, a heartbeat later. Most have ended by then, and a fleet that starts an
+attempt costs the core two reports of each node, not four.
 """
 
 from __future__ import annotations
@@ -57,6 +64,7 @@ class _Presence:
     silent: bool = False
     assumed: bool = False
     evidence: object = None
+    passing: object = None  # evidence that is news if it is repeated
     slow: object = None
     slow_at_s: float = -math.inf
 
@@ -93,7 +101,7 @@ class Lane:
             self._nodes.setdefault(name, _Presence("", now_s))
         for name, found in self._nodes.items():
             found.last_beat_s, found.silent = max(found.last_beat_s, now_s), False
-            found.evidence = found.slow = None
+            found.evidence = found.passing = found.slow = None
             found.assumed, found.incarnation = False, ""
             self._schedule(name, found, now_s)
 
@@ -104,7 +112,8 @@ class Lane:
             found = self._nodes[node] = _Presence(incarnation, now_s)
         self._linked += not found.linked
         found.incarnation, found.linked, found.last_beat_s = incarnation, True, now_s
-        found.silent, found.assumed, found.evidence, found.slow = False, False, None, None
+        found.silent = found.assumed = False
+        found.evidence = found.passing = found.slow = None
         self._schedule(node, found, now_s)
 
     def closed(self, node: str, incarnation: str) -> None:
@@ -126,6 +135,7 @@ class Lane:
         slow: object = None,
         shared: Iterable[Hashable] = (),
         counted: Iterable[tuple[str, Hashable]] = (),
+        passing: bool = False,
     ) -> News:
         """Take in a heartbeat of the open link; whether the core has to see it.
 
@@ -136,14 +146,18 @@ class Lane:
             shared: facts that all nodes of a job report; only the first report of each is news.
             counted: (job, fact) of facts that all its nodes report and count: only those of one
                 node of the job are news, because each node's counter is its own.
+            passing: what no decision waits for; see Note [Passing].
         """
         found = self._nodes[node]
         found.last_beat_s = now_s
         changed = slow is not UNREAD and found.slow != slow
-        progress = self._first(node, shared, counted) or (
-            changed and now_s - found.slow_at_s >= self._linked / SLOW_PER_S
-        )
+        slow_due = changed and now_s - found.slow_at_s >= self._linked / SLOW_PER_S
         decides = found.silent or found.evidence != evidence
+        waits = passing and decides and not found.silent and found.evidence is not None
+        if waits:  # what follows brings what lies in memory, too
+            decides, slow_due = False, found.passing == evidence
+        progress = self._first(node, shared, counted) or slow_due
+        found.passing = evidence if waits and not progress else None
         if not (decides or progress):
             return News.NONE
         if found.silent:
@@ -160,7 +174,7 @@ class Lane:
         ``turn`` is that of the lane before. False: it may be news nevertheless, and is not taken.
         """
         found = self._nodes[node]
-        if turn != self.turn or found.evidence is None or found.silent:
+        if turn != self.turn or found.evidence is None or found.silent or found.passing is not None:
             return False
         found.last_beat_s = now_s
         return True
@@ -178,7 +192,7 @@ class Lane:
         """The core did not get the node's newest report: its next heartbeat is news again."""
         found = self._nodes.get(node)
         if found is not None:
-            found.evidence = found.slow = None
+            found.evidence = found.passing = found.slow = None
             self._forget_shared()
 
     def last_beat_s(self, node: str) -> float:
@@ -288,6 +302,8 @@ class Lane:
 
     def _schedule(self, name: str, found: _Presence, now_s: float) -> None:
         """Put the node's next deadline into the heap; its earlier entries no longer count."""
+        if found.assumed:
+            return
         silent_s = now_s - found.last_beat_s
         if silent_s < self._limits[0]:
             due_s = found.last_beat_s + self._limits[0]
