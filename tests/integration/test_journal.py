@@ -254,6 +254,7 @@ async def test_a_new_leader_reads_the_state_and_not_the_history(etcd: WatchedEtc
     assert own == list(range(10_000 - len(own) + 1, 10_001)) and len(own) >= 1000
     assert [item.seq for item in audit if item.log][-1] == 10_000
     newest = reading.CLUSTER_LINES + reading.ACTIVE_JOB_LINES
+    assert newest < 6_000, "of a history of any length"
     assert read < newest + 5 * records.BLOCK_LINES, f"{read} keys were read"
 
 

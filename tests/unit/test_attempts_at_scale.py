@@ -13,7 +13,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from tests.unit.test_driver_orders import fleet
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_driver.core import jobs, machine, recovery, scheduling
+from megascale_driver.core import draft, jobs, machine, recovery, scheduling
 from megascale_driver.core.attempt import Attempt, NodeSlot
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.events import (
@@ -251,3 +251,23 @@ def test_what_a_tick_finds_does_not_depend_on_what_was_found_sound(
         assert found[0].jobs["a"] == expected[0].jobs["a"] and found[1] == expected[1]
         if what == ".":
             state = found[0]
+
+
+def test_orders_to_all_nodes_of_a_job_go_through_the_jobs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, asked = running(NODES), [0]
+    original = draft.Draft.holder_of
+    event = CancelRequested(1001.0, "a", "enough", "me")
+
+    def counted(self: draft.Draft, node: str) -> object:
+        asked[0] += 1
+        return original(self, node)
+
+    monkeypatch.setattr(draft.Draft, "holder_of", counted)
+    found = machine.step(state, event, Policy())
+    assert asked[0] < draft.MANY, "not once for each node"
+    assert len(found[1].commanded) == NODES
+    monkeypatch.setattr(draft, "MANY", NODES)
+    assert machine.step(state, event, Policy()) == found, "as if they were asked one by one"
+    assert asked[0] >= NODES

@@ -198,12 +198,19 @@ def _holding_up(views: Sequence[RankView], layout: RankLayout) -> set[int]:
     least count, and the highest operation that somebody is inside of, show for each member by
     itself whether it waits and whether it is waited for: linear in ranks.
     """
-    groups: dict[str, NamedGroups] = {}
+    # Of the names that nobody is inside of an operation of, no rank waits: most of them.
+    names = {
+        count.group
+        for view in views
+        if view.status is not None
+        for count in view.status.operations
+        if count.completed < count.entered
+    }
+    groups = {name: NamedGroups(name, layout) for name in names}
     for rank, _, _, status in views:
         for count in status.operations if status is not None else ():
-            named = groups.get(count.group)
-            if named is None:
-                named = groups[count.group] = NamedGroups(count.group, layout)
+            if (named := groups.get(count.group)) is None:
+                continue
             key, entered = named.key(rank), count.entered
             if entered < named.least.get(key, math.inf):
                 named.least[key] = entered
@@ -241,7 +248,8 @@ def _waits_for_none(view: RankView, groups: dict[str, NamedGroups]) -> bool:
     rank = view.rank
     is_inside = waited_for = False
     for count in view.status.operations if view.status is not None else ():
-        named = groups[count.group]
+        if (named := groups.get(count.group)) is None:
+            continue
         key, entered = named.key(rank), count.entered
         if count.completed < entered:
             if named.least[key] < entered:

@@ -22,6 +22,7 @@ from megascale_driver.core.standing import Silence, Tenant
 from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
 
 DRIVER = "driver"
+MANY = 64  # nodes that an event has changed something for
 
 
 class Draft:
@@ -211,11 +212,13 @@ class Draft:
             before, node = self.state.nodes.get(name), self.nodes.get(name)
             if node is not None and (before is None or before.identity is not node.identity):
                 stale[name] = None
+        # Of many nodes in one pass: asked one by one, each goes through all jobs.
+        holder_of = self.holders().get if len(stale) > MANY else self.holder_of
         for name in stale:
             known = self.nodes.get(name)
             if known is None:
                 continue
-            wanted = desired_of(known, self.holder_of(name))
+            wanted = desired_of(known, holder_of(name))
             if wanted != known.desired:
                 self.node(name, desired=wanted, desired_version=known.desired_version + 1)
                 self.command(name)
