@@ -25,7 +25,8 @@ def grid(
 
     ``node`` has indices into ``names``; -1 where no node reports the rank. ``state`` of a rank is
     "lost" (its node is dead), "silent" (suspect or unknown), "culprit" (it holds up a job that
-    stands still), "training", "waiting" (the job is in another phase than RUNNING), or "absent".
+    stands still), "training", "waiting" (for another rank of a job that stands still, or the job is
+    in another phase than RUNNING), or "absent".
     ``strides`` has, for each axis longer than 1, the distance between the numbers of two
     neighbours: with it a page finds a rank's three lines. ``standstill`` is a sentence on a job
     that stands still, ``waits`` what ranks are inside of and for whom they wait, ``edges`` the same
@@ -43,10 +44,14 @@ def grid(
             if rank < world:
                 node_of[rank], states[rank] = index, _state(node, job)
     places = [] if topology is None else list(topology.ranks)
-    for place in places:
-        if place.holds_up and place.rank < world:
-            states[place.rank] = "culprit"
     standstill = "" if topology is None else topology.standstill
+    for place in places:
+        if place.rank >= world:
+            continue
+        if place.holds_up:
+            states[place.rank] = "culprit"
+        elif standstill and place.waits_for and states[place.rank] == "training":
+            states[place.rank] = "waiting"
     return {
         "standstill": standstill,
         "waits": {str(place.rank): _waits(place) for place in places if place.inside},
