@@ -86,6 +86,15 @@ def test_pages_of_a_real_cluster(tmp_path: Path) -> None:
         assert "forward" in {each["operation"] for each in heat["operations"]}
         assert [each["name"] for each in heat["nodes"]] == ["n1"]
 
+        # One rank's spans on one clock, from the driver's files to the page.
+        lines = browser.twin("/jobs/pages/timeline.json?steps=2")
+        assert [each["rank"] for each in lines["rows"]] == [0]
+        assert lines["rows"][0]["node"] == "n1" and lines["rows"][0]["computes"] > 0
+        assert len(lines["steps"]) == 2 and "forward" in lines["names"]
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            browser.twin("/jobs/pages/timeline.json?rank=7")
+        assert browser.twin("/jobs/pages/slower.json")["decline"]["sentence"]
+
         # A node that is lost stands on the first page, with what one may do.
         up.kill_node("n2")
         lost = until(

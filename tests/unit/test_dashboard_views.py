@@ -195,6 +195,7 @@ def test_a_node_name_within_another_is_not_that_node() -> None:
 async def test_the_rank_that_holds_the_others_up_stands_out() -> None:
     page = await ClusterReader(RecordedCluster("hang")).grid(JOB)
     assert [rank for rank, state in enumerate(page["state"]) if state == "culprit"] == [SILENT]
+    assert page["state"].count("waiting") == DP - 1 and page["state"][SILENT + TP] == "waiting"
     assert f"71 s: rank {SILENT} on node" in page["standstill"]
     assert page["waits"][str(SILENT + TP)] == f"inside dp, waits for {SILENT}"
     # All that wait for it, each with an arrow, and how far both got.

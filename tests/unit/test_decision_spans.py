@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent import futures
 from dataclasses import replace
 from typing import Any, cast
 
-import grpc
 import pytest
 from tests.harness.waiting import until
 
@@ -24,41 +22,16 @@ from megascale_driver.tracing import ids, opening
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
 import itertools
 
-from opentelemetry.proto.collector.trace.v1 import (
-    trace_service_pb2,
-    trace_service_pb2_grpc,
-)
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from tests.harness.otlp import Receiver, attributes
 
 from megascale_driver.tracing import exporter as exporting
 from megascale_driver.tracing.exporter import BATCH, DecisionSpans
 
 EPOCH = types_pb2.Epoch(cluster_generation=1_700_000_000, create_revision=42)
 GENERATION = EPOCH.cluster_generation
-
-
-class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """A server of OTLP/gRPC that keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.resources: list[dict[str, str]] = []
-        self._server = grpc.server(futures.ThreadPoolExecutor(2))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-        self._server.start()
-
-    def Export(self, request: Any, context: Any) -> Any:
-        for resource in request.resource_spans:
-            self.resources.append(attributes(resource.resource))
-            for scope in resource.scope_spans:
-                self.spans += scope.spans
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def close(self) -> None:
-        self._server.stop(0).wait()
 
 
 @pytest.fixture
@@ -68,16 +41,6 @@ def receiver() -> Iterator[Receiver]:
     made.close()
 
 
-def attributes(holder: Any) -> dict[str, Any]:
-    """Attributes of a message without their prefix."""
-    return {
-        each.key.removeprefix("megascale."): getattr(
-            each.value, each.value.WhichOneof("value") or "string_value"
-        )
-        for each in holder.attributes
-    }
-
-
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cluster", default="east")
@@ -85,8 +48,8 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def opened(port: int) -> DecisionSpans:
-    found = opening.opened(parsed("--otlp-endpoint", f"http://127.0.0.1:{port}"), lambda: EPOCH)
+def opened(url: str) -> DecisionSpans:
+    found = opening.opened(parsed("--otlp-endpoint", url), lambda: EPOCH)
     assert found is not None
     return found
 
@@ -112,7 +75,7 @@ def job(phase: JobPhase, number: int = 2, timer_s: float = 1.5e9) -> Job:
 def test_a_decision_arrives_with_all_that_the_log_has_under_the_id_that_events_carry(
     receiver: Receiver,
 ) -> None:
-    traces = opened(receiver.port)
+    traces = opened(receiver.url)
     traces.start()
     lines = (line("NODE_DEAD"), line("JOB_FAILED", 2), line("LEADER_ELECTED", 3, job=""))
     traces.committed(Cluster(), Cluster(), lines)
@@ -144,7 +107,7 @@ def test_a_decision_arrives_with_all_that_the_log_has_under_the_id_that_events_c
 def test_an_attempt_and_its_phases_are_spans_and_it_follows_from_the_one_before(
     receiver: Receiver,
 ) -> None:
-    traces = opened(receiver.port)
+    traces = opened(receiver.url)
     traces.start()
     running, stopping = job(JobPhase.RUNNING), job(JobPhase.STOPPING, timer_s=1.5e9 + 60)
     states = [

@@ -106,14 +106,21 @@ class ClusterReader:
 
     async def grid(self, name: str) -> Page:
         """The ranks of one job in their block. Raises NotFound."""
-        topology = await self._kept(f"topology {name}", lambda: self._source.topology(name))
-        return grid_view.grid(await self._job(name), await self._nodes(), topology)
+
+        async def drawn() -> Page:  # kept too: of a large job it takes longer than to ask for it
+            topology = await self._source.topology(name)
+            return grid_view.grid(await self._job(name), await self._nodes(), topology)
+
+        return await self._kept(f"grid {name}", drawn)
 
     async def heat(self, name: str) -> Page:
         """How long each node of a job takes. Raises NotFound, NotPossible (no spans are kept)."""
-        job, nodes = await self._job(name), await self._nodes()
-        answer = await self._kept(f"heat {name}", lambda: self._source.heat_map(name), SPANS_KEPT_S)
-        return heat_view.heat(job, answer, nodes)
+
+        async def drawn() -> Page:
+            answer = await self._source.heat_map(name)
+            return heat_view.heat(await self._job(name), answer, await self._nodes())
+
+        return await self._kept(f"heat {name}", drawn, SPANS_KEPT_S)
 
     async def timeline(self, name: str, wanted: timeline_view.Wanted) -> Page:
         """A few steps of the ranks of one group. Raises NotFound, NotPossible, InvalidRequest."""

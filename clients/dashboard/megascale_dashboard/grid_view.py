@@ -25,7 +25,8 @@ def grid(
 
     ``node`` has indices into ``names``; -1 where no node reports the rank. ``state`` of a rank is
     "lost" (its node is dead), "silent" (suspect or unknown), "culprit" (it holds up a job that
-    stands still), "training", "waiting" (the job is in another phase than RUNNING), or "absent".
+    stands still), "training", "waiting" (for another rank of a job that stands still, or the job is
+    in another phase than RUNNING), or "absent".
     ``strides`` has, for each axis longer than 1, the distance between the numbers of two
     neighbours: with it a page finds a rank's three lines. ``standstill`` is a sentence on a job
     that stands still, ``waits`` what ranks are inside of and for whom they wait, ``edges`` the same
@@ -39,19 +40,25 @@ def grid(
     )
     node_of, states = [-1] * world, ["absent"] * world
     for index, node in enumerate(mine):
+        state = _state(node, job)
         for rank in node.ranks:
             if rank < world:
-                node_of[rank], states[rank] = index, _state(node, job)
+                node_of[rank], states[rank] = index, state
     places = [] if topology is None else list(topology.ranks)
-    for place in places:
-        if place.holds_up and place.rank < world:
-            states[place.rank] = "culprit"
     standstill = "" if topology is None else topology.standstill
+    # Of tens of thousands most are neither: each is looked at once.
+    inside = [place for place in places if place.inside and place.rank < world]
+    culprits = [place for place in places if place.holds_up and place.rank < world]
+    for place in inside:
+        if standstill and place.waits_for and states[place.rank] == "training":
+            states[place.rank] = "waiting"
+    for place in culprits:
+        states[place.rank] = "culprit"
     return {
         "standstill": standstill,
-        "waits": {str(place.rank): _waits(place) for place in places if place.inside},
-        "edges": _edges(places),
-        "behind": _behind(places) if standstill else [],
+        "waits": {str(place.rank): _waits(place) for place in inside},
+        "edges": _edges(inside),
+        "behind": _behind(places, culprits, inside) if standstill else [],
         "name": job.spec.name,
         "phase": job.phase.name.lower(),
         "phase_reason": job.phase_reason,
@@ -97,10 +104,13 @@ def _edges(places: Iterable[driver_pb2.RankPlace]) -> list[list[int]]:
     return [*first, *rest][:MOST_EDGES]
 
 
-def _behind(places: Sequence[driver_pb2.RankPlace]) -> list[Page]:
+def _behind(
+    places: Iterable[driver_pb2.RankPlace],
+    culprits: Sequence[driver_pb2.RankPlace],
+    inside: Iterable[driver_pb2.RankPlace],
+) -> list[Page]:
     """Of a standstill the culprits and some that wait: how many operations each has entered."""
-    culprits = [place for place in places if place.holds_up]
-    others = [place for place in places if place.waits_for and not place.holds_up]
+    others = [place for place in inside if place.waits_for and not place.holds_up]
     most: dict[str, int] = {}
     for place in places:
         for each in place.operations:

@@ -59,16 +59,18 @@ def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> 
 
 def _operation(row: driver_pb2.HeatMapRow, names: list[str], ranks: dict[str, list[int]]) -> Page:
     known = [value for value in row.median_ms if not math.isnan(value)]
+    ratio = list(row.ratio)  # a fleet has tens of thousands: plain numbers, each looked at once
     return {
         "operation": row.operation,
         "kind": row.kind,
         "median_ms": round(statistics.median(known), 3) if known else None,
-        "ratios": [_largest(_number(row.ratio[rank]) for rank in ranks[name]) for name in names],
+        "ratios": [_worst([ratio[rank] for rank in ranks[name]]) for name in names],
     }
 
 
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 3)
+def _worst(values: Iterable[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return round(max(known), 3) if known else None
 
 
 def _largest(values: Iterable[float | None]) -> float | None:

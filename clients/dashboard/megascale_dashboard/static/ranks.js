@@ -140,7 +140,7 @@ function paint(canvas, data) {
     const [x, y] = spots[rank];
     const word = data.state[rank];
     const loud = word === "lost" || word === "culprit" || word === "silent" || chosen.has(rank);
-    pen.globalAlpha = loud ? 1 : 0.34;
+    pen.globalAlpha = loud ? 1 : data.standstill && word === "waiting" ? 0.9 : 0.34;
     pen.fillStyle = fills[word];
     const size = word === "lost" || word === "culprit" ? Math.max(5, side * 1.35) : word === "silent" ? Math.max(4, side) : side;
     pen.fillRect(x - size / 2, y - size / 2, size, size);
@@ -172,9 +172,12 @@ function edges(pen, data, spots, tone) {
   data.edges.forEach(([waits, awaited], at) => {
     const mine = waits === turned.selected || awaited === turned.selected;
     if (at % every && waits !== turned.selected) return;
-    pen.globalAlpha = mine ? 0.6 : 0.14; pen.lineWidth = waits === turned.selected ? 2 : 1;
-    pen.beginPath(); pen.moveTo(spots[waits][0], spots[waits][1]); pen.lineTo(spots[awaited][0], spots[awaited][1]); pen.stroke();
-    if (waits === turned.selected) arrow(pen, spots[waits], spots[awaited]);
+    pen.globalAlpha = waits === turned.selected ? 1 : mine ? 0.3 : 0.14; pen.lineWidth = waits === turned.selected ? 2 : 1;
+    // Bent, so that those along one line of ranks stay apart from it.
+    const [[x1, y1], [x2, y2]] = [spots[waits], spots[awaited]];
+    const [cx, cy] = [(x1 + x2) / 2 + 0.22 * (y2 - y1), (y1 + y2) / 2 - 0.22 * (x2 - x1)];
+    pen.beginPath(); pen.moveTo(x1, y1); pen.quadraticCurveTo(cx, cy, x2, y2); pen.stroke();
+    if (waits === turned.selected) arrow(pen, [cx, cy], [x2, y2]);
   });
   pen.globalAlpha = 1;
 }
