@@ -28,7 +28,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import job_pb2, types_pb2
 from megascale_checkpoint.staging import default_base
-from megascale_client import AsyncClient, Node, parse_job
+from megascale_client import AsyncClient, Node, Unavailable, parse_job
 from megascale_common.node.addresses import joined
 from megascale_common.service.channel import present
 from megascale_common.service.identity import authority
@@ -158,9 +158,13 @@ class PodCluster:
         """Wait until so many nodes are alive, schedulable, and can save and restore."""
 
         async def ready() -> bool:
+            try:
+                nodes = await self.nodes()
+            except Unavailable:  # no driver leads yet: on a busy machine that takes its time
+                return False
             good = [
                 node
-                for node in (await self.nodes()).values()
+                for node in nodes.values()
                 if node.liveness == types_pb2.NODE_LIVENESS_ALIVE
                 and node.disposition == types_pb2.NODE_DISPOSITION_SCHEDULABLE
                 and node.checkpoint_endpoint

@@ -25,6 +25,7 @@ from megascale.v1 import (
     driver_pb2,
     executor_pb2,
     link_pb2,
+    link_pb2_grpc,
     types_pb2,
 )
 from megascale_client import AsyncClient, JobPhase, NotAllowed
@@ -199,7 +200,18 @@ async def test_a_node_speaks_for_itself_alone(addresses: dict[str, str], folder:
         with pytest.raises(grpc.aio.AioRpcError, match="certificate is that of node n2") as found:
             async for _ in connect(_one(link_pb2.ConnectRequest(hello=hello)), timeout=20.0):
                 break
-    assert status.read(found.value).reason == "NOT_ITS_NODE"
+        assert status.read(found.value).reason == "NOT_ITS_NODE"
+        link: link_pb2_grpc.ExecutorLinkServiceAsyncStub
+        link = link_pb2_grpc.ExecutorLinkServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="spans n1's") as found:
+            await link.ReportSpans(_one(link_pb2.ReportSpansRequest(node="n1")), timeout=20.0)
+        assert status.read(found.value).reason == "NOT_ITS_NODE"
+    # What another node's daemon has, and what it may write, is not for this node's agent.
+    async with grpc.aio.secure_channel(addresses["daemon"], files.channel_credentials()) as channel:
+        (watch,) = [each for each in methods("daemon") if each.name == "WatchProgress"]
+        assert await outcome(channel, watch) == ("PERMISSION_DENIED", "NOT_ITS_NODE")
+        (check,) = [each for each in methods("daemon") if each.name == "CheckStorage"]
+        assert await outcome(channel, check) == ("PERMISSION_DENIED", "ROLE_NOT_ALLOWED")
 
 
 def replace_all(folder: Path, cluster: str) -> int:

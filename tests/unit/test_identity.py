@@ -206,6 +206,48 @@ async def test_a_caller_that_calls_too_often_waits_and_the_others_do_not(folder:
         await running.stop(0)
 
 
+@pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", ":::0", "10.255.255.1:0", "n7:0"])
+async def test_beyond_loopback_no_server_starts_without_tls(bind: str) -> None:
+    running = RpcServer(TOKEN)
+    with pytest.raises(OptionError, match=r"refusing to listen on .* without TLS"):
+        await running.start(bind, [])
+    await running.stop(0)
+
+
+async def test_a_message_and_metadata_are_bounded() -> None:
+    """The figures of docs/limits.md; gRPC itself refuses."""
+    running = RpcServer(TOKEN)
+    address = await running.start("127.0.0.1:0", [])
+    present(None)
+
+    async def refusal(size: int, header: int) -> grpc.StatusCode | None:
+        async with open_channel(address, TOKEN) as channel:
+            call = channel.unary_unary("/grpc.health.v1.Health/Check")
+            try:
+                # A field that the message does not have, and a name of a service that is unknown.
+                field = b"\x7a" + _varint(size) + bytes(size)
+                await call(field, metadata=(("x-long", "y" * header),), timeout=10.0)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+        return None
+
+    try:
+        assert await refusal(3 << 20, 4096) is None
+        assert await refusal(5 << 20, 0) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await refusal(10, 64 << 10) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await refusal(10, 0) is None, "others are served as before"
+    finally:
+        await running.stop(0)
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])
+
+
 @pytest.mark.parametrize("shape", ["unary_unary", "unary_stream", "stream_stream"])
 async def test_a_request_that_cannot_be_read_gets_a_clear_answer(shape: str) -> None:
     name = {

@@ -127,6 +127,8 @@ class CheckpointServiceServicer(object):
         without end. Changes during a send are merged into the next response.
 
         Callers: node agent, operator
+        Errors:
+        - PERMISSION_DENIED (NOT_ITS_NODE): the caller's certificate is that of another node's agent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

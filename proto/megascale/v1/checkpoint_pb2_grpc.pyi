@@ -210,6 +210,8 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     without end. Changes during a send are merged into the next response.
 
     Callers: node agent, operator
+    Errors:
+    - PERMISSION_DENIED (NOT_ITS_NODE): the caller's certificate is that of another node's agent.
     """
 
     ListCommits: _CheckpointServiceListCommitsType
@@ -331,6 +333,8 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         without end. Changes during a send are merged into the next response.
 
         Callers: node agent, operator
+        Errors:
+        - PERMISSION_DENIED (NOT_ITS_NODE): the caller's certificate is that of another node's agent.
         """
 
     @abc.abstractmethod

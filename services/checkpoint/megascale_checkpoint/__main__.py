@@ -86,7 +86,7 @@ async def _serve(
     replicas.start(host, options.address_file.with_suffix(".replicas"))
     server = RpcServer(token, tls=tls, insecure_network=options.insecure_network)
     committer = Committer(jobs.registration)
-    service = CheckpointService(jobs, committer, replicas.endpoint)
+    service = CheckpointService(jobs, committer, options.node, replicas.endpoint)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
     try:
         openings = HandOpenings(committer, jobs)

@@ -28,6 +28,7 @@ from megascale_common.service.errors import (
 )
 from megascale_common.service.handlers import answers, streams
 from megascale_common.service.identity.gate import caller
+from megascale_common.service.identity.peers import Role
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,8 +39,10 @@ _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.E
 class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     """The calls of proto/megascale/v1/checkpoint.proto."""
 
-    def __init__(self, jobs: Jobs, committer: Committer, replica_endpoint: str = "") -> None:
-        self._jobs, self._committer = jobs, committer
+    def __init__(
+        self, jobs: Jobs, committer: Committer, node: str, replica_endpoint: str = ""
+    ) -> None:
+        self._jobs, self._committer, self._node = jobs, committer, node
         self._replica_endpoint = replica_endpoint
 
     @answers
@@ -94,6 +97,10 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         self, request: checkpoint_pb2.WatchProgressRequest, context: Context
     ) -> AsyncIterator[checkpoint_pb2.WatchProgressResponse]:
         """See proto/megascale/v1/checkpoint.proto. Changes during a send go into the next one."""
+        peer = caller()
+        if peer is not None and peer.role is Role.EXECUTOR and peer.name != self._node:
+            text = f"the certificate is that of node {peer.name}, and this is {self._node}'s daemon"
+            raise ForbiddenError(text, reason="NOT_ITS_NODE")
         sent = None
         while True:
             # Taken before the state is read: the send awaits, and a change during it must wake us.

@@ -51,7 +51,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     _CHECKPOINT + "ReportPrepared": frozenset({_C}),
     _CHECKPOINT + "WatchProgress": frozenset({_D, _E, _O}),
     _CHECKPOINT + "ListCommits": _LOOK,
-    _CHECKPOINT + "CheckStorage": frozenset({_D, _E, _O}),
+    _CHECKPOINT + "CheckStorage": _ORDER,
     # What every gRPC server has.
     "/grpc.health.v1.Health/Check": _ALL,
     "/grpc.health.v1.Health/List": _ALL,
