@@ -119,6 +119,38 @@ def test_a_sabotaged_demo_fails_with_the_reason(
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["hang", "straggler"])
+def test_a_fault_is_shown_with_its_page_and_its_sentence(tmp_path: Path, fault: str) -> None:
+    done = megascale("demo", f"--show-{fault}", "--run-folder", str(tmp_path / "demo"), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["fault"], report["named"]) == (fault, True)
+    assert report["named_ranks"] == [report["rank"]]
+    culprit = f"rank {report['rank']}"
+    for text in (report["sentence"], report["page_says"]):
+        assert culprit in text and report["node"] in text, report
+    path = "/ranks" if fault == "hang" else "/heat"
+    assert report["page"].startswith("http://127.0.0.1:") and f"/jobs/demo{path}?" in report["page"]
+    assert report["page"] in done.stderr and report["sentence"] in done.stderr
+    assert json.loads((tmp_path / "demo" / "report.json").read_text()) == report
+    assert report["restarted"] is (fault == "hang")
+    if fault == "hang":
+        assert f"HANG_STACKS jobs/demo {culprit}: no stack: it is stopped (T)" in done.stderr
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["hang", "straggler"])
+def test_a_demo_whose_fault_is_left_out_fails(tmp_path: Path, fault: str) -> None:
+    options = ("--run-folder", str(tmp_path / "demo"), "--sabotage", "no-kill")
+    done = megascale("demo", f"--show-{fault}", *options, "--recovery-timeout-s", "25")
+    assert done.returncode == 1, done.stdout + done.stderr
+    last = (done.stdout + done.stderr).splitlines()[-1]
+    assert "the demo failed" in last and ("nothing says" in last or "no event STRAGGLER" in last)
+    assert processes_of(tmp_path) == []
+
+
 def test_a_folder_that_no_demo_wrote_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     status, output, _ = run_demo(tmp_path)

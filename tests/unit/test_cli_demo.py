@@ -20,7 +20,7 @@ from megascale_cli.demo.claims import (
     recovery_claims,
     twin_claims,
 )
-from megascale_cli.demo.plan import DemoPlan, PlanError, choose_plan
+from megascale_cli.demo.plan import DemoPlan, FaultPlan, PlanError, choose_plan
 from megascale_cli.demo.recording import Recording
 from megascale_client import parse_job
 from megascale_client.messages import WatchJobResponse
@@ -266,6 +266,16 @@ def test_the_job_is_one_that_the_client_understands(chosen: DemoPlan) -> None:
     assert parameters <= 1_000_000
     assert spec.trainer.training.steps <= 60
     assert spec.checkpoint.interval_steps * 3 < spec.trainer.training.steps
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_the_jobs_of_the_faults_fill_their_nodes(pipeline: bool) -> None:
+    chosen = FaultPlan(pipeline=pipeline)
+    spec = parse_job(chosen.job("demo", Path("/corpus"), Path("/checkpoints")))
+    sizes = spec.trainer.parallelism
+    assert sizes.pp * sizes.dp == chosen.nodes * chosen.devices_per_node == 4
+    # Of two ranks that do the same work none is the slow one.
+    assert sizes.dp >= (2 if pipeline else 3)
 
 
 def test_timeline_and_curve_show_the_kill_in_its_place(tmp_path: Path) -> None:

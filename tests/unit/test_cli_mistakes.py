@@ -78,6 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("checkpoint fetch a", USAGE, "--to"),
         ("demo --steps 1", USAGE, "--steps"),
         ("demo --device cpu --tp 3", USAGE, "multiple"),
+        ("demo --show-hang --show-straggler", USAGE, "one at a time"),
         # Job files.
         ("submit absent.yaml", USAGE, "absent.yaml: the job is refused"),
         ("submit empty", USAGE, "Is a directory"),

@@ -136,8 +136,15 @@ def test_without_evidence_from_operations_the_first_to_stop_are_suspected() -> N
     assert suspected(layout, status(0, 60.0), status(1, 75.0), status(2, 60.5)) == [1]
     assert suspected(layout, status(0, 60.0), status(1, 60.1), status(2, 60.2)) == [2, 1, 0]
     assert suspected(layout, status(0, 90.0), status(1, 60.0, step=6), status(2, 60.0)) == [1]
+
+
+def test_a_collective_that_all_have_entered_singles_nobody_out() -> None:
+    # Who entered first has waited longest for the others, and is the least likely of all.
     joined = [status(rank, 60.0 + 5 * rank, ("world", 4, 3)) for rank in range(3)]
-    assert suspected(layout, *joined) == [2]
+    assert suspected(RankLayout(dp=3), *joined) == [2, 1, 0]
+    # Hosts that are ahead of their devices: the device that hangs is the first to complete nothing.
+    ahead = [status(rank, 60.0 + 5 * rank, ("world", 4, 3), ("dp", 9, 6)) for rank in range(3)]
+    assert suspected(RankLayout(dp=3), *ahead) == [2]
 
 
 def test_a_page_that_cannot_be_read_is_suspected_first() -> None:

@@ -192,6 +192,17 @@ def test_a_pause_in_no_span_has_no_known_cause() -> None:
     assert "the first rank waits" in found.sentence and "no cause explains" in found.sentence
 
 
+def test_evaluations_are_no_part_of_the_steps_that_they_lie_between() -> None:
+    before, after = steady(), steady(first=41)
+    pauses = {(rank, step): 200_000_000 for rank in range(8) for step in range(41, 81, 5)}
+    paused = with_pause(after, Change(snapshot=pauses))
+    names = tuple(ops.EVALUATION if op == ops.SNAPSHOT else op for op in paused.ops)
+    answer = why(before, replace(paused, ops=names))
+    assert answer.cause == "none", answer.sentence
+    assert answer.step_after_ms == pytest.approx(answer.step_before_ms, rel=0.03)
+    assert why(before, paused).cause == "checkpoint", "what they would be taken for"
+
+
 def test_a_stage_that_is_slow_on_all_its_nodes_is_no_slow_host() -> None:
     found = why(steady(), injected(steady(first=41), Change(compute=dict.fromkeys(range(4), 1.1))))
     assert found.cause != "slow_host"

@@ -60,6 +60,15 @@ def test_since_when_the_oldest_operation_is_under_way(tmp_path: Path) -> None:
     assert since_ns() >= entered_ns[2]
     writer.complete(row)
     assert since_ns() == 0
+    begun_ns = time.monotonic_ns()
+    writer.reopen(row, unfinished=2)  # a wait for two that had counted as completed
+    assert since_ns() >= begun_ns
+    status = read_status_page(tmp_path / "page")
+    assert status is not None and (status.rows[0].entered, status.rows[0].completed) == (3, 1)
+    writer.complete(row)
+    assert since_ns() == 0
+    writer.complete(row)
+    assert since_ns() == 0
 
 
 def test_no_page_and_a_foreign_page_give_none(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale_common.job.config import JobConfig
-from megascale_common.node.spans.ops import OPTIMIZER
+from megascale_common.node.spans.ops import OPTIMIZER, SNAPSHOT
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_names, parameter_table, shard_layout
@@ -243,7 +243,8 @@ class Trainer:
             # Only the update must wait for a snapshot's copy: the copy had forward and backward to
             # run beside.
             if self._copied is not None:
-                self._copied.wait()
+                with self._timer.span(SNAPSHOT):
+                    self._copied.wait()
                 self._copied = None
             gradients = self._buffers.gradient_shards()
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.

@@ -12,9 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from megascale_cli.demo.plan import DemoPlan
+from typing import Any, Protocol
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 45.0
@@ -26,6 +24,22 @@ MARK_VARIABLE = "MEGASCALE_DEMO_ID"
 # Processes of megascale that find this variable exit when that process exits.
 PARENT_PID_VARIABLE = "MEGASCALE_PARENT_PID"
 _MARKER_FILE = ".megascale-demo"
+
+
+class ClusterPlan(Protocol):
+    """What a cluster is started with."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices, or CPU ranks, of each."""
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
 
 
 class DemoFailed(Exception):
@@ -86,8 +100,16 @@ async def run_command(*arguments: str) -> dict[str, Any]:
 class DemoCluster:
     """`megascale up` and all processes that it starts."""
 
-    def __init__(self, plan: DemoPlan, folder: Path, echo: Callable[[str], None]) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        folder: Path,
+        echo: Callable[[str], None],
+        *options: str,
+        dashboard: bool = False,
+    ) -> None:
+        self._plan, self._options = plan, options
+        self._dashboard = dashboard
         self._folder = folder
         self._echo = echo
         self._mark = uuid.uuid4().hex
@@ -105,7 +127,7 @@ class DemoCluster:
         arguments = [
             "up",
             "--json",
-            "--no-dashboard",
+            "--dashboard" if self._dashboard else "--no-dashboard",
             "--cluster",
             CLUSTER,
             "--nodes",
@@ -118,6 +140,7 @@ class DemoCluster:
             str(plan.devices_per_node),
             "--run-folder",
             str(self._folder),
+            *self._options,
         ]
         with self._log.open("wb") as log:
             self._up = await asyncio.create_subprocess_exec(
@@ -134,6 +157,24 @@ class DemoCluster:
             raise DemoFailed(
                 f"the cluster was not ready after {START_TIMEOUT_S:g} s; see {self._folder}"
             ) from None
+
+    async def dashboard_url(self) -> str:
+        """The link of the cluster's dashboard; "" where it is not installed.
+
+        Raises:
+            DemoFailed: it did not start.
+        """
+        assert self._up is not None and self._up.stdout is not None
+        while line := await asyncio.wait_for(self._up.stdout.readline(), START_TIMEOUT_S):
+            event = json.loads(line)
+            if event["event"] == "dashboard_ready":
+                return str(event["url"])
+            if event["event"] == "dashboard_absent":
+                self._echo(f"no dashboard: {event['remedy']}")
+                return ""
+            if event["event"] == "dashboard_failed":
+                break
+        raise DemoFailed(f"the dashboard did not start; see {self._folder / 'dashboard.log'}")
 
     async def stop(self) -> int:
         """Stop the cluster in order, then kill what is left; returns how many were killed."""
@@ -213,13 +254,23 @@ async def _wait_gone(living: Callable[[], list[int]]) -> list[int]:
 
 
 def _node_pids(folder: Path, node: str) -> list[int]:
-    """Process ids of a node from its agent's pids.json, the agent's own first."""
+    """Process ids of a node, the agent's own first."""
+    values = node_processes(folder, node)
+    return [values.pop("agent"), *values.values()]
+
+
+def node_processes(folder: Path, node: str) -> dict[str, int]:
+    """Process ids of a node from its agent's pids.json, by role: agent, rank-2 and others.
+
+    Raises:
+        DemoFailed: the file cannot be read.
+    """
     file = folder / "nodes" / node / "pids.json"
     try:
         values: dict[str, int] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise DemoFailed(f"{file}: cannot be read: {error}") from None
-    return [values.pop("agent"), *values.values()]
+    return values
 
 
 def _alive(pid: int) -> bool:

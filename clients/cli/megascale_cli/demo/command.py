@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +12,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from megascale_cli.demo.claims import DemoReport
 from megascale_cli.demo.cluster import DemoFailed, run_command
+from megascale_cli.demo.fault_demo import Fault, FaultDemo, FaultReport
 from megascale_cli.demo.plan import MAX_STEPS, DemoPlan, PlanError, Sabotage, choose_plan
 from megascale_cli.demo.run import Demo, Echo
 from megascale_cli.exits import FAILED, INTERRUPTED, fail
@@ -20,6 +22,7 @@ from megascale_cli.output import print_json
 from megascale_client import MegascaleError
 
 DEFAULT_STEPS = 48
+Report = Coroutine[Any, Any, DemoReport | FaultReport]
 Size = Annotated[int | None, typer.Option(min=1, help="Default: 2 (dp on GPUs: 1).")]
 
 
@@ -46,6 +49,12 @@ def demo(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON on stdout, all else on stderr.")
     ] = False,
+    show_hang: Annotated[
+        bool, typer.Option("--show-hang", help="Another fault: one of four ranks hangs.")
+    ] = False,
+    show_straggler: Annotated[
+        bool, typer.Option("--show-straggler", help="Another fault: one of four ranks is slow.")
+    ] = False,
     sabotage: Annotated[Sabotage, typer.Option(hidden=True)] = "none",
 ) -> None:
     """See a training run lose a node and recover by itself.
@@ -54,6 +63,9 @@ def demo(
     library, kills one of the two active nodes after the second checkpoint, and waits until the
     spare has taken over and the job has finished; then trains the same job without interruption and
     compares every loss. The status is 0 only if all of it was observed.
+
+    With --show-hang or --show-straggler another fault is shown, on four CPU ranks: one hangs, or
+    is slowed down. The status is 0 only if the cluster has named it.
 
     Example: [bold]megascale demo --device cpu[/bold]
     """
@@ -70,8 +82,23 @@ def demo(
         steps=steps,
         sabotage=sabotage,
     )
+    running: Callable[[], Report] = partial(_run, choose, run_folder, recovery_timeout_s, echo)
+    if (fault := _fault(show_hang, show_straggler)) is not None:
+        left_out = sabotage != "none"
+        running = FaultDemo(fault, run_folder, echo, recovery_timeout_s, sabotage=left_out).run
+    _carry_out(running, echo, as_json)
+
+
+def _fault(show_hang: bool, show_straggler: bool) -> Fault | None:
+    if show_hang and show_straggler:
+        raise typer.BadParameter("give --show-hang or --show-straggler, one at a time")
+    return "hang" if show_hang else "straggler" if show_straggler else None
+
+
+def _carry_out(running: Callable[[], Report], echo: Echo, as_json: bool) -> None:
+    """Run a demo; its outcome as lines and an exit status."""
     try:
-        report = asyncio.run(_run(choose, run_folder, recovery_timeout_s, echo))
+        report = asyncio.run(running()).as_dict()
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
     except DemoFailed as error:
@@ -84,18 +111,18 @@ def demo(
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
         print_json(report)
-    echo(_summary(report))
+    echo(_fault_summary(report) if "fault" in report else _summary(report))
 
 
 async def _run(
     choose: Callable[..., DemoPlan], run_folder: Path, recovery_timeout_s: float, echo: Echo
-) -> dict[str, Any]:
+) -> DemoReport:
     """Choose the plan for the GPUs of this machine and run it; returns the report."""
     dry_run = await run_command("up", "--dry-run", "--device", "cpu")
     gpus = int(dry_run["gpus_present"])
     plan = choose(gpus=gpus)
     echo(f"device: {plan.device} ({gpus} GPUs here); {plan.nodes} nodes of {plan.devices_per_node}")
-    return (await Demo(plan, run_folder, echo, recovery_timeout_s).run()).as_dict()
+    return await Demo(plan, run_folder, echo, recovery_timeout_s).run()
 
 
 def _summary(report: dict[str, Any]) -> str:
@@ -105,4 +132,12 @@ def _summary(report: dict[str, Any]) -> str:
         f"detected to restarted {report['detected_to_restarted_s']} s, "
         f"fault to first new step {report['fault_to_first_new_step_s']} s, "
         f"{report['steps_lost']} steps lost, {report['wall_s']} s in all"
+    )
+
+
+def _fault_summary(report: dict[str, Any]) -> str:
+    return (
+        f"[bold green]the {report['fault']} was named[/bold green]: rank {report['rank']} on node "
+        f"{report['node']}, {report['fault_to_named_s']} s after it began; "
+        f"{report['wall_s']} s in all"
     )

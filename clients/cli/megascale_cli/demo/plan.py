@@ -11,6 +11,8 @@ Sabotage = Literal["none", "no-kill", "no-spare", "loss"]
 BYTES_VOCABULARY = 257  # 256 byte values and end of document
 MAX_STEPS = 60
 SNAPSHOTS = 6  # of the whole run; the node is killed after the second
+FAULT_HANG_FLOOR_S = 15  # time to look at the page before the job is restarted
+FAULT_STEPS = 1_000_000  # more than the demo of a fault waits for
 
 
 class PlanError(ValueError):
@@ -146,3 +148,54 @@ def choose_plan(
             )
     # TP2 x PP2 x DP2 over two nodes of four ranks, and a spare.
     return plan("cpu", 4, 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultPlan:
+    """A demo of one fault: four CPU ranks on as many nodes; ``pipeline``: PP2 x DP2, else DP4.
+
+    Where a rank hangs, the others wait through the pipeline and the data-parallel groups. To see
+    who is slow, at least three ranks have to do the same work.
+    """
+
+    pipeline: bool
+    nodes: int = 4
+    devices_per_node: int = 1
+    device: Literal["cpu"] = "cpu"
+
+    @property
+    def text(self) -> str:
+        """The layout, for people."""
+        return "4 cpu ranks (" + ("PP2 x DP2" if self.pipeline else "DP4") + ")"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of `megascale up`: a shorter limit for a step than the minute of a large job."""
+        return ("--heartbeat-interval-s", "1", "--hang-floor-s", str(FAULT_HANG_FLOOR_S))
+
+    def job(self, name: str, corpus: Path, checkpoints: Path) -> dict[str, Any]:
+        """The job as plain values: 0.1 million parameters, and more steps than the demo waits."""
+        pp, dp = (2, 2) if self.pipeline else (1, 4)
+        return {
+            "name": name,
+            "owner": "demo",
+            "trainer": {
+                "model": {
+                    "layers": 2,
+                    "hidden_size": 64,
+                    "heads": 2,
+                    "vocab_size": BYTES_VOCABULARY,
+                    "sequence_length": 64,
+                },
+                "parallelism": {"pp": pp, "dp": dp},
+                "training": {
+                    "steps": FAULT_STEPS,
+                    "global_batch_size": 2 * dp * 2,
+                    "micro_batch_size": 2,
+                    "precision": "fp32",
+                },
+                "data": {"sources": [{"prefix": str(corpus)}], "tokenizer": {"kind": "bytes"}},
+            },
+            "checkpoint": {"uri": str(checkpoints), "interval_steps": 20},
+            "recovery": {"collective_timeout_s": 120},
+        }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import sysconfig
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,14 +24,14 @@ from megascale_cli.demo.claims import (
     recovery_claims,
     twin_claims,
 )
-from megascale_cli.demo.cluster import DemoCluster, DemoFailed, fresh_folder, run_command
+from megascale_cli.demo.cluster import DemoCluster, DemoFailed, fresh_folder
+from megascale_cli.demo.corpus import tokenise
 from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording
 from megascale_cli.output import event_text, step_text
 from megascale_client import AsyncClient, MegascaleError, NodeLiveness, parse_job
 from megascale_client.messages import WatchJobResponse
 
-CORPUS_BYTES = 2 << 20
 # A job may train for as long as the machine needs; without a new step, event or phase for this
 # long it has failed.
 STANDSTILL_S = 120.0
@@ -60,7 +59,7 @@ class Demo:
         self._echo = echo
         self._recovery_timeout_s = recovery_timeout_s
         self._started = time.monotonic()
-        self._corpus = self.folder / "corpus" / "stdlib"
+        self._corpus = Path()
 
     async def run(self) -> DemoReport:
         """Run the whole demo; returns the report when everything was observed.
@@ -70,7 +69,7 @@ class Demo:
             MegascaleError: the cluster refused a call or did not answer.
         """
         fresh_folder(self.folder)
-        await self._tokenise()
+        self._corpus = await tokenise(self.folder, self._echo)
         cluster = DemoCluster(self.plan, self.folder, self._echo)
         try:
             await cluster.start()
@@ -82,22 +81,6 @@ class Demo:
             [Claim("nothing is left running", left == 0, f"{left} processes had to be killed")]
         )
         return report
-
-    async def _tokenise(self) -> None:
-        stdlib = sysconfig.get_path("stdlib")
-        arguments = [
-            "data",
-            "tokenize",
-            stdlib,
-            "--output",
-            str(self._corpus),
-            "--tokenizer",
-            "bytes",
-        ]
-        corpus = await run_command(*arguments, "--glob", "*.py", "--max-bytes", str(CORPUS_BYTES))
-        self._echo(
-            f"corpus: {corpus['documents']} documents, {corpus['tokens']} tokens from {stdlib}"
-        )
 
     async def _train(self, client: AsyncClient, cluster: DemoCluster) -> DemoReport:
         run = Recording(self.name)

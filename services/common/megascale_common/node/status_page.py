@@ -141,6 +141,15 @@ class StatusPageWriter:
             self._unfinished[row].popleft()
         self._write()
 
+    def reopen(self, row: int, *, unfinished: int) -> None:
+        """The rank waits for the last ``unfinished`` operations, though they counted as completed.
+
+        Ended again by :meth:`complete`.
+        """
+        self._counts[row][1] = self._counts[row][0] - unfinished
+        self._unfinished[row].append(time.monotonic_ns())
+        self._write()
+
     def close(self) -> None:
         """Unmap the page; the file stays for the reader."""
         self._page.close()

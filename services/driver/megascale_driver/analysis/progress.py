@@ -9,6 +9,7 @@ A rank for which others wait, and which waits for none itself, holds the job up 
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -172,15 +173,21 @@ def suspects(views: Sequence[RankView], layout: RankLayout) -> tuple[RankView, .
     """The ranks that hold the others up, the most likely first.
 
     These are the ranks without a readable page; if there are none, those for which others wait and
-    which wait for none; if the operations do not single out some of the ranks, those at the lowest
-    step that stopped writing first.
+    which wait for none; if there are none either, all whose host is inside an operation that all
+    members have entered: it hangs itself, and who entered first has only waited longest. If the
+    operations do not single out some of the ranks, those at the lowest step that stopped writing
+    first: a device that hangs is the first to complete nothing.
     """
     silent = tuple(view for view in views if view.status is None)
     if silent:
         return silent
-    guilty = _holding_up(views, layout)
-    found = [view for view in views if view.rank in guilty]
-    if not 0 < len(found) < len(views):
+    stands = _standing(views, layout)
+    found = [view for view in views if stands[view.rank] is _Stands.HOLDS_UP]
+    if not found:
+        found = [view for view in views if stands[view.rank] is _Stands.JOINED]
+    elif len(found) == len(views):
+        found = []
+    if not found:
         lowest = min(view.status.step for view in views if view.status is not None)
         found = [view for view in views if view.status is not None and view.status.step == lowest]
         oldest_s = min(view.written_at_s for view in found)
@@ -188,11 +195,21 @@ def suspects(views: Sequence[RankView], layout: RankLayout) -> tuple[RankView, .
     return tuple(sorted(found, key=lambda view: (view.written_at_s, view.rank)))
 
 
-def _holding_up(views: Sequence[RankView], layout: RankLayout) -> set[int]:
-    """Ends of the chains of waiting: ranks that wait for no rank, see :func:`suspects`.
+class _Stands(enum.Enum):
+    """How a rank stands in the chains of waiting.
 
-    A rank inside no operation is one. So is a rank inside an operation that all members of its
-    group have entered, if others wait for it elsewhere.
+    HOLDS_UP is the end of one: a rank inside no operation, or inside one that all members of its
+    group have entered, if others wait for it elsewhere. JOINED is in such an operation alone, and
+    nobody waits for it; a host that is ahead of its device would be in several.
+    """
+
+    HOLDS_UP = enum.auto()
+    JOINED = enum.auto()
+    OTHER = enum.auto()
+
+
+def _standing(views: Sequence[RankView], layout: RankLayout) -> dict[int, _Stands]:
+    """How each rank stands.
 
     In a group, a rank inside operation n waits for the members that have entered fewer. So the
     least count, and the highest operation that somebody is inside of, show for each member by
@@ -216,7 +233,7 @@ def _holding_up(views: Sequence[RankView], layout: RankLayout) -> set[int]:
                 named.least[key] = entered
             if count.completed < entered and entered > named.highest.get(key, 0):
                 named.highest[key] = entered
-    return {view.rank for view in views if _waits_for_none(view, groups)}
+    return {view.rank: _stands(view, groups) for view in views}
 
 
 class NamedGroups:
@@ -244,17 +261,19 @@ class NamedGroups:
         return rank % self._inner + rank // self._outer * self._inner
 
 
-def _waits_for_none(view: RankView, groups: dict[str, NamedGroups]) -> bool:
+def _stands(view: RankView, groups: dict[str, NamedGroups]) -> _Stands:
     rank = view.rank
-    is_inside = waited_for = False
+    waited_for, inside = False, 0
     for count in view.status.operations if view.status is not None else ():
         if (named := groups.get(count.group)) is None:
             continue
         key, entered = named.key(rank), count.entered
         if count.completed < entered:
             if named.least[key] < entered:
-                return False
-            is_inside = True
+                return _Stands.OTHER
+            inside += entered - count.completed
         if entered < named.highest.get(key, 0):
             waited_for = True
-    return waited_for or not is_inside
+    if waited_for or not inside:
+        return _Stands.HOLDS_UP
+    return _Stands.JOINED if inside == 1 else _Stands.OTHER

@@ -76,6 +76,7 @@ class Group:
         self._status = status if handle is not None else None
         self._row = self._status.row(name) if self._status is not None else -1
         self._in_progress: deque[Pending | _Mark] = deque()
+        self._sent = 0
         self.timer = StepTimer()
 
     @property
@@ -168,8 +169,8 @@ class Group:
         work = compat.start_reduce_scatter(output, source, self._handle)
         return self._post(work, source, "reduce_scatter_wait")
 
-    def send(self, tensor: torch.Tensor) -> dist.Work:
-        """Post a send to the other rank of an edge; keep ``tensor`` until the returned work ended.
+    def send(self, tensor: torch.Tensor) -> Send:
+        """Post a send to the other rank of an edge.
 
         It counts as completed once posted: whether it arrived shows on the partner's row.
         """
@@ -177,7 +178,8 @@ class Group:
         work = dist.isend(tensor, self._other, group=self._handle)
         assert work is not None
         self._leave(tensor)
-        return work
+        self._sent += 1
+        return Send(self, work, tensor, self._sent)
 
     def post_receive(self, tensor: torch.Tensor) -> Receive:
         """Post a receive into ``tensor`` from the other rank of an edge, and return at once.
@@ -216,6 +218,11 @@ class Group:
             dist.all_reduce(tensor, operation, group=self._handle)
         self._leave(tensor)
 
+    def _reopen(self, number: int) -> None:
+        """The host waits for the send ``number`` and those behind it."""
+        if self._status is not None:
+            self._status.reopen(self._row, unfinished=self._sent - number + 1)
+
     def _enter(self) -> None:
         if self._status is not None:
             self.poll()  # ended ones leave the page before the next one is entered
@@ -235,6 +242,33 @@ class Group:
             self._in_progress.append(_Mark())
         else:
             self._status.complete(self._row, unfinished=len(self._in_progress))
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A posted send, waited for once; until it has ended its tensor must not be written."""
+
+    _group: Group
+    _work: dist.Work
+    _tensor: torch.Tensor
+    _number: int  # of the sends on its edge, from 1
+
+    def ended(self) -> bool:
+        """Whether it has ended; never waits."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Have the current stream wait for the end (CPU: the caller waits).
+
+        A host that waits here is inside the operation again, until the partner takes it: a rank
+        inside of nothing holds the others up for hang diagnosis, and this one is held up.
+        """
+        waits = not self._tensor.is_cuda and not self._work.is_completed()
+        if waits:
+            self._group._reopen(self._number)
+        self._work.wait()
+        if waits:
+            self._group._leave(self._tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megascale_common.node.spans.ops import DATA_WAIT, SNAPSHOT
+from megascale_common.node.spans.ops import DATA_WAIT, EVALUATION, SNAPSHOT
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_trainer.data.device_batches import StepBatches
 from megascale_trainer.parallel.groups import Groups
@@ -167,6 +167,7 @@ class StepLoop:
         self.status.update(phase=Phase.EVAL)
         held_out = self.held_out
         batches = self.trainer.config.evaluation.batches
-        loss = self.trainer.evaluate(held_out.take() for _ in range(batches))
+        with self.timer.host_span(EVALUATION):  # which waits for the device
+            loss = self.trainer.evaluate(held_out.take() for _ in range(batches))
         self.status.update(phase=Phase.STEP)
         return loss

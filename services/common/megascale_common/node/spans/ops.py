@@ -34,6 +34,7 @@ OPTIMIZER = Op("optimizer", "compute")
 DATA_WAIT = Op("data_wait", "host")
 SNAPSHOT = Op("snapshot", "host")
 GARBAGE = Op("garbage_collection", "host")
+EVALUATION = Op("evaluation", "host")  # between two steps, though the first one's span has it
 
 
 class OpRegistry:

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.node.spans.ops import GARBAGE, STEP
+from megascale_common.node.spans.ops import EVALUATION, GARBAGE, STEP, Op
 from megascale_common.node.spans.record import DEVICE_TIMED
 from megascale_driver.analysis.spans.instances import collectives
 from megascale_driver.analysis.spans.table import SpanTable
 
 Floats = npt.NDArray[np.float64]
+_NO_PAUSES = (STEP.name, EVALUATION.name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,14 +52,16 @@ def step_series(table: SpanTable) -> StepSeries:
     table = table.where(np.isin(table.step, steps))
     shape = (len(table.nodes), len(steps))
     own_ms = net_of_garbage_ns(table) / 1e6
-    whole_ms = _sums(table, _of_step(table), table.duration_ns / 1e6, steps, shape)
+    whole_ms = _sums(table, _of_op(table, STEP), table.duration_ns / 1e6, steps, shape)
+    # An evaluation is no part of a step, nor of its MFU.
+    whole_ms -= _sums(table, _of_op(table, EVALUATION), table.duration_ns / 1e6, steps, shape)
     computing = _of_kind(table, "compute")
     compute_ms = _sums(table, computing, own_ms, steps, shape)
     present = _sums(table, computing, np.ones(len(table)), steps, shape)
     pauses, counts, worst = _pauses(table, own_ms, steps, shape)
     network, lateness = _waits(table, steps)
-    measured = _sums(table, _of_kind(table, "host", but=(STEP.name, GARBAGE.name)), own_ms, steps,
-                     shape)  # fmt: skip
+    pausing = _of_kind(table, "host", but=(*_NO_PAUSES, GARBAGE.name))
+    measured = _sums(table, pausing, own_ms, steps, shape)
     for kind in ("compute", "collective", "p2p"):
         measured = measured + _sums(table, _of_kind(table, kind), own_ms, steps, shape)
     return StepSeries(
@@ -96,8 +99,8 @@ def net_of_garbage_ns(table: SpanTable) -> Floats:
     return np.maximum(own, 0)
 
 
-def _of_step(table: SpanTable) -> npt.NDArray[np.bool_]:
-    numbers = [number for number, op in enumerate(table.ops) if op.name == STEP.name]
+def _of_op(table: SpanTable, wanted: Op) -> npt.NDArray[np.bool_]:
+    numbers = [number for number, op in enumerate(table.ops) if op.name == wanted.name]
     found: npt.NDArray[np.bool_] = np.isin(table.op, numbers)
     return found
 
@@ -142,7 +145,7 @@ def _pauses(
     counts: dict[str, Floats] = {}
     worst: dict[str, int] = {}
     for number, op in enumerate(table.ops):
-        if op.kind != "host" or op.name == STEP.name or not len(steps):
+        if op.kind != "host" or op.name in _NO_PAUSES or not len(steps):
             continue
         chosen = table.op == number
         spent = _sums(table, chosen, own_ms, steps, shape)

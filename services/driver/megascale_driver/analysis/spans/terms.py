@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.node.spans.ops import BACKWARD, FORWARD, OPTIMIZER, STEP
+from megascale_common.node.spans.ops import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, STEP
 from megascale_common.node.spans.record import DEVICE_TIMED
 from megascale_driver.analysis.spans.instances import collectives
 from megascale_driver.analysis.spans.table import SpanTable
@@ -59,10 +59,12 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     chunks = int(table.chunk.max()) + 1 if len(table) else 1
     factor = _unmeasured(table, column, micro_batches * chunks)
     computing = _named(table, FORWARD.name) | _named(table, BACKWARD.name)
-    step_s = mean_s(_named(table, STEP.name), duration)
+    # An evaluation lies between two steps.
+    no_part = _named(table, EVALUATION.name)
+    step_s = mean_s(_named(table, STEP.name), duration) - mean_s(no_part, duration)
     shortest = _shortest_ns(table)
     collective, tp = _of_kind(table, "collective"), _of_group(table, "tp")
-    host = _of_kind(table, "host") & ~_named(table, STEP.name)
+    host = _of_kind(table, "host") & ~_named(table, STEP.name) & ~no_part
     terms = {
         "compute": mean_s(computing, own * factor),
         "tensor_parallel": mean_s(collective & tp, shortest),

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 
 from megascale_common.node.spans.ops import BACKWARD, FORWARD, Op
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.parallel.groups import Edges, Group, Receive
+from megascale_trainer.parallel.groups import Edges, Group, Receive, Send
 from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind
 from megascale_trainer.parallel.pipeline.stage import Stage
@@ -59,7 +58,7 @@ class PipelineExecutor:
         self._posted_inputs: dict[_Place, Receive] = {}
         self._posted_gradients: dict[_Place, Receive] = {}
         self._gradients: dict[_Place, torch.Tensor] = {}
-        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sends: deque[Send] = deque()
         self._sums: list[torch.Tensor] = []
         self._actions: dict[Kind, Callable[[_Place], None]] = {
             Kind.POST_ACTIVATION: self._post_activation,
@@ -91,8 +90,8 @@ class PipelineExecutor:
         # partner's own send.
         if self._sends:
             with self._timer.span(_SENDS_END):
-                for work, _ in self._sends:
-                    work.wait()
+                for send in self._sends:
+                    send.wait()
             self._sends.clear()
         return self._sums
 
@@ -152,6 +151,6 @@ class PipelineExecutor:
         # A tensor must outlive its send, or the allocator would give its memory to another one. On
         # CUDA those whose sends have ended are released here; on CPU they stay until the end of the
         # step, one per micro-batch, chunk and direction.
-        while tensor.is_cuda and self._sends and self._sends[0][0].is_completed():
+        while tensor.is_cuda and self._sends and self._sends[0].ended():
             self._sends.popleft()
-        self._sends.append((edge.send(tensor), tensor))
+        self._sends.append(edge.send(tensor))

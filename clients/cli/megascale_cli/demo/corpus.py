@@ -1,0 +1,20 @@
+"""What the demos train on: the sources of Python's standard library, as bytes."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+from megascale_cli.demo.cluster import run_command
+
+CORPUS_BYTES = 2 << 20
+
+
+async def tokenise(folder: Path, echo: Callable[[str], None]) -> Path:
+    """Write the corpus below ``folder``; returns its prefix. Raises DemoFailed."""
+    prefix, stdlib = folder / "corpus" / "stdlib", sysconfig.get_path("stdlib")
+    arguments = ["data", "tokenize", stdlib, "--output", str(prefix), "--tokenizer", "bytes"]
+    corpus = await run_command(*arguments, "--glob", "*.py", "--max-bytes", str(CORPUS_BYTES))
+    echo(f"corpus: {corpus['documents']} documents, {corpus['tokens']} tokens from {stdlib}")
+    return prefix
