@@ -112,7 +112,7 @@ class Engine:
         self.feeds = JobFeeds()
         self.node_calls = NodeCalls(token, clock)
         self.links = OpenLinks()
-        self._orders = OrderSender(self.links)
+        self.orders = OrderSender(self.links)
         self.observers: list[Observer] = []
         self._token = token
         self._inbox: Inbox[_Entry] = Inbox()
@@ -232,7 +232,7 @@ class Engine:
         )
         self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
         ticker = asyncio.create_task(self._tick())
-        sender = asyncio.create_task(self._orders.run(epoch, lambda: self.state))
+        sender = asyncio.create_task(self.orders.run(epoch, lambda: self.state))
         lost = asyncio.create_task(self._wake_when(leadership.lease.lost))
         try:
             while not leadership.lease.lost.is_set():
@@ -270,7 +270,7 @@ class Engine:
         # First the start of the term, then for each open link the node's hello and its newest
         # heartbeat. One from before this epoch counts as a report without a desired state.
         self._inbox.clear()
-        self._orders.clear()
+        self.orders.clear()
         self._refused_records.clear()
         self._tick_waits = False
         self._inbox.put(_Entry(LeaderStarted(term.since_s, self.address)))
@@ -365,7 +365,7 @@ class Engine:
             before = old.jobs.get(name)
             if before is not job and (before is None or _visible(before) != _visible(job)):
                 self._publish_job(name)
-        self._orders.add(name for _, outcome in outcomes for name in outcome.commanded)
+        self.orders.add(name for _, outcome in outcomes for name in outcome.commanded)
         for entry, outcome in outcomes:
             for effect in outcome.effects:
                 if isinstance(effect, Probe):

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import faulthandler
 import gc
+import os
 import socket
 import traceback
 from datetime import timedelta
@@ -191,6 +192,8 @@ class _Worker:
         with self._start.part("store"):
             store = self._store()
         if self._device.type == "cuda":
+            # NCCL reads them when it makes its first communicator.
+            os.environ.update(who.get("network", {}))
             collectives = pin_collectives(config.training.deterministic)
             print(f"NCCL: {collectives}", flush=True)
         prefixed = PrefixStore(f"{who['job']}/{who['attempt']}", store)
