@@ -1,17 +1,23 @@
-"""A driver with the topology of its cluster: where it places a job, and which spare it takes."""
+"""A driver with its site's files: where it places a job, which spare it takes, NCCL's settings."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
+import pytest
 from tests.harness.driver import DriverProcess, small_job
 from tests.harness.etcd import etcd, etcd_server
 from tests.harness.fake_executor import FakeExecutor
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
+from typer.testing import CliRunner
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_cli.app import build_app
 from megascale_common.etcd.server import EtcdServer
 
 __all__ = ["etcd", "etcd_server"]
@@ -28,13 +34,18 @@ async def test_a_topology_from_a_file_decides_where_ranks_and_spares_run(
 ) -> None:
     file = tmp_path / "topology.txt"
     file.write_text(TOPOLOGY)
-    options = (tmp_path, etcd_server.endpoint, None, "driver", "--topology", str(file))
-    driver = DriverProcess(*options)
+    network = tmp_path / "network.json"
+    network.write_text('{"nccl": "2.27", "nics": ["mlx5_0"], "traffic_class": 106}')
+    options = ("--topology", str(file), "--network-profile", str(network))
+    driver = DriverProcess(tmp_path, etcd_server.endpoint, None, "driver", *options)
     try:
         await driver.start()
         async with contextlib.AsyncExitStack() as stack:
             nodes = [
-                FakeExecutor(f"n{i}", driver.token, driver.address, devices=2) for i in range(10)
+                FakeExecutor(
+                    f"n{i}", driver.token, driver.address, devices=2, protocol=3 if i == 7 else 4
+                )
+                for i in range(10)
             ]
             doomed = await stack.enter_async_context(contextlib.AsyncExitStack())
             for node in nodes[:8]:
@@ -52,6 +63,7 @@ async def test_a_topology_from_a_file_decides_where_ranks_and_spares_run(
                 )
             )
             await driver.until_job("demo", running(1))
+            await settings_arrive(driver, nodes[:8], tmp_path)
             job = await driver.job("demo")
             before = await placed(driver, job)
             assert job.placement.order == "pipeline-inner" and before.cross_switch_share < 0.2
@@ -70,6 +82,37 @@ async def test_a_topology_from_a_file_decides_where_ranks_and_spares_run(
             assert "fewest edges between switches" in again.placement.reason
     finally:
         await driver.close()
+
+
+async def settings_arrive(driver: DriverProcess, nodes: list[FakeExecutor], folder: Path) -> None:
+    """NCCL's settings come with the attempt, and what a node found is shown; jobs have to fit."""
+    for node in nodes:
+        sent = {each.name: each for each in node.desired.assignment.network.settings}
+        if node.protocol < 4:
+            assert not sent
+            continue
+        assert sent["NCCL_IB_TC"].value == "106" and sent["NCCL_IB_TC"].reason
+    finding = {"name": "network_profile", "target": "environment", "detail": "NCCL_IB_TC is 3"}
+    degraded = types_pb2.CHECK_VERDICT_DEGRADED
+    nodes[0].report(checks=[types_pb2.CheckResult(verdict=degraded, **finding)])
+    command = ["net", "verify", "n0", "--cluster", str(folder), "--json"]
+
+    async def shown() -> bool:
+        found = await asyncio.to_thread(CliRunner().invoke, build_app(), command)
+        answer = json.loads(found.stdout)
+        assert found.exit_code == (0 if answer["holds"] else 1)
+        wanted = {"target": "environment", "verdict": "DEGRADED", "detail": "NCCL_IB_TC is 3"}
+        return bool(answer["findings"] == [wanted])
+
+    await eventually(shown, "the finding is shown")
+    missing = await asyncio.to_thread(
+        CliRunner().invoke, build_app(), ["net", "verify", "n99", "--cluster", str(folder)]
+    )
+    assert missing.exit_code == 4 and "there is no node n99" in missing.output
+    short = small_job("short", recovery__collective_timeout_s=14.0)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"recovery\.collective_timeout") as refused:
+        await driver.submit(short)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def running(attempt: int) -> Callable[[driver_pb2.Job], bool]:

@@ -183,7 +183,8 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 class ProtocolRange(google.protobuf.message.Message):
     """Range of the link protocol versions that a side speaks, both ends included. The link uses the
     highest that both have. 1: every node gets the whole rank table. 2: it gets its own ranks and the
-    digest of the table. 3: it knows `code.uri` and `environment` of a job.
+    digest of the table. 3: it knows `code.uri` and `environment` of a job. 4: it compares and sets
+    `network` of an attempt.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -439,6 +440,7 @@ class AttemptAssignment(google.protobuf.message.Message):
     FLEET_FAILURES_FIELD_NUMBER: builtins.int
     FLEET_DEVICE_HOURS_FIELD_NUMBER: builtins.int
     RANK_TABLE_DIGEST_FIELD_NUMBER: builtins.int
+    NETWORK_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -489,6 +491,12 @@ class AttemptAssignment(google.protobuf.message.Message):
         memory, or read storage. With START.
         """
 
+    @property
+    def network(self) -> Global___NetworkProfile:
+        """Settings of NCCL for the workers, where the driver has a profile of the site's network. From link
+        protocol 4 on; an older agent's workers run with what their node has.
+        """
+
     def __init__(
         self,
         *,
@@ -507,11 +515,72 @@ class AttemptAssignment(google.protobuf.message.Message):
         fleet_failures: builtins.int = ...,
         fleet_device_hours: builtins.float = ...,
         rank_table_digest: builtins.str = ...,
+        network: Global___NetworkProfile | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["network", b"network", "restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "network", b"network", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
 
 Global___AttemptAssignment: typing_extensions.TypeAlias = AttemptAssignment
+
+@typing.final
+class NetworkProfile(google.protobuf.message.Message):
+    """What a site wants of NCCL and of its network cards."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NCCL_FIELD_NUMBER: builtins.int
+    CARDS_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
+    nccl: builtins.str
+    """Release of NCCL for which the settings are, such as 2.27."""
+    @property
+    def cards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """RDMA devices that the node has to have, at most 64."""
+
+    @property
+    def settings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NetworkSetting]:
+        """Variables of the workers, at most 64."""
+
+    def __init__(
+        self,
+        *,
+        nccl: builtins.str = ...,
+        cards: collections.abc.Iterable[builtins.str] | None = ...,
+        settings: collections.abc.Iterable[Global___NetworkSetting] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cards", b"cards", "nccl", b"nccl", "settings", b"settings"]) -> None: ...
+
+Global___NetworkProfile: typing_extensions.TypeAlias = NetworkProfile
+
+@typing.final
+class NetworkSetting(google.protobuf.message.Message):
+    """One variable of NCCL."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    DEFAULT_VALUE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name; it begins with NCCL_."""
+    value: builtins.str
+    """The value that the workers get, unless the job sets the variable itself."""
+    reason: builtins.str
+    """Why that value."""
+    default_value: builtins.str
+    """What NCCL takes where the variable is not set: no difference where it is the value."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.str = ...,
+        reason: builtins.str = ...,
+        default_value: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["default_value", b"default_value", "name", b"name", "reason", b"reason", "value", b"value"]) -> None: ...
+
+Global___NetworkSetting: typing_extensions.TypeAlias = NetworkSetting
 
 @typing.final
 class ReplicaSource(google.protobuf.message.Message):

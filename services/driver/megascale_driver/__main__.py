@@ -37,6 +37,7 @@ from megascale_driver.alerting.sender import Alerts
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
+from megascale_driver.job_network import JobNetwork, add_network_option
 from megascale_driver.journal.trimming import DAY_S, Retention
 from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
@@ -47,6 +48,7 @@ from megascale_driver.loop_watch import (
     frozen_with_the_term,
 )
 from megascale_driver.metrics import DriverMetrics, Sources
+from megascale_driver.network.profile import BadProfile
 from megascale_driver.people_port import PeoplePort, add_people_options
 from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
 from megascale_driver.queue_options import add_queue_options
@@ -82,6 +84,10 @@ def main() -> None:
         parser.error("--hang-floor-s: give a positive number of seconds")
     if not 0 <= options.sweep_every_s < math.inf:
         parser.error("--sweep-every-s: give a number of seconds, or 0 for no sweep")
+    try:
+        JobNetwork.of_option(options.network_profile, options.hang_floor_s)
+    except BadProfile as error:
+        parser.error(f"--network-profile: {error}")
     logs.configure("driver")
     with ends_with_a_sentence("megascale driver"):
         token, tls = read_token(options.token_file), certificates.of_options(options)
@@ -113,6 +119,7 @@ async def _serve_until(
     tls: certificates.Certificates | None,
 ) -> None:
     engine = Engine(_policy(options), SystemClock(), token, "")
+    engine.orders.network = JobNetwork.of_option(options.network_profile, options.hang_floor_s)
     server = RpcServer(token, tls=tls)
 
     async def set_serving(leads: bool) -> None:
@@ -294,6 +301,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_metrics_and_limits(parser)
     add_queue_options(parser)
+    add_network_option(parser)
     certificates.add_options(parser)
     _add_etcd_tls(parser)
     add_people_options(parser)

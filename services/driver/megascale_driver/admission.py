@@ -19,17 +19,23 @@ from megascale_common.node.incarnation import file_view
 from megascale_common.sizes.memory import largest_rank_memory
 from megascale_driver.core.candidates import capacities
 from megascale_driver.core.state import Cluster, Liveness
+from megascale_driver.job_network import JobNetwork
 from megascale_driver.placement import fit
 
 _MAX_FILES = 200  # that one submission has looked up; a source has two
 
 
-async def examine(config: JobConfig, state: Cluster) -> list[str]:
+async def examine(
+    config: JobConfig, state: Cluster, network: JobNetwork | None = None
+) -> list[str]:
     """Warnings about a job whose values are accepted.
 
     Raises:
-        JobError: no known node can run it, or files that it names are certainly not there.
+        JobError: no known node can run it, files that it names are certainly not there, or its
+            watchdog is too short for the site's network.
     """
+    if network is not None:
+        network.check(config)
     known = capacities(state.nodes.values())
     # In threads: the parameter table of a large job, and a slow mount, take a while.
     need = await asyncio.to_thread(_rank_bytes, config) if known else 0

@@ -107,7 +107,7 @@ class Engine:
         self.node_calls = NodeCalls(token, clock)
         self.links = OpenLinks()
         self.turns = LoopTurns()  # of messages of nodes
-        self._orders = OrderSender(self.links)
+        self.orders = OrderSender(self.links)
         self._token = token
         self._inbox: Inbox[_Entry] = Inbox()
         self._arrived = asyncio.Event()
@@ -233,7 +233,7 @@ class Engine:
         epoch = _epoch(leadership, loaded)
         self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
         ticker = asyncio.create_task(self._tick())
-        sender = asyncio.create_task(self._orders.run(epoch, lambda: self.state))
+        sender = asyncio.create_task(self.orders.run(epoch, lambda: self.state))
         lost = asyncio.create_task(self._wake_when(leadership.lease.lost))
         try:
             while not leadership.lease.lost.is_set():
@@ -261,7 +261,7 @@ class Engine:
         # First the start of the term, then for each open link the node's hello and its newest
         # heartbeat. One from before this epoch counts as a report without a desired state.
         self._inbox.clear()
-        self._orders.clear()
+        self.orders.clear()
         self._refused.clear()
         self._tick_waits = False
         self._inbox.put(_Entry(LeaderStarted(term.since_s, self.address)))
@@ -355,7 +355,7 @@ class Engine:
     ) -> None:
         """Let out what is committed: commands and effects, audit log and watchers, answers."""
         assert self.term is not None
-        self._orders.add(name for _, outcome in outcomes for name in outcome.commanded)
+        self.orders.add(name for _, outcome in outcomes for name in outcome.commanded)
         for _, outcome in outcomes:
             for effect in outcome.effects:
                 if isinstance(effect, Probe):

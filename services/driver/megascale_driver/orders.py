@@ -22,12 +22,14 @@ from megascale_common.job.wire import spec as job_spec
 from megascale_driver import wire
 from megascale_driver.core.attempt import NodeSlot
 from megascale_driver.core.state import Cluster, Desired, Job, Node
+from megascale_driver.job_network import JobNetwork
 from megascale_driver.open_links import OpenLinks
 
-PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=3)
+PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=4)
 AT_ONCE = 16  # orders sent before other tasks get a turn: 2 to 4 ms
 SLICES = 2  # from this version of the link protocol on
 SURROUNDINGS = 3  # from this one on agents know `code.uri` and `environment`
+NETWORK = 4  # and from this one on NCCL's settings
 # An older agent would leave them out and run the job without its code, secrets and account. It does
 # know `code.path`, refuses a folder that is not there, and repeats its name.
 OLDER_AGENT = "/this agent is of a build without code.uri and environment - update the node"
@@ -50,8 +52,10 @@ class Orders:
     each of them gets it again when it links to a new leader.
     """
 
-    def __init__(self, state: Cluster, epoch: types_pb2.Epoch) -> None:
-        self._state, self._epoch = state, epoch
+    def __init__(
+        self, state: Cluster, epoch: types_pb2.Epoch, network: JobNetwork | None = None
+    ) -> None:
+        self._state, self._epoch, self._network = state, epoch, network
         self._common: dict[str, _Common] = {}
 
     def follow(self, state: Cluster) -> None:
@@ -70,12 +74,14 @@ class Orders:
         slot = job.slot_of(name) if job is not None else None
         if job is not None and slot is not None:
             if job.name not in self._common:
-                self._common[job.name] = _common(job)
+                self._common[job.name] = _common(job, self._network)
             common = self._common[job.name]
             message.assignment.CopyFrom(common.assignment)
             _fill(message.assignment, node.desired, slot)
             if protocol < SLICES:
                 message.assignment.rank_nodes.extend(common.table)
+            if protocol < NETWORK:
+                message.assignment.ClearField("network")
             if protocol < SURROUNDINGS and _has_surroundings(job.config):
                 message.assignment.spec.code.path = OLDER_AGENT
         return message
@@ -91,6 +97,7 @@ class OrderSender:
 
     def __init__(self, links: OpenLinks) -> None:
         self._links = links
+        self.network: JobNetwork | None = None  # the site's, where the driver has its profile
         self._names: dict[str, None] = {}
         self._added = asyncio.Event()
 
@@ -106,7 +113,7 @@ class OrderSender:
 
     async def run(self, epoch: types_pb2.Epoch, state: Callable[[], Cluster]) -> None:
         """Send what is added; ``state`` gives the newest one that was committed."""
-        orders = Orders(state(), epoch)
+        orders = Orders(state(), epoch, self.network)
         while True:
             await self._added.wait()
             self._added.clear()
@@ -121,11 +128,16 @@ class OrderSender:
 
 
 def desired_state(
-    node: Node, job: Job | None, epoch: types_pb2.Epoch, protocol: int = PROTOCOL.highest
+    node: Node,
+    job: Job | None,
+    epoch: types_pb2.Epoch,
+    protocol: int = PROTOCOL.highest,
+    network: JobNetwork | None = None,
 ) -> link_pb2.DesiredState:
     """The desired state of ``node``; ``job`` is the job that holds it, if any."""
     jobs = {job.name: job} if job is not None else {}
-    return Orders(Cluster(nodes={node.name: node}, jobs=jobs), epoch).of(node.name, protocol)
+    state = Cluster(nodes={node.name: node}, jobs=jobs)
+    return Orders(state, epoch, network).of(node.name, protocol)
 
 
 def _has_surroundings(config: JobConfig) -> bool:
@@ -146,7 +158,7 @@ def _rank_nodes(job: Job) -> list[str]:
     return nodes
 
 
-def _common(job: Job) -> _Common:
+def _common(job: Job, network: JobNetwork | None) -> _Common:
     table = _rank_nodes(job)
     assignment = link_pb2.AttemptAssignment(
         job=job.name,
@@ -154,6 +166,8 @@ def _common(job: Job) -> _Common:
         spec=job_spec.to_proto(job.config),
         rank_table_digest=hashlib.sha256("\n".join(table).encode()).hexdigest()[:DIGEST_DIGITS],
     )
+    if network is not None and (settings := network.of(job.config)) is not None:
+        assignment.network.CopyFrom(settings)
     return _Common(job, assignment, table)
 
 

@@ -55,7 +55,11 @@ class DriverService(
         key = request_key(request, request.request_id)
         # A job that is there already is refused for its name, or the request was carried out.
         known = config.name in self.engine.state.jobs
-        warnings = [] if known else await admission.examine(config, self.engine.state)
+        warnings = (
+            []
+            if known
+            else await admission.examine(config, self.engine.state, self.engine.orders.network)
+        )
         if not known:
             warnings += await storage_reach.check(
                 config, self.engine.state, self.engine.node_calls.check_storage

@@ -89,7 +89,7 @@ class OrderMethods(WatchMethods):
         config = checked_spec(request)
         job = self._job(config.name)
         changed = update_request.changed_fields(job.config, config)
-        warnings = await admission.examine(config, self.engine.state)
+        warnings = await admission.examine(config, self.engine.state, self.engine.orders.network)
         asked = self._asked(request, context)
         event = UpdateRequested(config=config, restart=request.restart, **asked)
         consequence = await self._carried_out(

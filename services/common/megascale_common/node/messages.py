@@ -123,6 +123,7 @@ class Assignment(TypedDict):
     store_host: str
     store_port: int
     status_page: str
+    network: NotRequired[dict[str, str]]  # NCCL's variables for this site; absent: none
     spans: NotRequired[str]  # ring of the rank's spans; absent: nothing is measured
     loader_socket: str
     readers: int

@@ -6,6 +6,7 @@ an environment has.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -15,18 +16,22 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from megascale_common.job.names import is_dns_label
+from megascale_driver.commands.net_node import findings
+from megascale_driver.commands.node import Cluster, run_folder
 from megascale_driver.network.profile import (
     FABRICS,
     BadProfile,
-    Fabric,
     Setting,
     Site,
     card_settings,
     differences,
     render,
 )
+from megascale_driver.network.site_file import fabric_named, parse, version
 
 DIFFERS_EXIT_CODE, USER_MISTAKE_EXIT_CODE = 1, 2
 INFINIBAND = Path("/sys/class/infiniband")
@@ -73,16 +78,28 @@ def render_command(
     watchdog_s: Watchdog = 300.0,
     hang_floor_s: Floor = 60.0,
     env: Annotated[bool, typer.Option("--env", help="Print NAME=VALUE lines, for a file.")] = False,
+    site_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--site",
+            metavar="FILE",
+            help="JSON as for the driver's --network-profile: it says all "
+            "of the network, and only the last two options count beside it.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the environment for a cluster, with the reason of each value.
 
     Example: [bold]megascale net render --nccl 2.27 --nics mlx5_0,mlx5_1 --traffic-class 106[/bold]
     """
-    site = _site(
-        *(nccl, nics, fabric, qps, split_ports, traffic_class, gid_index),
-        *(flap_s, watchdog_s, hang_floor_s),
-    )
+    if site_file is not None:
+        site = _site_of(site_file, watchdog_s, hang_floor_s)
+    else:
+        site = _site(
+            *(nccl, nics, fabric, qps, split_ports, traffic_class, gid_index),
+            *(flap_s, watchdog_s, hang_floor_s),
+        )
     found = _rendered(site)
     if as_json:
         cards = [asdict(each) for each in card_settings(site)]
@@ -102,18 +119,30 @@ def render_command(
 
 @app.command("verify")
 def verify(
-    file: Annotated[
-        Path, typer.Argument(help="NAME=VALUE lines, as from render --env.", show_default=False)
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="NODE|FILE",
+            help="A node of the cluster, or a file of NAME=VALUE lines, as from render --env.",
+            show_default=False,
+        ),
     ],
     pid: Annotated[
         int | None, typer.Option(help="Of a running worker; default: this environment.")
     ] = None,
+    cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an environment with a rendered one; status 1 where it differs.
+    """Compare an environment with a rendered one, or show what a node has found before its attempt.
 
-    Example: [bold]megascale net verify nccl.env --pid 4711[/bold]
+    The status is 1 where something differs. A node compares with the driver's --network-profile.
+
+    Example: [bold]megascale net verify n3[/bold]
     """
+    file = Path(what)
+    if is_dns_label(what) and not file.exists():
+        _show_node(what, run_folder(cluster), as_json)
+        return
     wanted = [Setting(name, value, "", "") for name, value in _lines(file).items()]
     found = dict(os.environ) if pid is None else _environment_of(pid)
     # What is not set here may be set in NCCL's own file.
@@ -129,6 +158,28 @@ def verify(
         raise typer.Exit(DIFFERS_EXIT_CODE)
 
 
+def _show_node(node: str, folder: Path, as_json: bool) -> None:
+    found = asyncio.run(findings(folder, node))
+    holds = all(each["verdict"] in ("PASS", "SKIPPED") for each in found)
+    if as_json:
+        print(json.dumps({"node": node, "holds": holds, "findings": found}))
+    else:
+        table = Table("WHAT", "VERDICT", "DETAIL", box=None, pad_edge=False)
+        for each in found:
+            table.add_row(each["target"], each["verdict"], escape(each["detail"]))
+        _console.print(table if found else f"{node} has prepared no attempt yet")
+    if not holds:
+        raise typer.Exit(DIFFERS_EXIT_CODE)
+
+
+def _site_of(file: Path, watchdog_s: float, hang_floor_s: float) -> Site:
+    try:
+        text = file.read_text()
+        return parse(text, watchdog_s=watchdog_s, hang_floor_s=hang_floor_s)
+    except (OSError, ValueError) as error:
+        raise _mistake(f"--site {file}: {error}") from None
+
+
 def _site(
     nccl: str,
     nics: str,
@@ -141,16 +192,13 @@ def _site(
     watchdog_s: float,
     hang_floor_s: float,
 ) -> Site:
-    major, dot, rest = nccl.partition(".")
-    minor = rest.partition(".")[0]
-    if not (dot and major.isdecimal() and minor.isdecimal()):
-        raise _mistake(f"--nccl {nccl!r}: give a release as in 2.27")
-    chosen: Fabric | None = next((each for each in FABRICS if each == fabric), None)
-    if chosen is None:
-        raise _mistake(f"--fabric {fabric!r}: give {' or '.join(FABRICS)}")
+    try:
+        release, chosen = version(nccl), fabric_named(fabric)
+    except BadProfile as error:
+        raise _mistake(f"--{error}") from None
     cards = nics.split(",") if nics else _cards_here()
     return Site(
-        nccl=(int(major), int(minor)),
+        nccl=release,
         cards=tuple(cards),
         fabric=chosen,
         queue_pairs=qps,

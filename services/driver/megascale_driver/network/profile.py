@@ -23,6 +23,7 @@ RETRIES: Final = 7  # the most that a queue pair's three bits hold, and NCCL's d
 LONGEST_TIMEOUT: Final = 22  # 120 s with 7 retries
 MAX_QUEUE_PAIRS: Final = 128
 FLAP_MARGIN: Final = 1.25  # the timeout over the longest flap
+STAGGER_RANKS, STAGGER_RATE = 256, 7000  # NCCL's own: ranks, and messages a second
 
 
 class BadProfile(ValueError):
@@ -122,6 +123,7 @@ def render(site: Site) -> list[Setting]:
         *_classes(site),
     ]
     if site.nccl >= (2, 23):
+        found += _staggering()
         found.append(
             Setting(
                 "NCCL_IB_RETURN_ASYNC_EVENTS",
@@ -245,6 +247,27 @@ def _spreading(site: Site) -> list[Setting]:
             )
         )
     return found
+
+
+def _staggering() -> list[Setting]:
+    """How the ranks of a large communicator come to its root when it is created."""
+    return [
+        Setting(
+            "NCCL_UID_STAGGER_THRESHOLD",
+            str(STAGGER_RANKS),
+            "in communicators of more ranks for each unique id they come to its root one after the "
+            "other: all at once would overflow its queue of connections",
+            str(STAGGER_RANKS),
+            "new in 2.23",
+        ),
+        Setting(
+            "NCCL_UID_STAGGER_RATE",
+            str(STAGGER_RATE),
+            f"so many a second: 12,288 ranks in {12_288 / STAGGER_RATE:.1f} s at most",
+            str(STAGGER_RATE),
+            "new in 2.23",
+        ),
+    ]
 
 
 def _classes(site: Site) -> list[Setting]:

@@ -18,6 +18,7 @@ from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import Assignment
 from megascale_common.service.errors import AssignmentError
 from megascale_executor.agent.config import AgentConfig
+from megascale_executor.diagnostics.wanted_network import WantedNetwork, WantedSetting
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,28 @@ def check_assignment(
         raise AssignmentError(
             f"ranks {sorted(ranks)} are given to node {node}, but rank_nodes gives it {here}"
         )
+
+
+def wanted_network(assignment: link_pb2.AttemptAssignment) -> WantedNetwork | None:
+    """NCCL's settings that the driver wants; None where it sent none.
+
+    Raises:
+        AssignmentError: there are too many, or they are no settings of NCCL.
+    """
+    if not assignment.HasField("network"):
+        return None
+    sent = assignment.network
+    try:
+        return WantedNetwork(
+            nccl=sent.nccl,
+            cards=tuple(sent.cards),
+            settings=tuple(
+                WantedSetting(each.name, each.value, each.reason, each.default_value)
+                for each in sent.settings
+            ),
+        )
+    except ValueError as error:
+        raise AssignmentError(f"network of the assignment: {error}") from None
 
 
 def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from megascale_executor.agent.assignment import (
     Sockets,
     check_assignment,
     hosts_of,
+    wanted_network,
     worker_assignments,
 )
 from megascale_executor.agent.attempt import AttemptAction, AttemptState
@@ -51,7 +52,8 @@ from megascale_executor.diagnostics.registry import load_registry
 
 _log = logs.get(__name__)
 
-_STORE_BACKLOG = 4096  # every rank of the job connects at about the same time
+# Every rank of the job connects at about the same time; the kernel cuts it to net.core.somaxconn.
+_STORE_BACKLOG = 1 << 15
 _STOP_RETRY_S = 1.0
 # A driver that is away does not receive the end either; one that takes heartbeats but no records
 # must not keep the job from ending.
@@ -207,7 +209,12 @@ class AttemptRunner:
         self._daemon.serve_account(account)
         template = await self._templates.ready_for(self._processes)
         findings = await self._checks.run(
-            config, list(assignment.ranks), list(assignment.devices), template
+            config,
+            list(assignment.ranks),
+            list(assignment.devices),
+            template,
+            wanted_network(assignment),
+            self._processes.environment,
         )
         # The workers of an earlier attempt have ended, so what is sealed does not change any more:
         # with PREPARED the driver gets the figures from which it plans the restore.
@@ -248,6 +255,10 @@ class AttemptRunner:
         assignments = worker_assignments(
             assignment, self._job, self._config, folder, self._work_folder, sockets
         )
+        if (network := wanted_network(assignment)) is not None:
+            variables = network.for_workers(self._processes.environment)
+            for message, _ in assignments:
+                message["network"] = variables
         await self._start_loader(self._job, folder, sockets.loader)
         template = await self._templates.ready_for(self._processes)
         events = WorkerEvents(

@@ -10,9 +10,10 @@ probe runs again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from megascale_common.job.config import JobConfig
 from megascale_executor.agent.asyncio_tasks import once
@@ -24,8 +25,10 @@ from megascale_executor.diagnostics.diagnostic import AttemptView, NodeView
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.registry import Registry
 from megascale_executor.diagnostics.runner import run_diagnostics
+from megascale_executor.diagnostics.wanted_network import WantedNetwork
 
 CACHE_S = 900.0
+_EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,13 @@ class SelfChecks:
         ranks: Sequence[int],
         indices: Sequence[int],
         template: TemplateProcess,
+        network: WantedNetwork | None = None,
+        environment: Mapping[str, str] = _EMPTY,
     ) -> list[Finding]:
-        """All findings for an attempt of ``config``: ``ranks`` of it on the devices ``indices``."""
+        """All findings for an attempt of ``config``: ``ranks`` of it on the devices ``indices``.
+
+        ``network`` and ``environment`` are those of :class:`AttemptView`.
+        """
         used = [self._devices[index] for index in indices]
         node = NodeView(
             devices=used,
@@ -70,7 +78,9 @@ class SelfChecks:
             daemon_endpoint=self._daemon.serving_endpoint,
             holds_slots=self._daemon.holds_slots,
             probe_ranks=once(lambda: self._probe_or_recall(used, template)),
-            attempt=AttemptView(job=config, ranks=tuple(ranks)),
+            attempt=AttemptView(
+                job=config, ranks=tuple(ranks), network=network, environment=environment
+            ),
         )
         return await run_diagnostics(self._registry.before_attempts(), node)
 

@@ -5,24 +5,32 @@ Installed packages can add their own through :mod:`megascale_executor.diagnostic
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from megascale_common.job.config import JobConfig
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import Finding
+from megascale_executor.diagnostics.wanted_network import WantedNetwork
 
 DEFAULT_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptView:
-    """The attempt that the node prepares: the job, and its ranks on this node."""
+    """The attempt that the node prepares: the job, and its ranks on this node.
+
+    Args:
+        network: NCCL's settings that the driver wants; None: it has no profile of the network.
+        environment: variables that the job's processes get beside the agent's; may hold secrets.
+    """
 
     job: JobConfig
     ranks: tuple[int, ...]
+    network: WantedNetwork | None = None
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

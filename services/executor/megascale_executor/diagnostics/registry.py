@@ -29,6 +29,7 @@ from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.gpu_health import GpuHealth
 from megascale_executor.diagnostics.links import InterfacePairs, RdmaPairs
 from megascale_executor.diagnostics.memory_room import MemoryRoom
+from megascale_executor.diagnostics.network_profile import NetworkProfile
 from megascale_executor.diagnostics.node_tests import (
     AllToAll,
     Bitwise,
@@ -49,6 +50,7 @@ BUILT_IN: tuple[type[Diagnostic], ...] = (
     DevicePresent,
     GpuHealth,
     Versions,
+    NetworkProfile,
     Clock,
     DiskRoom,
     CheckpointDaemonServes,

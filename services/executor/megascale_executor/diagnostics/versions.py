@@ -14,7 +14,8 @@ from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 
 NAME = "versions"
-PACKAGES = ("torch", "triton", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+PACKAGES = ("torch", "triton", "numpy", *NCCL_PACKAGES)
 _DRIVER = re.compile(r"Kernel Module\D*(?:for \S+\s+)?(\d+(?:\.\d+)+)")
 _OFED = Path("sys/module/mlx5_core/version")
 
@@ -51,6 +52,12 @@ def read(root: Path = Path("/")) -> dict[str, str]:
     if ofed := _text(root / _OFED).strip():
         found["mlx5"] = ofed
     return found
+
+
+def nccl_version() -> str:
+    """The release of NCCL that torch brings; "" where it brings none, as on CPUs."""
+    found = read()
+    return next((found[name] for name in NCCL_PACKAGES if name in found), "")
 
 
 def _text(path: Path) -> str:

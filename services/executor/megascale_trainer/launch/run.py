@@ -35,7 +35,7 @@ FAILED, REFUSED = 1, 2
 END_TOGETHER_S = 60.0
 # torchrun passes on what the terminal has sent already: only a later signal ends at once.
 REPEATED_AFTER_S = 2.0
-_STORE_BACKLOG = 4096
+_STORE_BACKLOG = 1 << 15  # cut by the kernel to net.core.somaxconn
 
 
 class Run:

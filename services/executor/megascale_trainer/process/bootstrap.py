@@ -1,7 +1,8 @@
 """Creation of a rank's communication groups: torch.distributed from a store, then every group.
 
-Groups come from the rank layout. Only members create a group (``use_local_synchronization``), so
-start-up costs O(n) store operations in the whole job and not O(n^2) (MegaScale section 3.5). Every
+Which groups a rank creates says :mod:`megascale_trainer.process.group_plan`. Only members create a
+group (``use_local_synchronization``), so start-up costs O(n) store operations in the whole job and
+not O(n^2) (MegaScale section 3.5), and all ranks meet once, when they have all their groups. Every
 group gets its timeout explicitly: torch does not pass the world's on. With interleaving the
 pipeline edges form a ring; two stages then share two edges, one each way, and so four groups.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,14 @@ import torch.distributed as dist
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_trainer.parallel.groups import Edges, Group, Groups, single_process_groups
+from megascale_trainer.process.group_plan import PlannedGroup, edge_name, group_plan
+from megascale_trainer.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_EdgeKind = Literal["activation", "gradient"]
-
 RANK_TABLE_KEY = "rank-table"
+READY_RANKS_KEY, ALL_READY_KEY = "groups/ready-ranks", "groups/all-ready"
 # Thread blocks of an edge's NCCL kernel. Each occupies a multiprocessor and spins there from its
 # post until the partner's comes: often for a whole computation. Its message takes a small part of
 # that. NCCL_MAX_CTAS overrides it.
@@ -41,18 +43,58 @@ def create_groups(
     ring: bool = False,
     tied: bool = False,
     status: StatusPageWriter | None = None,
+    timeline: Timeline | None = None,
 ) -> Groups:
     """Initialise torch.distributed and create this rank's groups; every rank calls it.
 
-    ``ring`` adds the pipeline edge from the last stage to the first (interleaving), ``tied`` the
-    group of both in which they sum the gradients of tied embeddings. The backend is nccl on CUDA
-    and gloo on a CPU. :func:`destroy_groups` undoes it.
+    ``ring`` and ``tied``: see :func:`megascale_trainer.process.group_plan.group_plan`. The backend
+    is nccl on CUDA and gloo on a CPU. :func:`destroy_groups` undoes it. ``timeline`` gets the times
+    of the world, of the groups and of waiting for the other ranks.
+
+    Raises:
+        RuntimeError: a group, or all ranks with their groups, did not come within ``timeout_s``.
     """
     if layout.world_size == 1:
         return single_process_groups()
-    factory = _Factory(layout, rank, store, device, timeout_s, status)
-    groups = factory.world(), factory.axis("tp"), factory.axis("dp"), factory.edges(ring)
-    return Groups(*groups, factory.ends() if tied else None)
+    timeline = Timeline() if timeline is None else timeline
+    with timeline.part("world"):
+        factory = _Factory(layout, rank, store, device, timeout_s, status)
+        world = factory.world()
+    with timeline.part("groups"):
+        made = {
+            planned.name: factory.make(planned)
+            for planned in group_plan(layout, rank, ring=ring, tied=tied)
+        }
+    with timeline.part("all ranks"):
+        await_all_ranks(store, layout.world_size, timeout_s)
+    ends = f"pp0-{layout.pp - 1}.tied"
+    return Groups(
+        world,
+        made.get("tp") or Group("tp", (rank,), rank, None, None),
+        made.get("dp") or Group("dp", (rank,), rank, None, None),
+        _edges(layout.coordinates(rank).pp, layout.pp - 1, made),
+        made.get(ends),
+    )
+
+
+def await_all_ranks(store: Store, world_size: int, timeout_s: float) -> None:
+    """Wait until every rank has all its groups: two operations of each rank, and one of the last.
+
+    So a rank that is late or failed is reported here, and not by a collective of the first step.
+
+    Raises:
+        RuntimeError: ranks are missing after ``timeout_s``; the message has their number.
+    """
+    if store.add(READY_RANKS_KEY, 1) == world_size:
+        store.set(ALL_READY_KEY, "")
+    try:
+        store.wait([ALL_READY_KEY], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        ready = store.add(READY_RANKS_KEY, 0)
+        raise RuntimeError(
+            f"timed out: {ready} of {world_size} ranks have their groups after {timeout_s:g} s; "
+            "look at the logs of the others"
+        ) from error
 
 
 def compare_rank_tables(store: Store, rank: int, digest: str) -> None:
@@ -98,7 +140,7 @@ class _Factory:
             # torch warns that sends and receives of one communicator wait for each other. Ours do
             # not: on each edge and kind a rank only sends or only receives.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-            # gloo only makes groups of one here (see edges): they need no look-up of the host name.
+            # gloo only makes groups of one here: they need no look-up of the host name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # The world is not bound to a device: of a bound one torch makes subgroups by splitting it,
         # which all ranks must join.
@@ -122,61 +164,16 @@ class _Factory:
             group.all_reduce(torch.zeros(1, device=self._device))
         return group
 
-    def axis(self, axis: Literal["tp", "dp"]) -> Group:
-        ranks = self._layout.group_of(self._rank, (axis,))
-        return (
-            self._group(axis, ranks)
-            if len(ranks) > 1
-            else Group(axis, ranks, self._rank, None, None)
-        )
-
-    def edges(self, ring: bool) -> Edges:
-        """The pipeline edges, in rounds: from even stages, from odd ones, the ring's closing one.
-
-        So no chain of ranks waits for each other.
-
-        torch names a group after its ranks and *the number of groups that the rank has*, and
-        members meet under that name. A rank without a partner in a round therefore creates a group
-        of its own, to keep the numbers equal.
-        """
-        line = self._layout.group_of(self._rank, ("pp",))
-        stage, last = line.index(self._rank), len(line) - 1
-        if not last:
-            return Edges(None, None, None, None)
-        inner = range(last)
-        rounds = [{low: low + 1 for low in inner if low % 2 == parity} for parity in (0, 1)]
-        rounds = [edges for edges in [*rounds, {last: 0} if ring else {}] if edges]
-        found: dict[tuple[int, _EdgeKind], Group] = {}
-        kinds: tuple[_EdgeKind, ...] = ("activation", "gradient")
-        for edges in rounds:
-            mine = next((edge for edge in edges.items() if stage in edge), None)
-            for kind in kinds:
-                if mine is None:
-                    self._group_of_one()
-                    continue
-                low, high = mine
-                edge = self._group(
-                    f"pp{low}-{high}.{kind}", tuple(sorted((line[low], line[high]))), _EDGE_BLOCKS
-                )
-                self._exchange(edge, sends=(stage == low) == (kind == "activation"))
-                found[low, kind] = edge
-        before = last if stage == 0 else stage - 1
-        return Edges(
-            found.get((before, "activation")),
-            found.get((stage, "activation")),
-            found.get((stage, "gradient")),
-            found.get((before, "gradient")),
-        )
-
-    def ends(self) -> Group | None:
-        """The first and the last stage of this rank's pipeline; None between them, and alone."""
-        line = self._layout.group_of(self._rank, ("pp",))
-        if len(line) == 1:
-            return None
-        if self._rank not in (line[0], line[-1]):
+    def make(self, planned: PlannedGroup) -> Group | None:
+        """Create one group; None for one that only keeps numbers equal."""
+        if planned.kind == "alone":
             self._group_of_one()
             return None
-        return self._group(f"pp0-{len(line) - 1}.tied", tuple(sorted((line[0], line[-1]))))
+        if planned.kind != "edge":
+            return self._group(planned.name, planned.ranks)
+        edge = self._group(planned.name, planned.ranks, _EDGE_BLOCKS)
+        self._exchange(edge, sends=planned.sends)
+        return edge
 
     def _group_of_one(self) -> None:
         """Keep the number of groups that this rank has equal to the others'."""
@@ -216,3 +213,14 @@ class _Factory:
             device_id=self._device if self._cuda else None,
         )
         return Group(name, ranks, self._rank, handle, self._status)
+
+
+def _edges(stage: int, last: int, made: dict[str, Group | None]) -> Edges:
+    """The edges of a stage, with those of the ring where they were made."""
+    before, after = last if stage == 0 else stage - 1, 0 if stage == last else stage + 1
+    return Edges(
+        made.get(edge_name(before, stage, "activation")),
+        made.get(edge_name(stage, after, "activation")),
+        made.get(edge_name(stage, after, "gradient")),
+        made.get(edge_name(before, stage, "gradient")),
+    )

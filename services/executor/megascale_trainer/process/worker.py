@@ -11,6 +11,7 @@ import base64
 import contextlib
 import faulthandler
 import gc
+import os
 import socket
 import traceback
 from datetime import timedelta
@@ -46,6 +47,7 @@ from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import title
 from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
+from megascale_trainer.process.descriptors import make_room
 from megascale_trainer.process.interfaces import pin_interface
 from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.loaded_model import differences, other_order
@@ -133,8 +135,7 @@ class _Worker:
         if self._config.checkpoint.uri:
             with self._start.part("register"):
                 self._register()
-        with self._start.part("meet"):
-            self._groups = self._meet()
+        self._groups = self._meet()
         if self._look is not None:
             self._look.poll()
         try:
@@ -188,20 +189,16 @@ class _Worker:
         """Rendezvous of all ranks; every key carries the job and the attempt."""
         who, config = self._assignment, self._config
         pin_interface(who["store_host"], self._device.type == "cuda")
-        store = TCPStore(
-            who["store_host"],
-            who["store_port"],
-            world_size=config.layout.world_size,
-            is_master=who["rank"] == 0,
-            timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=self._store_listen if who["rank"] == 0 else None,
-        )
+        with self._start.part("store"):
+            store = self._store()
         if self._device.type == "cuda":
+            # NCCL reads them when it makes its first communicator.
+            os.environ.update(who.get("network", {}))
             collectives = pin_collectives(config.training.deterministic)
             print(f"NCCL: {collectives}", flush=True)
         prefixed = PrefixStore(f"{who['job']}/{who['attempt']}", store)
-        compare_rank_tables(prefixed, who["rank"], who.get("rank_table", ""))
+        with self._start.part("rank table"):
+            compare_rank_tables(prefixed, who["rank"], who.get("rank_table", ""))
         return create_groups(
             config.layout,
             who["rank"],
@@ -211,6 +208,23 @@ class _Worker:
             ring=config.parallelism.virtual_stages > 1,
             tied=config.model.tie_embeddings,
             status=self._status,
+            timeline=self._start,
+        )
+
+    def _store(self) -> TCPStore:
+        """The rendezvous store, which rank 0 serves on the socket that its agent has bound."""
+        who, world_size = self._assignment, self._config.layout.world_size
+        serves = who["rank"] == 0
+        if serves:
+            make_room(world_size)
+        return TCPStore(
+            who["store_host"],
+            who["store_port"],
+            world_size=world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=self._store_listen if serves else None,
         )
 
     def _build(self) -> Trainer:
