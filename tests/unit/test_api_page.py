@@ -37,6 +37,7 @@ INNER = (
     "__main__.py",
     "/alerting/opening.py",
     "/telemetry/opening.py",
+    "/tracing/opening.py",
     "/megascale_checkpoint/sidecar.py",
     "/people_port.py",
     "/executor/",

@@ -56,6 +56,8 @@ def test_spans_come_back_by_steps_and_operations(store: SpanStore) -> None:
     everything, _ = store.read("demo", 1, 0, 10)
     assert len(everything["rank"]) == 24 and everything["op"].dtype == np.uint16
     assert store.newest_step("demo", 1) == 2
+    some, _ = store.read("demo", 1, 0, 10, ranks=(1, 3, 9))
+    assert sorted(some["rank"]) == [1] * 6 + [3] * 6
 
 
 def test_people_can_read_the_files_with_duckdb(store: SpanStore, tmp_path: Path) -> None:
