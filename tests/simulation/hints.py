@@ -19,7 +19,7 @@ HINTS = {
     "commit without the log": "3",
     "lose a hello": "rejoin",
     "send no orders": "rejoin",
-    "forget the open links at a new term": "9",
+    "forget the open links at a new term": "astray",
     "an old link's end counts": "5",
     "refuse a restarted agent": "5",
     "an attempt's end brings silence": "0",
