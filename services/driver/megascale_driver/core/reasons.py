@@ -19,6 +19,7 @@ Reason = Literal[
     "WORKER_OUT_OF_MEMORY",
     "LOG_ROOT_FOUND",
     "HANG_SUSPECTED",
+    "HANG_STACKS",
     "LOSS_DIVERGED",
     "STRAGGLER",
     "SLOWER_THAN_PLAN",

@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megascale_driver.core import blame, breaker, budgets, job_faults, log_roots, nodes
+from megascale_driver.core import (
+    blame,
+    breaker,
+    budgets,
+    hang_stacks,
+    job_faults,
+    log_roots,
+    nodes,
+)
 from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
@@ -78,7 +86,8 @@ def settle(draft: Draft, job: Job) -> Job:
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
     faults = job.current.faults
-    root = log_roots.write(draft, job)
+    hang_stacks.write(draft, job)
+    root = log_roots.write(draft, draft.jobs[job.name])
     job = draft.jobs[job.name]
     if (final := job_faults.never_runs(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)
