@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tests.harness.held_job import STILL_S, HeldJob, Point, held_job
 
 from megascale_driver.analysis.progress import RankView, suspects
-from megascale_driver.analysis.waiting import waits
 from megascale_driver.core import machine
 from megascale_driver.core.attempt import Attempt, NodeSlot
 from megascale_driver.core.events import PagesRead, RankPages
