@@ -17,10 +17,10 @@ from typing import cast
 
 from megascale_common.node import framing
 from megascale_common.node.messages import Failed, Finished, Leave, WorkerMessage
-from megascale_common.node.spans.kept import SpanKeeper
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import HostServices
 from megascale_trainer.launch.meeting import Meeting
+from megascale_trainer.launch.span_keeper import SpanKeeper
 
 LEAVE_KEY = "leave"
 _TURN_S = 0.5

@@ -23,12 +23,12 @@ from megascale_common.node.addresses import is_loopback, listen
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
 from megascale_common.node.incarnation import network_view
 from megascale_common.node.messages import Assignment
-from megascale_common.node.spans.kept import SpanKeeper
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
 from megascale_trainer.launch.local_agent import LocalAgent
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed
 from megascale_trainer.launch.place import Place, own_address
+from megascale_trainer.launch.span_keeper import SpanKeeper
 from megascale_trainer.process import worker
 
 FAILED, REFUSED = 1, 2

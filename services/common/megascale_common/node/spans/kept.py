@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import SPAN
-from megascale_common.node.spans.ring import SpanRingReader
-
-HALF_BYTES = 16 << 20  # of records in one file: half a million spans
-_TAKEN_AT_ONCE = 4096  # records
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,58 +31,9 @@ class KeptRank:
     records: bytes
 
 
-class SpanKeeper:
-    """Moves what a rank writes into its ring to files in ``folder``; :meth:`take` never waits."""
+class KeptFiles:
+    """The files of a rank in ``folder``."""
 
-    def __init__(
-        self,
-        ring: Path,
-        folder: Path,
-        rank: int,
-        node: str,
-        layout: RankLayout,
-        half_bytes: int = HALF_BYTES,
-    ) -> None:
-        self._ring, self._half_bytes = ring, half_bytes
-        self._files = _Files(folder, rank)
-        self._head = {"rank": rank, "node": node, "layout": asdict(layout)}
-        self._offset_ns = time.time_ns() - time.monotonic_ns()
-        self._ops = 0
-        self._reader: SpanRingReader | None = None
-
-    def take(self) -> None:
-        """Write what is there.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        if self._reader is None:
-            try:
-                self._reader = SpanRingReader(self._ring)
-            except (OSError, ValueError):  # nothing is measured, or not yet
-                return
-        while data := self._reader.take(_TAKEN_AT_ONCE):
-            self._write(data)
-
-    def _write(self, data: bytes) -> None:
-        assert self._reader is not None
-        files = self._files
-        # Operations first: a reader knows all that a record may count.
-        known = self._reader.ops()
-        if len(known) > self._ops:
-            self._ops = len(known)
-            head = {**self._head, "unix_offset_ns": self._offset_ns}
-            fresh = files.head.with_suffix(".fresh")
-            fresh.write_text(json.dumps({**head, "ops": ops.dump(known).decode()}))
-            fresh.replace(files.head)
-        with files.records.open("ab") as file:
-            file.write(data)
-            full = file.tell() >= self._half_bytes
-        if full:
-            files.records.replace(files.earlier)
-
-
-class _Files:
     def __init__(self, folder: Path, rank: int) -> None:
         name = f"spans-{rank:05d}"
         self.head, self.records = folder / f"{name}.json", folder / f"{name}.records"
@@ -104,7 +50,7 @@ def kept_ranks(folder: Path) -> list[KeptRank]:
     for path in sorted(folder.glob("spans-*.json")):
         try:
             head = json.loads(path.read_text())
-            files = _Files(folder, int(head["rank"]))
+            files = KeptFiles(folder, int(head["rank"]))
             records = b"".join(
                 part.read_bytes() for part in (files.earlier, files.records) if part.exists()
             )
