@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slow
 
 RANKS, RANK = 4, 2
 WINDOW = 60  # steps, clean and with the cause
-# The loader of one node fills its ring of three steps, then it stands still for longer than those.
-LOADER_RUNS_S, LOADER_STOPS_S = 0.004, 1.000
+# The loader of one node fills its ring of three steps, then it stands still for so many.
+LOADER_RUNS_S, LOADER_STOPS_STEPS = 0.004, 12
 WORDS = {
     "slow_host": "a slow host",
     "garbage_collection": "garbage collection holds the slowest rank of a step up",
@@ -97,11 +97,13 @@ async def answer(
 async def starved(cluster: ChaosCluster, run: JobFollower) -> AsyncIterator[None]:
     """While the body runs, the loader of RANK's node hardly does."""
     pid = cluster.up.node_pids(run.job.nodes[RANK])["loader"]
+    begun_s, ended_s = (run.completed_s[1, run.step - back] for back in (WINDOW, 0))
+    stopped_s = LOADER_STOPS_STEPS * (ended_s - begun_s) / WINDOW
 
     async def pulses() -> None:
         while True:
             os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(LOADER_STOPS_S)
+            await asyncio.sleep(stopped_s)
             os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(LOADER_RUNS_S)
 
