@@ -117,6 +117,8 @@ REASONS = {
     "shortened, least important content first",
     "megascale_executor/agent/log_scanner:MAX_SAMPLE_BYTES": "of a line that a heartbeat shows",
     "megascale_executor/agent/log_scanner:MAX_FINGERPRINTS": "kinds of lines in a heartbeat",
+    "megascale_executor/agent/stacks:MAX_FRAMES": "innermost ones, which say where a rank was",
+    "megascale_executor/agent/stacks:MAX_CHARS": "of a stack that a heartbeat carries",
     "megascale_executor/agent/rank_logs:MAX_LINES": "of one TailWorkerLogs; ask for less at once",
     "megascale_executor/agent/rank_logs:MAX_LINE_CHARS": "of a line in an answer; the rest is cut",
     "megascale_executor/agent/step_reports:MAX_RECORDS": "step records that wait for a driver; the "

@@ -53,6 +53,7 @@ LANES = {
         "chaos/test_orders.py",
         "chaos/test_plan.py",
         "chaos/test_straggler.py",
+        "chaos/test_live_causes.py",
         "chaos/test_suspend.py",
         "chaos/test_unknown_culprit.py",
         "chaos/test_waits.py",

@@ -54,6 +54,11 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
     assert list(held_up.ranks[0].waits_for) == [STOPPED_RANK] and held_up.ranks[0].inside
     suspects = [item.source for item in hang.evidence if item.digest.startswith("suspect")]
     assert suspects == [f"nodes/{nodes[STOPPED_RANK]}/ranks/{STOPPED_RANK}"], story
+    stacks = run.first_event("HANG_STACKS")
+    assert stacks is not None, story
+    assert stacks.message.startswith(f"rank {STOPPED_RANK}: no stack: it is stopped (T)"), story
+    assert [item.source.rpartition("/")[2] for item in stacks.evidence] == [str(STOPPED_RANK), "0"]
+    assert "step_loop.py" in stacks.evidence[1].digest or "trainer.py" in stacks.evidence[1].digest
     assert sorted(run.newest_losses) == list(range(1, STEPS + 1))
     detected_s = seconds(hang) - stopped_at_s
     measured("worker stopped", detected_s=detected_s, restored_step=job.restored_step)

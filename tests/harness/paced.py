@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.harness import caused
 from tests.harness.installed_package import install
 
 OPTIMIZER = "paced-adamw"
@@ -71,12 +72,13 @@ def paced(pace_s: float = PACE_S, *, held_from_step: int | None = None) -> dict[
 def python_path(site: Path, code: str | None = None) -> str:
     """``site`` before ``code``, by default this process's ``PYTHONPATH``.
 
-    Installs the optimizer in ``site`` once.
+    Installs the optimizer in ``site`` once, and that of :mod:`tests.harness.caused`.
     """
     if not site.exists():
         site.mkdir()
         factory = {OPTIMIZER: "PacedAdamW"}
         install(site, OPTIMIZER, _CODE, factory, group="megascale.optimizers")
+        caused.add_to(site)
     code = os.environ.get("PYTHONPATH") if code is None else code
     return os.pathsep.join(filter(None, (str(site), code)))
 

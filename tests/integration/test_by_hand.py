@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.harness.networks import two_networks, why_not
 from tests.harness.paced import release
 
 from megascale_client import Client, load_job
+from megascale_driver.analysis.spans import recorded
 
 Start = Callable[..., HandRun]
 
@@ -68,6 +70,13 @@ def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
     # The attempt's number is the commit log's, and all attempts share the job's folder.
     folders = sorted(path.name for path in (tmp_path / "runs/jobs/hand").glob("attempt-*"))
     assert folders == ["attempt-000001", "attempt-000002"]
+    # Of both ranks the spans of all steps of the resumed attempt are there, on one clock.
+    found = recorded.of_folder(tmp_path / "runs/jobs/hand/attempt-000002").table
+    steps = found.of_op("step")
+    assert {(rank, step) for rank, step in zip(steps.rank, steps.step, strict=True)} == {
+        (rank, step) for rank in range(2) for step in range(5, STEPS + 1)
+    }
+    assert abs(int(steps.start_ns[steps.rank == 0][0]) / 1e9 - time.time()) < 3600
     assert not resumed.processes()
 
 

@@ -9,6 +9,7 @@ from tests.harness.desk import POLICY, Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -638,3 +639,33 @@ def test_a_step_that_was_refused_counts_again_when_a_later_attempt_commits_it(de
     assert (desk.job().refused_steps, desk.job().committed_step) == ((40,), 40)
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 2, "file:///new"),))
     assert (desk.job().refused_steps, desk.job().manifest_uri) == ((), "file:///new")
+
+
+def test_stacks_of_a_hang_are_written_with_the_suspect_first(desk: Desk) -> None:
+    message = "no rank has advanced"
+    fault = Fault(FaultKind.HANG, "n2", desk.now_s, message, 5, hard=False)
+    job = desk.job()
+    stopping = replace(
+        job,
+        phase=JobPhase.STOPPING,
+        after_stop=JobPhase.QUEUED,
+        timer_s=desk.now_s,
+        stop_reason=message,
+        current=replace(job.current, faults=(fault,)),
+    )
+    desk.state = replace(desk.state, jobs={"a": stopping})
+    waiting = "all_reduce (parallel/groups.py:1) < step (process/step_loop.py:2)"
+    first = StoppedReport("a", 1, stacks=tuple((rank, waiting) for rank in range(4)))
+    culprit = "read (data/client.py:9) < take (data/device_batches.py:4)"
+    second = StoppedReport("a", 1, stacks=((4, waiting), (5, culprit), (6, "inner (x.py:1)")))
+    desk.report("n1", AttemptPhase.IDLE, stopped=first)
+    desk.report("n2", AttemptPhase.IDLE, stopped=second)
+    desk.stop(search=False)
+    (line,) = [line for line in desk.audit if line.reason == "HANG_STACKS"]
+    assert line.message == (f"rank 5: {culprit}; 5 of 6 others: all_reduce (parallel/groups.py:1)")
+    assert [(item.source, item.digest) for item in line.evidence][:3] == [
+        ("nodes/n2/ranks/5", culprit),
+        ("nodes/n2/ranks/6", "inner (x.py:1)"),
+        ("nodes/n1/ranks/0", waiting),
+    ]
+    assert {item.kind for item in line.evidence} == {"stack"}

@@ -1123,6 +1123,7 @@ class StoppedAttempt(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
+    STACKS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -1133,6 +1134,10 @@ class StoppedAttempt(google.protobuf.message.Message):
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """Workers that had failed by themselves, not those that were stopped."""
 
+    @property
+    def stacks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankStack]:
+        """Where workers were that stood still when they were stopped."""
+
     def __init__(
         self,
         *,
@@ -1140,10 +1145,35 @@ class StoppedAttempt(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         failure: builtins.str = ...,
         workers: collections.abc.Iterable[Global___WorkerStatus] | None = ...,
+        stacks: collections.abc.Iterable[Global___RankStack] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "failure", b"failure", "job", b"job", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "failure", b"failure", "job", b"job", "stacks", b"stacks", "workers", b"workers"]) -> None: ...
 
 Global___StoppedAttempt: typing_extensions.TypeAlias = StoppedAttempt
+
+@typing.final
+class RankStack(google.protobuf.message.Message):
+    """Where a worker was."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Its rank."""
+    frames: builtins.str
+    """Frames of the thread that trains, innermost first: name (file:line) < name (file:line). Of a
+    process that cannot write them its state, as a sentence.
+    """
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        frames: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "rank", b"rank"]) -> None: ...
+
+Global___RankStack: typing_extensions.TypeAlias = RankStack
 
 @typing.final
 class LeaveFailure(google.protobuf.message.Message):

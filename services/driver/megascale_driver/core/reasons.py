@@ -20,6 +20,7 @@ Reason = Literal[
     "KERNEL_FAULT",
     "LOG_ROOT_FOUND",
     "HANG_SUSPECTED",
+    "HANG_STACKS",
     "LOSS_DIVERGED",
     "STRAGGLER",
     "TRAFFIC_STOPPED",

@@ -16,6 +16,7 @@ from megascale_driver.core import (
     blame,
     breaker,
     budgets,
+    hang_stacks,
     job_faults,
     kernel_faults,
     log_roots,
@@ -86,7 +87,8 @@ def settle(draft: Draft, job: Job) -> Job:
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
     faults = job.current.faults
-    root = log_roots.write(draft, job)
+    hang_stacks.write(draft, job)
+    root = log_roots.write(draft, draft.jobs[job.name])
     job = draft.jobs[job.name]
     if (final := job_faults.never_runs(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)

@@ -124,8 +124,7 @@ class WorkerReport:
     error: str = ""
     error_kind: str = ""
     exited_at_s: float = 0.0
-    # Step that was restored in place of the planned one; -1: the planned one was.
-    restored_step: int = -1
+    restored_step: int = -1  # in place of the planned one; -1: the planned one was
     restore_problem: str = ""
 
 
@@ -145,12 +144,13 @@ class TraceReport:
 
 @dataclass(frozen=True, slots=True)
 class StoppedReport:
-    """What had failed on a node in the attempt that was stopped there last."""
+    """What had failed on a node in the attempt stopped last; (rank, frames) that stood still."""
 
     job: str
     attempt: int
     failure: str = ""
     workers: tuple[WorkerReport, ...] = ()
+    stacks: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

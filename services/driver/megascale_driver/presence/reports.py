@@ -29,6 +29,7 @@ MAX_TEXT = 4096
 MAX_LABEL = 256  # characters of an address or an id
 MAX_TRACES = 64
 MAX_LOGS = 64
+MAX_STACKS, MAX_STACK = 64, 600  # ranks of a node; characters of each
 MAX_SAMPLE = 512
 
 
@@ -114,7 +115,8 @@ def _worker(status: link_pb2.WorkerStatus, clock_offset_s: float) -> WorkerRepor
 
 def _stopped(item: link_pb2.StoppedAttempt, clock_offset_s: float) -> StoppedReport:
     workers = tuple(_worker(each, clock_offset_s) for each in item.workers)
-    return StoppedReport(item.job, item.attempt, item.failure[:MAX_TEXT], workers)
+    stacks = tuple((each.rank, each.frames[:MAX_STACK]) for each in item.stacks[:MAX_STACKS])
+    return StoppedReport(item.job, item.attempt, item.failure[:MAX_TEXT], workers, stacks)
 
 
 def _status(status: link_pb2.WorkerStatus) -> RankStatus:

@@ -48,19 +48,24 @@ def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerS
 def stopped_attempt(
     key: AttemptKey, failure: str, workers: Sequence[Worker]
 ) -> link_pb2.StoppedAttempt | None:
-    """What had failed by itself in an attempt that was stopped; None if nothing had.
+    """What had failed by itself in an attempt that was stopped, and where those were that stood
+    still; None if nothing had and none did.
 
     A peer of the culprit may be the first to report. The stop that follows from its report must not
     lose what the culprit reported.
     """
     failed = [worker for worker in workers if worker.failed_by_itself]
-    if not failed and not failure:
+    still = [worker for worker in workers if worker.stack]
+    if not failed and not failure and not still:
         return None
     return link_pb2.StoppedAttempt(
         job=key.job,
         attempt=key.attempt,
         failure=encodable(failure[:MAX_ERROR_CHARS]),
         workers=[worker_status(worker) for worker in failed],
+        stacks=[
+            link_pb2.RankStack(rank=worker.rank, frames=encodable(worker.stack)) for worker in still
+        ],
     )
 
 

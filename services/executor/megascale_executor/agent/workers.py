@@ -26,6 +26,7 @@ from megascale_common.node.messages import (
 )
 from megascale_common.service import logs
 from megascale_common.service.errors import TemplateError
+from megascale_executor.agent import stacks
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.memory_kills import KillWatch, MemoryGroup, memory_group
 from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
@@ -69,6 +70,7 @@ class Worker:
     error: str = ""
     exit_status: int | None = None
     exited_at_s: float = 0.0  # wall clock; of one that reports an error, when it reported it
+    stack: str = ""  # where it was, if it stood still when it was stopped
     reader: asyncio.Task[None] | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -298,14 +300,17 @@ class WorkerSet:
     async def _write_stacks(self) -> None:
         now_ns = time.monotonic_ns()
         still = [
-            worker.process
+            (worker, worker.process, stacks.log_end(worker.log_path))
             for worker in self.workers
-            if worker.process and stands_still(worker.page, now_ns)
+            if worker.process and worker.process.alive and stands_still(worker.page, now_ns)
         ]
-        for process in still:
+        for _, process, _ in still:
             process.send_signal(STACKS_SIGNAL)
-        if any(process.alive for process in still):
+        if still:
             await asyncio.sleep(_STACKS_S)
+        for worker, process, start in still:
+            found = stacks.stack_since(worker.log_path, start)
+            worker.stack = found or f"no stack: it {stacks.kernel_state(process.pid)}"
 
     async def _close(self) -> None:
         readers = [worker.reader for worker in self.workers if worker.reader is not None]

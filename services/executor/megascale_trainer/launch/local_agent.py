@@ -20,6 +20,7 @@ from megascale_common.node.messages import Failed, Finished, Leave, WorkerMessag
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import HostServices
 from megascale_trainer.launch.meeting import Meeting
+from megascale_trainer.launch.span_keeper import SpanKeeper
 
 LEAVE_KEY = "leave"
 _TURN_S = 0.5
@@ -32,6 +33,7 @@ class LocalAgent(threading.Thread):
     Args:
         display: shows what the worker reports.
         services: of this host, on its first rank.
+        spans: of this rank, from its ring to its folder.
         ends_at_s: when the run is to save and end (monotonic); None: no limit.
         give_up: ends this process; the worker cannot go on.
     """
@@ -43,15 +45,17 @@ class LocalAgent(threading.Thread):
         meeting: Meeting,
         display: Display,
         services: HostServices | None,
+        spans: SpanKeeper,
         ends_at_s: float | None,
         give_up: Callable[[str], None],
     ) -> None:
         super().__init__(name="local-agent", daemon=True)
         self._ours, self._rank, self._meeting, self._display = ours, rank, meeting, display
         self._services, self._ends_at_s, self._give_up = services, ends_at_s, give_up
+        self._spans: SpanKeeper | None = spans
         self._wanted = ""
         self._ordered = False
-        self._loader_gone_s = 0.0
+        self._loader_gone_s = self._kept_s = 0.0
         self.failed: Failed | None = None
         self.finished: Finished | None = None
 
@@ -65,10 +69,23 @@ class LocalAgent(threading.Thread):
             if select.select([self._ours], [], [], _TURN_S)[0]:
                 received = framing.receive(self._ours)
                 if received is None:
+                    self._keep_spans(last=True)
                     return
                 self._take(cast(WorkerMessage, received[0]))
             self._order()
             self._watch_services()
+            self._keep_spans()
+
+    def _keep_spans(self, *, last: bool = False) -> None:
+        now_s = time.monotonic()
+        if self._spans is None or (not last and now_s - self._kept_s < _TURN_S):
+            return
+        self._kept_s = now_s
+        try:
+            self._spans.take()
+        except (OSError, ValueError) as error:  # measurements end, the run does not
+            self._spans = None
+            print(f"spans are no longer kept: {error}", flush=True)
 
     def _take(self, message: WorkerMessage) -> None:
         if message["kind"] == "running":

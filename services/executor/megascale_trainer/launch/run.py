@@ -28,6 +28,7 @@ from megascale_trainer.launch.host_services import CLUSTER, HostServices, Servic
 from megascale_trainer.launch.local_agent import LocalAgent
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed
 from megascale_trainer.launch.place import Place, own_address
+from megascale_trainer.launch.span_keeper import SpanKeeper
 from megascale_trainer.process import worker
 
 FAILED, REFUSED = 1, 2
@@ -84,8 +85,10 @@ class Run:
     def _work(self, meeting: Meeting, assignment: Assignment, folder: AttemptFolder) -> int:
         ours, theirs = socket.socketpair()
         rank, services = self._place.rank, self._services
+        node, layout = assignment["node"], self._config.layout
+        spans = SpanKeeper(folder.spans(rank), folder.path, rank, node, layout)
         agent = LocalAgent(
-            ours, rank, meeting, self._display, services, self._ends_at_s, self._give_up
+            ours, rank, meeting, self._display, services, spans, self._ends_at_s, self._give_up
         )
         if self._config.checkpoint.uri:
             self._save_on_signals(agent)
@@ -211,6 +214,7 @@ class Run:
             "store_host": host,
             "store_port": port,
             "status_page": str(folder.status_page(place.rank)),
+            "spans": str(folder.spans(place.rank)),
             "loader_socket": sockets["loader"],
             "local_ranks": place.local_world_size,
             "readers": readers,

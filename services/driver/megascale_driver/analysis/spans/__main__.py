@@ -1,8 +1,10 @@
-"""``python -m megascale_driver.analysis.spans``: what a file of recorded spans says.
+"""``python -m megascale_driver.analysis.spans``: what recorded spans say, without a driver.
 
-``why FILE`` says why the MFU fell; ``timeline FILE --out trace.json`` writes one trace of all ranks
-for Perfetto. The last line of stdout is one JSON object. Exit status 0: an answer (of ``why`` also
-that the MFU did not fall); 1: it fell and nothing decides; 2: no such file, or not of this format.
+They are a file, or the folder of an attempt by hand. ``heat FILE`` prints what each rank takes for
+each operation and who is slow; ``why FILE`` says why the MFU fell; ``timeline FILE --out
+trace.json`` writes one trace of all ranks for Perfetto. The last line of stdout is one JSON object.
+Exit status 0: an answer (of ``why`` also that the MFU did not fall); 1: it fell and nothing
+decides; 2: no such file, or not of this format.
 """
 
 from __future__ import annotations
@@ -14,18 +16,27 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.clocks import clocks
 from megascale_driver.analysis.spans.decline import compared
+from megascale_driver.analysis.spans.heat import heat_map
 from megascale_driver.analysis.spans.merged import merged
+from megascale_driver.analysis.spans.outliers import slow_nodes
 from megascale_driver.analysis.spans.recorded import Recorded
+
+HEAT_STEPS = 50
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a verb; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        found = recorded.load(Path(options.file).read_bytes())
+        path = Path(options.file)
+        found = recorded.of_folder(path) if path.is_dir() else recorded.load(path.read_bytes())
+        if options.verb == "heat":
+            return _heat(found, options.steps)
         if options.verb == "why":
             return _why(found, options.split)
         return _timeline(found, options.out)
@@ -49,8 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     trace = verbs.add_parser("timeline", help="one trace of all ranks, for ui.perfetto.dev")
     trace.add_argument("--out", type=Path, required=True, help="trace.json, or trace.json.gz")
-    for verb in (one, trace):
-        verb.add_argument("file", help="recorded spans (docs/spans.md)")
+    heat = verbs.add_parser("heat", help="what each rank takes for each operation")
+    heat.add_argument(
+        "--steps", type=int, default=HEAT_STEPS, help="newest steps (default %(default)s)"
+    )
+    for verb in (one, trace, heat):
+        verb.add_argument("file", help="recorded spans, or a folder of them (docs/spans.md)")
     return parser
 
 
@@ -59,6 +74,21 @@ def _why(found: Recorded, split: int) -> int:
     print(answer.sentence, file=sys.stderr)
     print(json.dumps({**asdict(answer), "split_step": split}))
     return 1 if answer.cause == "unknown" else 0
+
+
+def _heat(found: Recorded, steps: int) -> int:
+    last = int(found.table.step.max())
+    table = found.table.of_steps(max(0, last - steps), last - 1)
+    rows = heat_map(table)
+    for row in rows:
+        times = "  ".join(f"{each:9.3f}" for each in row.median_ns / 1e6)
+        print(f"{row.name:24}{times}", file=sys.stderr)
+    slow = slow_nodes(table)
+    for one in slow:
+        print(one.sentence, file=sys.stderr)
+    shown = {row.name: np.nan_to_num(row.median_ns / 1e6).round(4).tolist() for row in rows}
+    print(json.dumps({"median_ms": shown, "slow_nodes": [asdict(one) for one in slow]}))
+    return 0
 
 
 def _timeline(found: Recorded, out: Path) -> int:

@@ -15,13 +15,17 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megascale_common.job.rank_layout import AXES, RankLayout
 from megascale_common.node.spans import ops, record
+from megascale_common.node.spans.kept import kept_ranks
 from megascale_driver.analysis.spans.clocks import Exchange
 from megascale_driver.analysis.spans.counters import CounterChange
-from megascale_driver.analysis.spans.table import SpanTable
+from megascale_driver.analysis.spans.table import RECORD, SpanTable
 
 MAX_BYTES = 2 << 30  # of the JSON
 
@@ -72,6 +76,31 @@ def load(data: bytes) -> Recorded:
     except (TypeError, AttributeError) as error:
         raise ValueError(f"layout, nodes, heartbeats or counters: {error}") from error
     return Recorded(table, heartbeats, counters)
+
+
+def of_folder(folder: Path) -> Recorded:
+    """The spans that the ranks of a run by hand have left in the folder of an attempt.
+
+    Raises:
+        ValueError: there are none, or not of all ranks; it says what is wrong.
+    """
+    ranks = kept_ranks(folder)
+    layout = ranks[0].layout
+    nodes = [""] * layout.world_size
+    by_rank = []
+    for kept in ranks:
+        if kept.layout != layout or not 0 <= kept.rank < layout.world_size:
+            raise ValueError(f"rank {kept.rank} is of another layout than rank {ranks[0].rank}")
+        nodes[kept.rank] = kept.node
+        records = np.frombuffer(kept.records, RECORD).copy()
+        records["start_ns"] += kept.unix_offset_ns
+        by_rank.append((kept.rank, records.tobytes(), kept.ops))
+    if missing := [str(rank) for rank, node in enumerate(nodes) if not node]:
+        raise ValueError(
+            f"ranks {', '.join(missing[:8])} are missing: copy their spans-* files of every host "
+            "into one folder"
+        )
+    return Recorded(SpanTable.of_records(by_rank, layout, nodes))
 
 
 def _json(data: bytes) -> Any:
