@@ -59,7 +59,7 @@ HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 # kubectl, unpacked from Debian's package
 KUBERNETES_TOOLS := $(CURDIR)/.tools/kubernetes
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser browser-tools test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-group-start bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser browser-tools test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -207,6 +207,9 @@ bench-heartbeats: $(READY) ## heartbeats of many nodes: the driver's CPU beside 
 
 bench-fleet: $(READY) ## time of a failover with a large state and history in etcd (NODES=12500 LINES=1000000)
 	@$(PY) benchmarks/fleet.py --nodes $(or $(NODES),12500) --lines $(or $(LINES),1000000)
+
+bench-group-start: $(READY) ## how long the rendezvous store takes for the start of a large job, with emulated ranks (RANKS="2048 12288" ROUNDS=3)
+	@$(PY) benchmarks/group_start.py --ranks $(or $(RANKS),2048 12288) --rounds $(or $(ROUNDS),3)
 
 clean: ## remove environments, caches and runs
 	rm -rf $(VENV) $(VENV)-proto .tools runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,13 +7,17 @@ operation, and that is counted for all ranks.
 
 from __future__ import annotations
 
+import io
 import resource
+import sys
 from collections import Counter
 
 import pytest
 import torch.distributed as dist
+from benchmarks import store_clients
 from benchmarks.start_operations import operation_count, operations
 from tests.harness.logical_ranks import start_rank
+from torch.distributed import TCPStore
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_trainer.process.bootstrap import RANK_TABLE_KEY, READY_RANKS_KEY, await_all_ranks
@@ -100,6 +104,27 @@ def test_all_members_create_a_group_as_the_same_one_in_their_sequence(layout: Ra
         plan = group_plan(layout, rank, ring=True, tied=True)
         created.update((place, each.name, each.ranks) for place, each in enumerate(plan))
     assert all(count == len(ranks) for (_, _, ranks), count in created.items())
+
+
+def test_emulated_ranks_do_their_operations_on_torchs_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The protocol of the benchmark's clients is that of TCPStore, and all pass the barrier."""
+    ranks = 128
+    store = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    options = {
+        "layout": {"tp": 8, "dp": ranks // 64, "pp": 8}, "address": ("127.0.0.1", store.port),
+        "prefix": "bench/1", "ring": True, "tied": False, "limit_s": 60.0,
+    }  # fmt: skip
+    found = store_clients.run(options, list(range(ranks)))
+    assert set(found["ended_s"]) == {"connected", "world", "groups", "all ranks"}
+    kept = dist.PrefixStore("bench/1", store)
+    assert kept.get(READY_RANKS_KEY) == b"128"
+    layout = RankLayout(**options["layout"])  # type: ignore[arg-type]
+    for operation in operations(layout, 9, ring=True):
+        if operation.size:
+            assert all(len(kept.get(key)) == operation.size for key in operation.keys)
 
 
 def test_a_barrier_for_each_group_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:

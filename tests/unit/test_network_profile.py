@@ -13,8 +13,10 @@ import pytest
 import torch
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
+from typer.testing import CliRunner
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_cli.app import build_app
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.service.errors import AssignmentError
@@ -44,6 +46,7 @@ FILE: dict[str, Any] = {
     "split_ports": True,
     "flap_s": 10,
 }
+LONG = 2000 * "a"
 EPOCH = types_pb2.Epoch(cluster_generation=1, create_revision=7)
 CPU = DeviceFacts(0, "cpu", "cpu:0", "a CPU", 1)
 GPU = DeviceFacts(0, "cuda", "GPU-aa", "NVIDIA H200", 1)
@@ -135,9 +138,7 @@ def test_nodes_get_each_setting_with_its_reason_and_older_nodes_get_none() -> No
     [
         link_pb2.NetworkProfile(settings=[link_pb2.NetworkSetting(name="LD_PRELOAD", value="x")]),
         link_pb2.NetworkProfile(settings=[link_pb2.NetworkSetting(name="NCCL_X", value="a\0b")]),
-        link_pb2.NetworkProfile(
-            settings=[link_pb2.NetworkSetting(name="NCCL_X", value="a" * 2000)]
-        ),
+        link_pb2.NetworkProfile(settings=[link_pb2.NetworkSetting(name="NCCL_X", value=LONG)]),
         link_pb2.NetworkProfile(
             settings=[link_pb2.NetworkSetting(name=f"NCCL_{n}") for n in range(65)]
         ),
@@ -235,3 +236,17 @@ def test_a_worker_on_a_gpu_has_the_settings_before_its_first_communicator(
     Rank("cpu")._meet()
     Rank("cuda:0")._meet()
     assert seen == ["3", "106"]
+
+
+def test_the_command_renders_the_drivers_file(tmp_path: Path) -> None:
+    file = tmp_path / "network.json"
+    file.write_text(json.dumps(FILE))
+    command = ["net", "render", "--site", str(file), "--json"]
+    shown = CliRunner().invoke(build_app(), command)
+    assert shown.exit_code == 0, shown.output
+    rendered = {each["name"]: each["value"] for each in json.loads(shown.stdout)["settings"]}
+    assert rendered == {each.name: each.value for each in render(parse(json.dumps(FILE)))}
+    assert rendered["NCCL_UID_STAGGER_THRESHOLD"] == "256"
+    file.write_text("{}")
+    refused = CliRunner().invoke(build_app(), command)
+    assert refused.exit_code == 2 and "nccl: it is missing" in refused.output

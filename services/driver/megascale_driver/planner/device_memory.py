@@ -44,9 +44,9 @@ def device_memory(points: Points, system: System) -> DeviceMemory:
     shard = points.dp if system.sharded_optimizer else 1.0
     per_layer = _layer_bytes(points, system, points.recompute)
     alive = _alive_layers(points)
-    working = np.where(
-        points.recompute == FULL, _layer_bytes(points, system, np.zeros_like(alive)), 0.0
-    )
+    working = np.zeros_like(alive)
+    if np.any(full := points.recompute == FULL):
+        working = np.where(full, _layer_bytes(points, system, working), 0.0)
     tokens = points.micro_batch * points.sequence
     logits = np.where(points.pp == 1, tokens * points.vocabulary / points.tp, 0.0)
     head = logits * system.logit_bytes

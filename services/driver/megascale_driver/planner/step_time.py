@@ -72,7 +72,10 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
     )
     lost = system.lost_interleaving
     empty = (points.pp - 1) * ((1 - lost) / points.vpp + lost)
-    fixed = _data_parallel_s(points, gpu, system) + _optimizer_s(points, gpu, system)
+    parameters = points.stage_parameters
+    reduction = _data_parallel_s(points, parameters, gpu, system)
+    optimizer = _optimizer_s(points, parameters, gpu, system)
+    fixed = reduction + optimizer
     busy = slots * (of_layers + head + between)
     bubble = empty * of_layers
     nodes = np.maximum(1.0, points.devices / gpu.devices_per_node)
@@ -85,8 +88,8 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
         tensor_parallel=slots * layers * passes * collective,
         pipeline_transfers=slots * between,
         bubble=bubble,
-        data_parallel=_data_parallel_s(points, gpu, system),
-        optimizer=_optimizer_s(points, gpu, system),
+        data_parallel=reduction,
+        optimizer=optimizer,
         host=np.full_like(slots, system.fixed_s),
         straggler=slowest * (busy + bubble + fixed),
     )
@@ -171,16 +174,16 @@ def _pipeline_s(points: Points, gpu: Gpu, system: System) -> Array:
     return np.where(points.pp > 1, (1 - system.hidden_pp) * whole, 0.0)
 
 
-def _data_parallel_s(points: Points, gpu: Gpu, system: System) -> Array:
+def _data_parallel_s(points: Points, parameters: Array, gpu: Gpu, system: System) -> Array:
     """Exposed reduction of gradients and all-gather of parameters."""
-    moved = points.stage_parameters * (system.gradient_bytes + system.gather_bytes)
+    moved = parameters * (system.gradient_bytes + system.gather_bytes)
     link = np.where(points.devices <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
     exposed = 1 / (2 * points.vpp) if system.chunked_dp else 1 - system.hidden_dp
     seconds: Array = exposed * moved * (points.dp - 1) / points.dp / link
     return seconds
 
 
-def _optimizer_s(points: Points, gpu: Gpu, system: System) -> Array:
+def _optimizer_s(points: Points, parameters: Array, gpu: Gpu, system: System) -> Array:
     shard = points.dp if system.sharded_optimizer else 1.0
-    seconds: Array = OPTIMIZER_BYTES * points.stage_parameters / shard / gpu.hbm_bytes_s
+    seconds: Array = OPTIMIZER_BYTES * parameters / shard / gpu.hbm_bytes_s
     return seconds
