@@ -111,6 +111,7 @@ class Engine:
         self.audit = AuditLog()
         self.feeds = JobFeeds()
         self.node_calls = NodeCalls(token, clock)
+        self.node_calls.repeated = self.post
         self.links = OpenLinks()
         self._orders = OrderSender(self.links)
         self.observers: list[Observer] = []

@@ -27,6 +27,7 @@ from megascale_driver.core import (
     plans,
     profiles,
     quotas,
+    repeated_checks,
     searching,
     stragglers,
     suspending,
@@ -68,7 +69,7 @@ from megascale_driver.core.events import (
     UncordonRequested,
     UpdateRequested,
 )
-from megascale_driver.core.group_events import GroupChecked
+from megascale_driver.core.group_events import CheckRepeated, GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import schedule
 from megascale_driver.core.state import Cluster, Request
@@ -169,6 +170,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         divergence.diverged(draft, event)
     elif isinstance(event, StragglerFound):
         stragglers.found(draft, event)
+    elif isinstance(event, CheckRepeated):
+        repeated_checks.failed(draft, event)
     elif isinstance(event, TrafficStood):
         traffic.stood(draft, event)
     elif isinstance(event, TrafficChanged):

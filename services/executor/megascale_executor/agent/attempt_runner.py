@@ -84,7 +84,7 @@ class AttemptRunner:
         self._templates, self._daemon, self._reports = templates, daemon, reports
         self._spans = spans
         registry = load_registry()
-        self._checks = SelfChecks(registry, devices, config.node_folder, daemon)
+        self._checks = SelfChecks(registry, devices, config.node_folder, daemon, self._peers)
         self._met: tuple[str, ...] = ()  # hosts of the last attempt
         self.diagnosis = Diagnosis(
             registry, devices, config.node_folder, templates, daemon, self._peers
@@ -207,7 +207,7 @@ class AttemptRunner:
         self._daemon.serve_account(account)
         template = await self._templates.ready_for(self._processes)
         findings = await self._checks.run(
-            config, list(assignment.ranks), list(assignment.devices), template
+            config, list(assignment.ranks), list(assignment.devices), template, assignment.checks
         )
         # The workers of an earlier attempt have ended, so what is sealed does not change any more:
         # with PREPARED the driver gets the figures from which it plans the restore.
