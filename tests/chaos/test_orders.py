@@ -153,6 +153,7 @@ async def test_rules_are_listed_observed_and_enforced(
         assert {name for name, mode in before.items() if mode == PolicyMode.OBSERVE} == {
             "log-root",
             "over-eviction",  # inferred, so observed until somebody has it enforced
+            "repeated-check",
             "straggler",
             "traffic",
         }

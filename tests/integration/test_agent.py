@@ -139,11 +139,13 @@ async def test_attempt_runs_to_its_end(
         "disk_room",
         "memory_room",
         "compute",
+        "gpu_health",
         "kernel_log",
         "network_profile",
     }
     # This driver has no profile, and CPUs use no NCCL.
     assert verdicts.pop("network_profile") == types_pb2.CHECK_VERDICT_SKIPPED
+    assert verdicts.pop("gpu_health") == types_pb2.CHECK_VERDICT_SKIPPED  # these are CPUs
     kernel_log = verdicts.pop("kernel_log")  # who may read it depends on the host
     assert kernel_log in (types_pb2.CHECK_VERDICT_PASS, types_pb2.CHECK_VERDICT_SKIPPED)
     assert set(verdicts.values()) == {types_pb2.CHECK_VERDICT_PASS}

@@ -21,6 +21,7 @@ from megascale_common.job import config as job_config
 from megascale_common.service.channel import open_channel
 from megascale_common.service.server import RpcServer
 from megascale_executor.agent.diagnosis import Diagnosis
+from megascale_executor.agent.heartbeat import build_hello
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.service import SERVICE_NAME, ExecutorService
 from megascale_executor.diagnostics.devices import cpu_slots
@@ -242,3 +243,47 @@ async def test_before_an_attempt_a_check_sees_the_job_and_its_devices(tmp_path: 
     (view,) = seen
     assert view.attempt is not None and view.attempt.ranks == (2,)
     assert view.attempt.job is config and [device.index for device in view.devices] == [1]
+
+
+def checked(name: str, verdict: str = "PASS", attempts: bool = False) -> Diagnostic:
+    class Check(Diagnostic):
+        before_attempts = attempts
+
+        async def run(self, node: NodeView) -> Sequence[Finding]:
+            return [Finding(self.name, ",".join(node.peers), cast(Any, verdict), "", value=7.0)]
+
+    Check.name = name
+    return Check()
+
+
+async def test_what_broke_the_last_attempt_adds_checks_to_the_usual_ones(tmp_path: Path) -> None:
+    daemon: Any = SimpleNamespace(serving_endpoint=None, holds_slots=None)
+    config = cast(Any, None)
+
+    async def run(usual: str, *wanted: str) -> list[tuple[str, str]]:
+        registry = Registry(
+            [checked("usual", usual, attempts=True), checked("links"), checked("x")]
+        )
+        checks = SelfChecks(registry, DEVICES, tmp_path, daemon, lambda: ("h1", "h2"))
+        found = await checks.run(config, [0], [0], cast(Any, None), wanted)
+        assert all(each.target == "h1,h2" for each in found if each.verdict == "PASS")
+        return [(each.name, each.verdict) for each in found]
+
+    assert await run("PASS") == [("usual", "PASS")]
+    assert await run("PASS", "links", "usual", "of_a_later_build") == [
+        ("usual", "PASS"), ("links", "PASS"), ("of_a_later_build", "SKIPPED"),
+    ]  # fmt: skip
+    assert await run("FAIL", "links") == [("usual", "FAIL")], "that is reason enough"
+
+
+async def test_what_a_node_has_measured_stands_in_its_hello(tmp_path: Path) -> None:
+    daemon: Any = SimpleNamespace(serving_endpoint=None, holds_slots=None)
+    registry = Registry([checked("slow", "FAIL"), checked("links")])
+    diagnosis = Diagnosis(registry, DEVICES, tmp_path, cast(Any, None), daemon)
+    assert diagnosis.measured == []
+    await diagnosis.run(["links", "slow"])
+    (figure,) = diagnosis.measured
+    assert (figure.check, figure.value) == ("links", 7.0)
+    config: Any = SimpleNamespace(node="n1", topology={}, node_folder=tmp_path)
+    hello = build_hello(config, "n1-1", DEVICES, "h:1", "h:2", diagnosis.measured)
+    assert list(hello.measured) == [figure]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.v1 import types_pb2
+from megascale.v1 import link_pb2, types_pb2
 from megascale_driver.analysis.baselines import (
     MIN_NODES,
     FleetBaselines,
@@ -154,3 +154,33 @@ def test_versions_of_nodes_are_compared() -> None:
     (found,) = figures.compare("n0", "H200", [check])
     assert found.verdict == types_pb2.CHECK_VERDICT_DEGRADED
     assert found.detail == "torch 2.12.0, most nodes have 2.11.0"
+
+
+def test_a_new_leader_has_the_fleets_figures_from_the_hellos_of_nodes() -> None:
+    figures = FleetFigures()
+    for number, value in enumerate(fleet(8)):
+        said = link_pb2.MeasuredFigure(check="gemm", unit="TFLOP/s", value=value)
+        odd = link_pb2.MeasuredFigure(check="gemm", unit="TFLOP/s", value=float("nan"))
+        figures.learn(f"n{number}", "H200", [said, odd])
+    (slow,) = figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")])
+    assert slow.verdict == types_pb2.CHECK_VERDICT_FAIL and slow.baseline_source == "fleet"
+    # What a node measures under this leader takes the place of what it said, and stays.
+    figures.compare("n0", "H200", [result("gemm", 710, unit="TFLOP/s")])
+    before = figures.compare("n1", "H200", [result("gemm", 700, unit="TFLOP/s")])[0].baseline
+    said = link_pb2.MeasuredFigure(check="gemm", unit="TFLOP/s", value=1.0)
+    figures.learn("n0", "H200", [said])
+    again = figures.compare("n1", "H200", [result("gemm", 700, unit="TFLOP/s")])[0].baseline
+    assert again == before
+    figures.forget("n0")
+
+
+def test_a_target_that_fails_twice_in_a_row_is_handed_on_once() -> None:
+    figures = FleetFigures()
+    for number, value in enumerate(fleet(8)):
+        figures.compare(f"n{number}", "H200", [result("gemm", value, unit="TFLOP/s")])
+    figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")])
+    assert figures.take_repeated("slow") == []
+    figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")])
+    ((name, detail),) = figures.take_repeated("slow")
+    assert name == "gemm" and detail.startswith("cpu:0: ") and "evict the node" in detail
+    assert figures.take_repeated("slow") == []

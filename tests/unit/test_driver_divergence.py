@@ -20,7 +20,10 @@ from megascale_driver.analysis.divergence import (
     found,
     observe,
 )
-from megascale_driver.core.events import JobSubmitted, LossDiverged
+from megascale_driver.core.analysis_events import LossDiverged
+from megascale_driver.core.events import (
+    JobSubmitted,
+)
 from megascale_driver.core.state import AttemptPhase, JobPhase, Rollback
 
 NAN = float("nan")

@@ -11,10 +11,10 @@ from tests.harness.desk import POLICY, Desk, exited
 
 from megascale_driver.analysis.divergence import Divergence, DivergenceKind, StepSample
 from megascale_driver.analysis.group_search import Answer
+from megascale_driver.core.analysis_events import LossDiverged
 from megascale_driver.core.events import (
     CancelRequested,
     LeaderStarted,
-    LossDiverged,
     PolicyRequested,
 )
 from megascale_driver.core.group_events import CheckGroup, GroupChecked

@@ -15,7 +15,11 @@ from tests.harness.desk import Desk
 from megascale.v1 import link_pb2
 from megascale_common.node.spans.record import SPAN, Span, to_columns
 from megascale_driver.analysis.spans.heat import heat_map
-from megascale_driver.core.events import Event, PolicyRequested, StragglerFound
+from megascale_driver.core.analysis_events import StragglerFound
+from megascale_driver.core.events import (
+    Event,
+    PolicyRequested,
+)
 from megascale_driver.core.state import Job, JobPhase
 from megascale_driver.core.stragglers import MAX_NAMED
 from megascale_driver.telemetry.intake import SpanIntake

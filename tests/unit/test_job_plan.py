@@ -16,8 +16,11 @@ from megascale.v1 import link_pb2
 from megascale_common.job.config import JobConfig, OverlapConfig, TelemetryConfig
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span, to_columns
+from megascale_driver.core.analysis_events import PlanCompared
 from megascale_driver.core.attempt import PlanVerdict
-from megascale_driver.core.events import Event, PlanCompared
+from megascale_driver.core.events import (
+    Event,
+)
 from megascale_driver.core.explain import explain
 from megascale_driver.core.plans import MAX_CHANGES
 from megascale_driver.core.policy import Policy

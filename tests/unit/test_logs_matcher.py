@@ -127,3 +127,9 @@ def test_the_catalogue_agrees_with_the_text_of_nvlink_errors() -> None:
     assert [catalogue.sxid(switch.format(one)).action for one in ("Fatal", "Non-fatal")] == [  # type: ignore[union-attr]
         "evict_restart", "alert",
     ]  # fmt: skip
+
+
+def test_words_of_ordinary_lines_do_not_pass_the_gate() -> None:
+    ordinary = STEP.decode() + "train valid epoch samples learning rate worker gradients"
+    gates = {gate_word(literal) for literal in LITERALS}
+    assert {gate for gate in gates if gate in ordinary} == set()

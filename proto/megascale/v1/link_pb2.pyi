@@ -239,6 +239,7 @@ class ExecutorHello(google.protobuf.message.Message):
     HOSTNAME_FIELD_NUMBER: builtins.int
     FOLDER_FIELD_NUMBER: builtins.int
     FILE_VIEW_FIELD_NUMBER: builtins.int
+    MEASURED_FIELD_NUMBER: builtins.int
     build: builtins.str
     """Build of the agent."""
     node: builtins.str
@@ -269,6 +270,12 @@ class ExecutorHello(google.protobuf.message.Message):
     def topology(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Labels such as switch, rack, host."""
 
+    @property
+    def measured(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MeasuredFigure]:
+        """What the node has measured since its agent started, at most 64: a new leader compares other
+        nodes with it.
+        """
+
     def __init__(
         self,
         *,
@@ -284,11 +291,42 @@ class ExecutorHello(google.protobuf.message.Message):
         hostname: builtins.str = ...,
         folder: builtins.str = ...,
         file_view: builtins.str = ...,
+        measured: collections.abc.Iterable[Global___MeasuredFigure] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "build", b"build", "checkpoint_endpoint", b"checkpoint_endpoint", "devices", b"devices", "executor_endpoint", b"executor_endpoint", "file_view", b"file_view", "folder", b"folder", "hostname", b"hostname", "incarnation", b"incarnation", "node", b"node", "protocol", b"protocol", "topology", b"topology"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "build", b"build", "checkpoint_endpoint", b"checkpoint_endpoint", "devices", b"devices", "executor_endpoint", b"executor_endpoint", "file_view", b"file_view", "folder", b"folder", "hostname", b"hostname", "incarnation", b"incarnation", "measured", b"measured", "node", b"node", "protocol", b"protocol", "topology", b"topology"]) -> None: ...
 
 Global___ExecutorHello: typing_extensions.TypeAlias = ExecutorHello
+
+@typing.final
+class MeasuredFigure(google.protobuf.message.Message):
+    """The newest median of what a node has measured of one kind, over its targets."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: builtins.int
+    TARGET_CLASS_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    check: builtins.str
+    """Name of the diagnostic."""
+    target_class: builtins.str
+    """Class of its targets."""
+    unit: builtins.str
+    """Unit of the value."""
+    value: builtins.float
+    """The median."""
+    def __init__(
+        self,
+        *,
+        check: builtins.str = ...,
+        target_class: builtins.str = ...,
+        unit: builtins.str = ...,
+        value: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["check", b"check", "target_class", b"target_class", "unit", b"unit", "value", b"value"]) -> None: ...
+
+Global___MeasuredFigure: typing_extensions.TypeAlias = MeasuredFigure
 
 @typing.final
 class DriverHello(google.protobuf.message.Message):
@@ -441,6 +479,7 @@ class AttemptAssignment(google.protobuf.message.Message):
     FLEET_DEVICE_HOURS_FIELD_NUMBER: builtins.int
     RANK_TABLE_DIGEST_FIELD_NUMBER: builtins.int
     NETWORK_FIELD_NUMBER: builtins.int
+    CHECKS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -497,6 +536,12 @@ class AttemptAssignment(google.protobuf.message.Message):
         protocol 4 on; an older agent's workers run with what their node has.
         """
 
+    @property
+    def checks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Diagnostics that the node runs in PREPARE besides those of every attempt: what broke the attempt
+        before calls for them. One that it does not have is SKIPPED.
+        """
+
     def __init__(
         self,
         *,
@@ -516,9 +561,10 @@ class AttemptAssignment(google.protobuf.message.Message):
         fleet_device_hours: builtins.float = ...,
         rank_table_digest: builtins.str = ...,
         network: Global___NetworkProfile | None = ...,
+        checks: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["network", b"network", "restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "network", b"network", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "checks", b"checks", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "network", b"network", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
 
 Global___AttemptAssignment: typing_extensions.TypeAlias = AttemptAssignment
 

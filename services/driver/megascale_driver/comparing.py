@@ -1,15 +1,17 @@
 """Compares what nodes measured in diagnostics with the fleet; the verdicts go to who asked.
 
-The figures are in the leader's memory: a new leader begins with the shipped ones and learns anew.
+The figures are in the leader's memory. Each node keeps its own and says them in its hello, so a new
+leader has them when the fleet has linked; how often a node failed in a row begins anew.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from megascale.v1 import types_pb2
+from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.wire_text import enum_name
 from megascale_driver.analysis.baselines import (
     MAX_NODES,
@@ -22,6 +24,7 @@ from megascale_driver.analysis.baselines import (
 )
 
 VERSIONS = "versions"
+MAX_LEARNED = 64  # figures of one hello
 _VERDICTS = {
     Verdict.DEGRADED: types_pb2.CHECK_VERDICT_DEGRADED,
     Verdict.FAIL: types_pb2.CHECK_VERDICT_FAIL,
@@ -36,6 +39,7 @@ class FleetFigures:
     def __init__(self) -> None:
         self._baselines = FleetBaselines()
         self._versions: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._repeated: list[types_pb2.CheckResult] = []
         self._newest: OrderedDict[str, list[types_pb2.CheckResult]] = OrderedDict()
 
     def compare(
@@ -48,6 +52,19 @@ class FleetFigures:
         while len(self._newest) > MAX_NODES:
             self._newest.popitem(last=False)
         return found
+
+    def learn(self, node: str, model: str, measured: Sequence[link_pb2.MeasuredFigure]) -> None:
+        """What the node has measured under an earlier leader; newer figures of it stay."""
+        for one in measured[:MAX_LEARNED]:
+            if one.check not in _NOT_COMPARED and math.isfinite(one.value) and one.value > 0:
+                self._baselines.learn(
+                    node, Key(model, one.check, one.target_class, one.unit), one.value
+                )
+
+    def take_repeated(self, node: str) -> list[tuple[str, str]]:
+        """Checks (name, detail) that failed by comparison in a row with the newest results."""
+        found, self._repeated[:] = list(self._repeated), []
+        return [(check.name, f"{check.target}: {check.detail}") for check in found]
 
     def counts(self) -> Counter[tuple[str, str]]:
         """Targets of all nodes by (test, verdict), of each node's newest diagnostics."""
@@ -100,6 +117,7 @@ class FleetFigures:
         if comparison.verdict is Verdict.FAIL:
             if self._baselines.repeated(node, found.name):
                 found.detail += f", {REPEATS} times or more in a row: evict the node"
+                self._repeated.append(found)
             else:
                 found.detail += "; run it again: one result alone condemns no node"
 

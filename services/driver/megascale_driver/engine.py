@@ -23,11 +23,11 @@ from megascale_common.service.errors import NotLeaderError
 from megascale_driver import probes, wire
 from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
 from megascale_driver.core import hang, plausible
+from megascale_driver.core.analysis_events import LossDiverged
 from megascale_driver.core.events import (
     Audit,
     Event,
     LeaderStarted,
-    LossDiverged,
     MessageRefused,
     NodeHello,
     NodeReport,
@@ -105,6 +105,7 @@ class Engine:
         self.audit, self.feeds = self._publisher.audit, self._publisher.feeds
         self.observers = self._publisher.observers
         self.node_calls = NodeCalls(token, clock)
+        self.node_calls.repeated = self.post
         self.links = OpenLinks()
         self.turns = LoopTurns()  # of messages of nodes
         self.orders = OrderSender(self.links)

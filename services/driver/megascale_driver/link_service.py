@@ -124,6 +124,7 @@ class LinkService:
         now_s = self._engine.clock.now_s()
         protocol = min(hello.protocol.highest, PROTOCOL.highest)
         link = Link(hello.node, self._identity(hello), now_s, context.write, protocol)
+        self._engine.node_calls.learn(hello.node, link.identity, hello.measured)
         greeting = link_pb2.DriverHello(
             protocol=PROTOCOL,
             build=build_version(),

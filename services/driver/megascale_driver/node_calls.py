@@ -6,7 +6,7 @@ of its own: calls are rare, and a node may have a new address after a restart.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
@@ -16,6 +16,7 @@ from megascale.v1 import (
     driver_pb2,
     executor_pb2,
     executor_pb2_grpc,
+    link_pb2,
     types_pb2,
 )
 from megascale_common.job.wire import restore
@@ -37,8 +38,8 @@ from megascale_driver.core.events import (
     OpenAttempt,
     OpenFailed,
 )
-from megascale_driver.core.group_events import CheckGroup, GroupChecked
-from megascale_driver.core.state import Node
+from megascale_driver.core.group_events import CheckGroup, CheckRepeated, GroupChecked
+from megascale_driver.core.state import Identity, Node
 
 OPEN_TIMEOUT_S = 20.0
 LIST_TIMEOUT_S = 10.0
@@ -57,6 +58,8 @@ class NodeCalls:
         self._token = token
         self._clock = clock
         self.figures = FleetFigures()
+        # Who decides on nodes that failed a comparison again and again: the engine.
+        self.repeated: Callable[[CheckRepeated], None] = lambda _: None
 
     async def open_attempt(
         self, wanted: OpenAttempt, slots: Sequence[NodeSlot], node: Node, epoch: types_pb2.Epoch
@@ -171,10 +174,18 @@ class NodeCalls:
             stub = executor_pb2_grpc.ExecutorServiceStub(channel)
             request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks, set=of_set)
             reply = await stub.RunNodeDiagnostics(request, timeout=DIAGNOSE_TIMEOUT_S)
-            model = node.identity.devices[0].model if node.identity.devices else ""
-            return self.figures.compare(node.name, model, reply.checks)
+            found = self.figures.compare(node.name, _model(node.identity), reply.checks)
+            for name, detail in self.figures.take_repeated(node.name):
+                self.repeated(CheckRepeated(self._clock.now_s(), node.name, name, detail))
+            return found
         finally:
             await channel.close()
+
+    def learn(
+        self, node: str, identity: Identity, measured: Sequence[link_pb2.MeasuredFigure]
+    ) -> None:
+        """Take in what a node has measured under an earlier leader."""
+        self.figures.learn(node, _model(identity), measured)
 
     async def check_group(self, wanted: CheckGroup) -> GroupChecked:
         """Have nodes check each other; each of them has an answer, within two minutes."""
@@ -214,3 +225,7 @@ class NodeCalls:
         finally:
             await channel.close()
         return reply.hello.checkpoint_endpoint
+
+
+def _model(identity: Identity) -> str:
+    return identity.devices[0].model if identity.devices else ""

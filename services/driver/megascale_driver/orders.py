@@ -181,6 +181,7 @@ def _fill(message: link_pb2.AttemptAssignment, wanted: Desired, slot: NodeSlot) 
     message.replica_target = wanted.replicas.target
     for source in wanted.replicas.sources:
         message.replica_sources.add(rank=source.rank, endpoint=source.endpoint)
+    message.checks.extend(wanted.checks)
     message.fleet_failures = wanted.failures.count
     message.fleet_device_hours = wanted.failures.device_hours
     if wanted.restore is not None:

@@ -25,6 +25,7 @@ MAX_KEYS, MAX_NODES = 4096, 16384
 _ROUNDS = 10
 # Verdicts that count towards the same one being repeated.
 REPEATS = 2
+_LEARNED = ""  # in place of a target: the median that a node reported of itself
 
 
 class Verdict(Enum):
@@ -159,14 +160,26 @@ class FleetBaselines:
             statistics.median(values.values()) for name, values in nodes.items() if name != node
         ]
         found = compare(value, key, others)
-        nodes.setdefault(node, {})[target] = value
+        own = nodes.setdefault(node, {})
+        own.pop(_LEARNED, None)
+        own[target] = value
         nodes.move_to_end(node)
+        self._bound(nodes)
+        self._count(node, key.test, key.target_class + target, found.verdict)
+        return found
+
+    def learn(self, node: str, key: Key, value: float) -> None:
+        """What a node measured before, over all its targets; none if it has newer figures."""
+        nodes = self._values.setdefault(key, OrderedDict())
+        self._values.move_to_end(key)
+        nodes.setdefault(node, {_LEARNED: value})
+        self._bound(nodes)
+
+    def _bound(self, nodes: OrderedDict[str, dict[str, float]]) -> None:
         while len(nodes) > MAX_NODES:
             nodes.popitem(last=False)
         while len(self._values) > MAX_KEYS:
             self._values.popitem(last=False)
-        self._count(node, key.test, key.target_class + target, found.verdict)
-        return found
 
     def repeated(self, node: str, test: str) -> bool:
         """Whether a target of ``node`` failed ``test`` REPEATS times in a row.

@@ -257,6 +257,9 @@ class Attempt:
     slow_nodes: tuple[str, ...] = field(default=(), metadata=VOLATILE)
     # What the log says of the job's traffic, and why it is not watched; "" if it is.
     traffic: TrafficSeen = field(default_factory=TrafficSeen, metadata=VOLATILE)
+    # Checks that it begins with besides the usual ones, and those that follow from its own end.
+    checks: tuple[str, ...] = ()
+    next_checks: tuple[str, ...] = ()
     # Its values were not finite, and it ends for that: a device may have computed them wrong.
     suspects_devices: bool = False
     # The search for the node that broke it, if no fault names one, and what is stored of it.

@@ -136,6 +136,8 @@ class AttemptChanges(TypedDict, total=False):
     plan: PlanVerdict
     slow_nodes: tuple[str, ...]
     traffic: TrafficSeen
+    checks: tuple[str, ...]
+    next_checks: tuple[str, ...]
     suspects_devices: bool
     searching: Searching | None
     search_log: SearchLog

@@ -31,7 +31,7 @@ def desired_of(node: Node, job: Job | None) -> Desired:
     if node.identity.incarnation != slot.incarnation:
         return IDLE
     if job.phase is JobPhase.PREPARING:
-        return Desired(DesiredPhase.PREPARE, job.name, job.attempt)
+        return Desired(DesiredPhase.PREPARE, job.name, job.attempt, checks=job.current.checks)
     return Desired(
         DesiredPhase.START, job.name, job.attempt, job.current.store_endpoint, job.current.restore,
         job.current.committer_endpoint, _profile_on(node.name, job),

@@ -13,8 +13,11 @@ from megascale_common.job import config as job_config
 from megascale_common.job.data_config import skipping
 from megascale_driver.analysis.divergence import Divergence, DivergenceKind
 from megascale_driver.core import jobs, rolling_back
+from megascale_driver.core.analysis_events import LossDiverged
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, LossDiverged
+from megascale_driver.core.events import (
+    Evidence,
+)
 from megascale_driver.core.state import Job, JobPhase
 
 _AT_WORK = (JobPhase.STARTING, JobPhase.RUNNING)

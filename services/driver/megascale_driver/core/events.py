@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
-from megascale_driver.analysis.divergence import Divergence
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core.group_events import CheckGroup, GroupChecked
+from megascale_driver.core.analysis_events import LossDiverged, PlanCompared, StragglerFound
+from megascale_driver.core.group_events import CheckGroup, CheckRepeated, GroupChecked
 from megascale_driver.core.state import Identity, Report
 from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
 
@@ -375,43 +375,6 @@ class MessageRefused:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class LossDiverged:
-    """The step records of a job show that it diverges."""
-
-    now_s: float
-    job: str
-    found: Divergence
-
-
-@dataclass(frozen=True, slots=True)
-class StragglerFound:
-    """Spans of an attempt show a slow node; ``rank`` is its slowest one."""
-
-    now_s: float
-    job: str
-    attempt: int
-    node: str
-    rank: int
-    operation: str
-    ratio: float
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanCompared:
-    """Steps of an attempt beside their plan; ``slower_by``: a term, "" where it is as planned."""
-
-    now_s: float
-    job: str
-    attempt: int
-    slower_by: str
-    sentence: str
-    first_step: int
-    last_step: int
-    hardware: str
-
-
 Event = (
     LeaderStarted
     | Tick
@@ -425,6 +388,7 @@ Event = (
     | AttemptOpened
     | OpenFailed
     | GroupChecked
+    | CheckRepeated
     | LossDiverged
     | StragglerFound
     | TrafficStood

@@ -9,6 +9,16 @@ from megascale_driver.analysis.group_search import Answer
 
 
 @dataclass(frozen=True, slots=True)
+class CheckRepeated:
+    """A target of a node failed the same check by comparison with the fleet again and again."""
+
+    now_s: float
+    node: str
+    check: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class GroupChecked:
     """Group ``group`` of a round of checks has answered; ``details``: what its nodes said."""
 

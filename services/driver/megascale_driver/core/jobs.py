@@ -317,7 +317,7 @@ def _advance_running(draft: Draft, job: Job) -> None:
 
 def _check_deadline(draft: Draft, job: Job) -> Job:
     limits = {
-        JobPhase.PREPARING: draft.policy.prepare_timeout_s,
+        JobPhase.PREPARING: recovery.prepare_limit_s(job, draft.policy),
         JobPhase.STARTING: draft.policy.start_timeout_s,
     }
     limit_s, since_s = limits.get(job.phase), job.timer_s

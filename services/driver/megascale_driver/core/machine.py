@@ -27,12 +27,14 @@ from megascale_driver.core import (
     plans,
     profiles,
     quotas,
+    repeated_checks,
     searching,
     silencing,
     stragglers,
     suspending,
     traffic,
 )
+from megascale_driver.core.analysis_events import LossDiverged, PlanCompared, StragglerFound
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -45,7 +47,6 @@ from megascale_driver.core.events import (
     EvictRequested,
     JobSubmitted,
     LeaderStarted,
-    LossDiverged,
     MessageRefused,
     Mutation,
     NodeHello,
@@ -53,7 +54,6 @@ from megascale_driver.core.events import (
     OpenFailed,
     Outcome,
     PagesRead,
-    PlanCompared,
     PlatformReport,
     PolicyRequested,
     ProbeResult,
@@ -64,14 +64,13 @@ from megascale_driver.core.events import (
     RestartRequested,
     ResumeRequested,
     SilenceRequested,
-    StragglerFound,
     StreamReset,
     SuspendRequested,
     Tick,
     UncordonRequested,
     UpdateRequested,
 )
-from megascale_driver.core.group_events import GroupChecked
+from megascale_driver.core.group_events import CheckRepeated, GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import schedule
 from megascale_driver.core.state import Cluster, Request
@@ -207,6 +206,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         divergence.diverged(draft, event)
     elif isinstance(event, StragglerFound):
         stragglers.found(draft, event)
+    elif isinstance(event, CheckRepeated):
+        repeated_checks.failed(draft, event)
     elif isinstance(event, TrafficStood):
         traffic.stood(draft, event)
     elif isinstance(event, TrafficChanged):

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from megascale_driver.core.analysis_events import PlanCompared
 from megascale_driver.core.attempt import PlanVerdict
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, PlanCompared
+from megascale_driver.core.events import (
+    Evidence,
+)
 from megascale_driver.core.state import JobPhase
 
 PLAN: Final = "plan"

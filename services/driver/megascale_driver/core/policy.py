@@ -34,7 +34,7 @@ class Policy:
     # of that, and this long at most.
     leader_grace_max_s: float = 60.0
     # The sum of what an agent may take in turn: starting its template (90 s) and its daemon (20 s),
-    # forking the self-checks (90 s) and running them (61 s on GPUs), checking disks and memory.
+    # forking the self-checks (90 s) and running them (61 s on GPUs), NVML (20 s), disks and memory.
     prepare_timeout_s: float = 300.0
     # From when all nodes are prepared: ``open_attempts`` calls of 22 s and the pauses between them.
     open_timeout_s: float = 90.0

@@ -16,6 +16,7 @@ from megascale_driver.core import (
     blame,
     breaker,
     budgets,
+    fault_checks,
     hang_stacks,
     job_faults,
     kernel_faults,
@@ -25,6 +26,7 @@ from megascale_driver.core import (
 from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
+from megascale_driver.core.policy import Policy
 from megascale_driver.core.reasons import Reason
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -89,7 +91,7 @@ def settle(draft: Draft, job: Job) -> Job:
     faults = job.current.faults
     hang_stacks.write(draft, job)
     root = log_roots.write(draft, draft.jobs[job.name])
-    job = draft.jobs[job.name]
+    job = draft.attempt(job.name, next_checks=fault_checks.after(draft.jobs[job.name], root))
     if (final := job_faults.never_runs(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)
     job = budgets.charge(draft, job)
@@ -103,6 +105,11 @@ def settle(draft: Draft, job: Job) -> Job:
         blame.blame(draft, job)
     job_faults.decide_on_memory(draft, draft.jobs[job.name])
     return budgets.check(draft, draft.jobs[job.name])
+
+
+def prepare_limit_s(job: Job, policy: Policy) -> float:
+    """How long the attempt may prepare; longer with checks that the last one's end asks for."""
+    return policy.prepare_timeout_s + (fault_checks.EXTRA_S if job.current.checks else 0.0)
 
 
 def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:

@@ -17,6 +17,7 @@ RULES: Mapping[str, str] = {
     "switch-lost": "the silent nodes of a switch are given up together",
     "hang": "an attempt of which no rank advances is ended",
     "self-check": "a node that fails a self-check is quarantined",
+    "repeated-check": "a node that is slower than the fleet in a check twice in a row is evicted",
     "group-check": "a node that fails checks with good partners is quarantined",
     "kernel-log": "a node whose kernel log has a fatal fault of its hardware is quarantined",
     "log-root": "a job leaves a node whose workers' logs show a fault of its hardware or driver",
@@ -27,7 +28,9 @@ RULES: Mapping[str, str] = {
     "stop-deadline": "a node that does not stop an attempt is quarantined",
 }
 # Rules that are observed unless an operator has them enforced.
-OBSERVED: frozenset[str] = frozenset({"over-eviction", "log-root", "straggler", "traffic"})
+OBSERVED: frozenset[str] = frozenset(
+    {"over-eviction", "log-root", "straggler", "traffic", "repeated-check"}
+)
 
 
 def mode_of(modes: Mapping[str, str], rule: str) -> Mode:

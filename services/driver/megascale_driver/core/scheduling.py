@@ -152,7 +152,7 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
         job.name,
         phase=JobPhase.PREPARING,
         reason=f"attempt {number}: {len(slots)} nodes prepare",
-        current=Attempt(number, slots, placement=placement),
+        current=Attempt(number, slots, placement=placement, checks=job.current.next_checks),
         waits_as="",
         spares=tuple(name for name in job.spares if name not in used),
         attempts=(*job.attempts, AttemptRecord(number, slots, draft.now_s)),

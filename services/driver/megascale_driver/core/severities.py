@@ -35,6 +35,7 @@ ALERTS: Final[Mapping[Reason, Severity]] = {
     "SNAPSHOT_DAMAGED": "warning",
     "REPLICA_FAILED": "warning",
     "SOFTWARE_SUSPECTED": "warning",
+    "CHECK_REPEATED": "warning",
     "GROUP_OVER_EVICTED": "warning",
     "LINK_SUSPECTED": "warning",
     "MESSAGE_REFUSED": "warning",

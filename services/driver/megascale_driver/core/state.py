@@ -228,6 +228,7 @@ class Desired:
     failures: FailureCount = field(default_factory=FailureCount)
     # Id of the order to save after the next steps and then end; "" without one.
     leave: str = ""
+    checks: tuple[str, ...] = ()  # with PREPARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,8 +481,7 @@ class Cluster:
     # When the queue is decided again even if nothing changes.
     queue_due_s: float = 0.0
     queue_decided_s: float = 0.0
-    # When it is next looked for nodes that have left.
-    forget_due_s: float = 0.0
+    forget_due_s: float = 0.0  # when it is next looked for nodes that have left
     # Those with a quota of their own; for others the driver's option holds.
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     # By subject; one that has ended goes with the next order.

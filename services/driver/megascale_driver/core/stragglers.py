@@ -10,9 +10,12 @@ from __future__ import annotations
 from typing import Final
 
 from megascale_driver.core import job_faults, jobs, leaving
+from megascale_driver.core.analysis_events import StragglerFound
 from megascale_driver.core.attempt import Fault, FaultKind, LeaveKind
 from megascale_driver.core.draft import DRIVER, Draft
-from megascale_driver.core.events import Evidence, StragglerFound
+from megascale_driver.core.events import (
+    Evidence,
+)
 from megascale_driver.core.orders import leaving_saves
 from megascale_driver.core.state import Job, JobPhase
 

@@ -15,7 +15,10 @@ import numpy as np
 
 from megascale.v1 import driver_pb2
 from megascale_common.service import logs
-from megascale_driver.core.events import Event, PlanCompared
+from megascale_driver.core.analysis_events import PlanCompared
+from megascale_driver.core.events import (
+    Event,
+)
 from megascale_driver.core.state import Cluster, Job, JobPhase
 from megascale_driver.planner.beside import Comparison, PlanRule, beside
 from megascale_driver.planner.calibration_file import BadCalibration

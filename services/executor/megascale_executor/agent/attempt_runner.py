@@ -86,7 +86,7 @@ class AttemptRunner:
         self._templates, self._daemon, self._reports = templates, daemon, reports
         self._spans = spans
         registry = load_registry()
-        self._checks = SelfChecks(registry, devices, config.node_folder, daemon)
+        self._checks = SelfChecks(registry, devices, config.node_folder, daemon, self._peers)
         self._met: tuple[str, ...] = ()  # hosts of the last attempt
         self.diagnosis = Diagnosis(
             registry, devices, config.node_folder, templates, daemon, self._peers
@@ -215,6 +215,7 @@ class AttemptRunner:
             template,
             wanted_network(assignment),
             self._processes.environment,
+            assignment.checks,
         )
         # The workers of an earlier attempt have ended, so what is sealed does not change any more:
         # with PREPARED the driver gets the figures from which it plans the restore.

@@ -8,10 +8,12 @@ meanwhile has precedence: the diagnosis is cancelled.
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale.v1 import link_pb2
 from megascale_common.service.errors import PreemptedError, TemplateError
 from megascale_executor.agent.asyncio_tasks import once
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
@@ -26,6 +28,7 @@ from megascale_executor.diagnostics.runner import run_diagnostics
 
 # Of a whole set; the driver waits for longer.
 LIMIT_S = 110.0
+MAX_MEASURED = 64  # kinds of figures in a hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Diagnosis:
         self._peers = peers
         self._templates, self._daemon = templates, daemon
         self._turn = asyncio.Lock()
+        self._measured: dict[tuple[str, str, str], float] = {}
         self._running: asyncio.Future[list[Finding]] | None = None
 
     async def run(self, names: Sequence[str], full: bool = False) -> list[Finding]:
@@ -103,10 +107,29 @@ class Diagnosis:
                         "the node was given work before the checks were done; "
                         "ask again when it is idle"
                     )
+                self._remember(running.result())
                 return running.result()
             finally:
                 running.cancel()
                 self._running = None
+
+    @property
+    def measured(self) -> list[link_pb2.MeasuredFigure]:
+        """Medians of what was measured since the agent started, for the hello."""
+        return [
+            link_pb2.MeasuredFigure(check=check, target_class=of, unit=unit, value=value)
+            for (check, of, unit), value in self._measured.items()
+        ]
+
+    def _remember(self, findings: Sequence[Finding]) -> None:
+        values: dict[tuple[str, str, str], list[float]] = {}
+        for each in findings:
+            if each.value is not None and each.verdict == "PASS":
+                key = each.name, each.target_class, each.unit
+                values.setdefault(key, []).append(each.value)
+        for key, found in values.items():
+            if key in self._measured or len(self._measured) < MAX_MEASURED:
+                self._measured[key] = statistics.median(found)
 
     def give_way(self) -> None:
         """End what runs now: its processes are killed."""

@@ -31,6 +31,7 @@ def build_hello(
     devices: Sequence[DeviceFacts],
     executor_endpoint: str,
     checkpoint_endpoint: str,
+    measured: Sequence[link_pb2.MeasuredFigure] = (),
 ) -> link_pb2.ExecutorHello:
     """Identity, devices and endpoints of the node."""
     lowest, highest = PROTOCOL
@@ -56,6 +57,7 @@ def build_hello(
         hostname=socket.gethostname(),
         folder=encodable(str(config.node_folder)),
         file_view=file_view(),
+        measured=measured,
     )
 
 

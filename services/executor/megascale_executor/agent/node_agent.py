@@ -200,8 +200,9 @@ class NodeAgent:
     def _hello(self) -> link_pb2.ExecutorHello:
         self._reported_checkpoint_endpoint = self._daemon.endpoint
         return build_hello(
-            self._config, self._incarnation, self._devices, self._endpoint, self._daemon.endpoint
-        )
+            self._config, self._incarnation, self._devices, self._endpoint, self._daemon.endpoint,
+            self.runner.diagnosis.measured,
+        )  # fmt: skip
 
     def _changed(self) -> None:
         self._link.changed()

@@ -10,7 +10,7 @@ probe runs again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,13 +22,14 @@ from megascale_executor.agent.rank_probe import probe
 from megascale_executor.agent.template_process import TemplateProcess
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.diagnostic import AttemptView, NodeView
-from megascale_executor.diagnostics.finding import Finding
+from megascale_executor.diagnostics.finding import Finding, failures
 from megascale_executor.diagnostics.registry import Registry
 from megascale_executor.diagnostics.runner import run_diagnostics
 from megascale_executor.diagnostics.wanted_network import WantedNetwork
 
 CACHE_S = 900.0
 _EMPTY: Mapping[str, str] = MappingProxyType({})
+FAULT_CHECKS_S = 100.0  # the driver waits for longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,9 @@ class SelfChecks:
         devices: Sequence[DeviceFacts],
         node_folder: Path,
         daemon: CheckpointDaemon,
+        peers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self._registry, self._daemon = registry, daemon
+        self._registry, self._daemon, self._peers = registry, daemon, peers
         self._devices = {device.index: device for device in devices}
         self._node_folder = node_folder
         self._last: _Cached | None = None
@@ -66,10 +68,13 @@ class SelfChecks:
         template: TemplateProcess,
         network: WantedNetwork | None = None,
         environment: Mapping[str, str] = _EMPTY,
+        checks: Sequence[str] = (),
     ) -> list[Finding]:
         """All findings for an attempt of ``config``: ``ranks`` of it on the devices ``indices``.
 
-        ``network`` and ``environment`` are those of :class:`AttemptView`.
+        ``network`` and ``environment`` are those of :class:`AttemptView`. ``checks``: further ones,
+        which what broke the attempt before calls for. They run only if the others found nothing
+        wrong, and end after FAULT_CHECKS_S.
         """
         used = [self._devices[index] for index in indices]
         node = NodeView(
@@ -81,8 +86,21 @@ class SelfChecks:
             attempt=AttemptView(
                 job=config, ranks=tuple(ranks), network=network, environment=environment
             ),
+            peers=self._peers(),
         )
-        return await run_diagnostics(self._registry.before_attempts(), node)
+        usual = self._registry.before_attempts()
+        findings = await run_diagnostics(usual, node)
+        if not checks or failures(findings):
+            return findings
+        there = set(self._registry.names)
+        missing = [name for name in checks if name not in there]
+        done = {each.name for each in usual}
+        known = [name for name in checks if name in there - done]
+        if known:
+            asked = self._registry.on_demand(known)
+            findings += await run_diagnostics(asked, node, FAULT_CHECKS_S)
+        detail = "this agent's build has no such check"
+        return findings + [Finding(name, "node", "SKIPPED", detail) for name in missing]
 
     async def _probe_or_recall(
         self, used: Sequence[DeviceFacts], template: TemplateProcess

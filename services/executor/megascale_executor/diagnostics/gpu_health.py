@@ -34,7 +34,7 @@ class GpuHealth(Diagnostic):
     """Recovery action, ECC, row remapping, PCIe width and throttling of every GPU."""
 
     name = NAME
-    before_attempts = False
+    before_attempts = True
     stage = 0
     timeout_s = 20.0
 

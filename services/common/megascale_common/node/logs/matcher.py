@@ -44,7 +44,7 @@ _TO_WORDS = bytes(code if code in _LETTERS else ord(" ") for code in range(256))
 _COMMON = frozenset(
     {
         *("server", "device", "memory", "process", "processes", "port", "for", "more", "than"),
-        *("to", "are", "bit", "client", "code", "command", "files", "found", "from", "interface"),
+        *("to", "are", "bit", "client", "command", "files", "found", "from", "interface"),
         *("limit", "multi", "single", "worker"),
     }
 )

@@ -189,7 +189,7 @@ _HOST = (
           pattern=r"event severity: recoverable|Machine [Cc]heck|error from APEI"
                   r"|MC\d+_STATUS\[", kernel=True,
           weak=True),
-    _text("host-stall", "host_lockup", "root", "alert", "detected stall", "rcu_", "INFO: rcu",
+    _text("host-stall", "host_lockup", "root", "alert", "detected stall", "rcu_",
           pattern=r"rcu\w*:? .*detected (expedited )?stalls?|self-detected stall", kernel=True),
     _text("kernel-oops", "host_lockup", "root", "evict_restart", "kernel BUG at", "Oops: ",
           "general protection fault,",
@@ -426,7 +426,7 @@ _ENDS = (
           "NCCL operations have failed", "SignalException", "KeyboardInterrupt",
           "Worker group FAILED", "Waiting up to", "leaked semaphore", "Force Terminated",
           "Terminating job step", "] Killing subprocess", "exitcode: -15", "exitcode  : -15",
-          "(SIGTERM) received", "communicator was aborted", "forcing job termination",
+          "15 (SIGTERM)", "communicator was aborted", "forcing job termination",
           "MPI_ABORT was invoked", "MPI_Abort("),
 )  # fmt: skip
 

@@ -1,0 +1,123 @@
+"""Checks that follow from what broke an attempt, and nodes that fail a comparison repeatedly."""
+
+from __future__ import annotations
+
+import pytest
+from tests.harness.desk import POLICY, Desk, exited
+from tests.harness.kernel_lines import gpu_falls_off, logs
+
+from megascale.v1 import types_pb2
+from megascale_driver.core.events import PolicyRequested
+from megascale_driver.core.fault_checks import CHECKS, EXTRA_S
+from megascale_driver.core.group_events import CheckRepeated
+from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.orders import desired_state
+from megascale_executor.agent.self_check import FAULT_CHECKS_S
+from megascale_executor.diagnostics.registry import load_registry
+
+RETRY = (
+    "NCCL WARN NET/IB: Got completion from peer 10.0.0.2<1> with status=12 opcode=129 len=1 "
+    "vendor err 129 (Recv)"
+)
+LINES = {
+    RETRY: "communication",
+    "RuntimeError: found NaN in local grad norm": "numeric",
+    "OSError: [Errno 116] Stale file handle": "storage",
+    "RuntimeError: CUDA error: an illegal memory access was encountered": "device",
+    "ValueError: a bug": "",
+    "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB": "",
+}
+
+
+def running(*nodes: str) -> Desk:
+    desk = Desk(*nodes)
+    desk.submit(max_restarts_without_progress=50)
+    desk.run()
+    return desk
+
+
+def ended(desk: Desk, line: str) -> None:
+    first = desk.job().slots[0]
+    desk.fail(first.node, exited(first.ranks[0], desk.now_s, 1, error=line))
+    for slot in desk.job().slots:
+        seen = logs(line, rank=slot.ranks[0]) if slot is first or slot.node == first.node else ()
+        desk.report(slot.node, AttemptPhase.IDLE, logs_of=("a", desk.job().attempt), logs=seen)
+
+
+def test_every_check_of_the_table_is_one_of_the_agents() -> None:
+    there = set(load_registry().names)
+    assert {name for names in CHECKS.values() for name in names} <= there
+    assert EXTRA_S > FAULT_CHECKS_S
+
+
+@pytest.mark.parametrize(("line", "cause"), LINES.items())
+def test_the_next_attempt_begins_with_the_checks_of_the_cause(line: str, cause: str) -> None:
+    desk = running("n1", "n2", "n3")
+    ended(desk, line)
+    wanted = CHECKS[cause] if cause else ()  # type: ignore[index]
+    assert desk.job().phase is JobPhase.PREPARING and desk.job().current.checks == wanted
+    node = desk.state.nodes[desk.job().slots[1].node]
+    order = desired_state(node, desk.job(), types_pb2.Epoch())
+    assert tuple(order.assignment.checks) == wanted
+    desk.run()
+    node = desk.state.nodes[node.name]
+    assert not desired_state(node, desk.job(), types_pb2.Epoch()).assignment.checks
+    ended(desk, "ValueError: another")
+    assert desk.job().phase is JobPhase.QUEUED, "the back-off"
+    assert desk.job().current.next_checks == (), "only what broke the last attempt counts"
+
+
+def test_a_lost_gpu_has_the_devices_of_the_others_checked() -> None:
+    desk = running("n1", "n2", "n3")
+    bad = desk.job().slots[0].node
+    gpu_falls_off(desk, bad)
+    for slot in desk.job().slots:
+        desk.report(slot.node, AttemptPhase.IDLE)
+    assert desk.job().current.checks == CHECKS["device"]
+
+
+def test_an_attempt_with_more_checks_may_prepare_for_longer() -> None:
+    desk = running("n1", "n2")
+    ended(desk, RETRY)
+    assert desk.job().attempt == 2
+
+    def beat(seconds: float) -> None:
+        for _ in range(int(seconds / 4)):
+            desk.wait(4.0)
+            for slot in desk.job().slots:
+                if desk.job().phase is JobPhase.PREPARING:
+                    desk.report(slot.node, AttemptPhase.PREPARING)
+
+    beat(POLICY.prepare_timeout_s + 20.0)
+    assert desk.job().phase is JobPhase.PREPARING
+    beat(EXTRA_S)
+    assert desk.job().phase is not JobPhase.PREPARING or desk.job().attempt > 2
+
+
+def repeated(desk: Desk, node: str) -> None:
+    desk.feed(CheckRepeated(desk.now_s, node, "gemm", "cuda:3: 80% of the fleet figure"))
+
+
+def test_a_node_that_fails_a_comparison_twice_is_observed_until_the_rule_is_enforced() -> None:
+    desk = running("n1", "n2", "n3")
+    for name in ("n3", "nobody"):
+        repeated(desk, name)
+    (line,) = [one for one in desk.audit if one.reason == "CHECK_REPEATED"]
+    assert (line.subject, line.mode, line.policy) == ("nodes/n3", "OBSERVE", "repeated-check")
+    assert "cuda:3: 80%" in line.message and desk.disposition("n3") == "SCHEDULABLE"
+    desk.feed(PolicyRequested(desk.now_s, "repeated-check", "ENFORCE", "a test", "me"))
+    repeated(desk, "n3")
+    assert desk.disposition("n3") == "QUARANTINED"
+    (line,) = [one for one in desk.audit if one.reason == "NODE_EVICTED"]
+    assert line.policy == "repeated-check"
+
+
+def test_the_breaker_bounds_what_comparisons_evict() -> None:
+    names = [f"n{number}" for number in range(8)]
+    desk = running(*names)
+    desk.feed(PolicyRequested(desk.now_s, "repeated-check", "ENFORCE", "a test", "me"))
+    for name in names:
+        repeated(desk, name)
+    gone = [name for name in names if desk.disposition(name) == "QUARANTINED"]
+    assert len(gone) == POLICY.breaker_nodes
+    assert [one for one in desk.audit if one.reason == "BREAKER_TRIPPED"]
