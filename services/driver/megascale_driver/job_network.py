@@ -25,7 +25,6 @@ def add_network_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network-profile",
         type=_text,
-        default="",
         metavar="FILE",
         help="the site's network as JSON (docs/network.md): workers get NCCL's settings for it, "
         "and nodes report what differs; default: nodes keep their own settings",
@@ -40,7 +39,7 @@ class JobNetwork:
         self._rendered: dict[float, link_pb2.NetworkProfile | None] = {}
 
     @classmethod
-    def of_option(cls, text: str, hang_floor_s: float) -> JobNetwork | None:
+    def of_option(cls, text: str | None, hang_floor_s: float) -> JobNetwork | None:
         """From the option's value; None without one.
 
         Raises:
