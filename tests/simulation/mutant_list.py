@@ -328,8 +328,8 @@ MUTANTS = (
     # over-eviction
     _driver(
         "over-evict although nobody has allowed it", "core/rules.py",
-        'frozenset({"over-eviction", "log-root", "straggler", "traffic"})',
-        'frozenset({"log-root", "straggler", "traffic"})',
+        '    {"over-eviction", "log-root", ',
+        '    {"log-root", ',
     ),
     _driver(
         "over-evict although nobody stands by", "core/searching.py",
@@ -403,8 +403,7 @@ MUTANTS = (
     ),
     _driver(
         "write no quota", "journal/rows.py",
-        "                self._put(batch, f\"tenants/{name}\", tenant, lambda _: \"parts/\")\n",
-        "                pass\n",
+        '        self._small(batch, "tenants/", old.tenants, new.tenants)\n', "",
     ),
     _driver(
         "never lift a quota", "core/quotas.py",
