@@ -33,7 +33,7 @@ class LocalAgent(threading.Thread):
     Args:
         display: shows what the worker reports.
         services: of this host, on its first rank.
-        spans: of this rank, from its ring to its folder.
+        spans: of this rank, from its ring to its folder; None: they are not kept.
         ends_at_s: when the run is to save and end (monotonic); None: no limit.
         give_up: ends this process; the worker cannot go on.
     """
@@ -45,14 +45,14 @@ class LocalAgent(threading.Thread):
         meeting: Meeting,
         display: Display,
         services: HostServices | None,
-        spans: SpanKeeper,
+        spans: SpanKeeper | None,
         ends_at_s: float | None,
         give_up: Callable[[str], None],
     ) -> None:
         super().__init__(name="local-agent", daemon=True)
         self._ours, self._rank, self._meeting, self._display = ours, rank, meeting, display
         self._services, self._ends_at_s, self._give_up = services, ends_at_s, give_up
-        self._spans: SpanKeeper | None = spans
+        self._spans = spans
         self._wanted = ""
         self._ordered = False
         self._loader_gone_s = self._kept_s = 0.0
