@@ -67,6 +67,7 @@ REQUESTS: dict[str, Any] = {
         rule="hang", mode=types_pb2.POLICY_MODE_OBSERVE, reason="r"
     ),
     "SetQuota": driver_pb2.SetQuotaRequest(tenant="t", devices=1, reason="r"),
+    "SilenceAlerts": driver_pb2.SilenceAlertsRequest(subject="nodes/n1", reason="r"),
     "ResetBreaker": driver_pb2.ResetBreakerRequest(reason="r"),
     "GetClusterInfo": driver_pb2.GetClusterInfoRequest(),
 }
