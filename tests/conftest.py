@@ -71,6 +71,7 @@ LANES = {
         "integration/test_benchmarks.py",
         "integration/test_fp8_benchmarks.py",
         "integration/test_fuzz.py",
+        "integration/test_group_of_agents.py",
         "integration/test_heartbeat_benchmark.py",
         "integration/test_profile.py",
     ),

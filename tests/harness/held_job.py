@@ -114,7 +114,7 @@ class HeldJob:
         groups = create_groups(
             config.layout,
             rank,
-            cast(Any, None),
+            cast(Any, self.ranks),  # their store
             CPU,
             timeout_s=60.0,
             ring=config.parallelism.virtual_stages > 1,

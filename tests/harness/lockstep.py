@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +113,7 @@ class Ranks:
         self.stuck: set[tuple[int, str]] = set()  # (rank, operation) that never ends for it
         self.lost: Callable[[int, int], bool] = lambda source, target: False
         self._held: list[Operation] = []
+        self._counts: dict[str, int] = {}
         self._here = threading.local()
         self._control = threading.Semaphore(0)
         self._ending = False
@@ -145,6 +147,19 @@ class Ranks:
                 assert self._control.acquire(timeout=GUARD_S), f"rank {rank.number} never blocks"
                 if rank.error is not None:
                     raise rank.error
+
+    def add(self, key: str, amount: int) -> int:
+        """Of the store in which ranks meet: what torch's does."""
+        self._counts[key] = self._counts.get(key, 0) + amount
+        return self._counts[key]
+
+    def set(self, key: str, value: str) -> None:
+        """As :meth:`add`; no value is read."""
+        self._counts[key] = 1
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Let others run until all the keys are there; the clock stands."""
+        self.block(lambda: all(key in self._counts for key in keys))
 
     def block(self, ready: Callable[[], bool]) -> None:
         """Of the rank that runs: let others run until ``ready``."""

@@ -265,7 +265,7 @@ async def test_what_broke_the_last_attempt_adds_checks_to_the_usual_ones(tmp_pat
             [checked("usual", usual, attempts=True), checked("links"), checked("x")]
         )
         checks = SelfChecks(registry, DEVICES, tmp_path, daemon, lambda: ("h1", "h2"))
-        found = await checks.run(config, [0], [0], cast(Any, None), wanted)
+        found = await checks.run(config, [0], [0], cast(Any, None), checks=wanted)
         assert all(each.target == "h1,h2" for each in found if each.verdict == "PASS")
         return [(each.name, each.verdict) for each in found]
 

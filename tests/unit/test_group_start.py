@@ -110,7 +110,7 @@ def test_emulated_ranks_do_their_operations_on_torchs_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The protocol of the benchmark's clients is that of TCPStore, and all pass the barrier."""
-    ranks = 128
+    ranks = 192  # more than one unique id for the world
     store = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     options = {
@@ -120,7 +120,7 @@ def test_emulated_ranks_do_their_operations_on_torchs_store(
     found = store_clients.run(options, list(range(ranks)))
     assert set(found["ended_s"]) == {"connected", "world", "groups", "all ranks"}
     kept = dist.PrefixStore("bench/1", store)
-    assert kept.get(READY_RANKS_KEY) == b"128"
+    assert kept.get(READY_RANKS_KEY) == b"192"
     layout = RankLayout(**options["layout"])  # type: ignore[arg-type]
     for operation in operations(layout, 9, ring=True):
         if operation.size:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megascale_driver.alerting.severities import severity_of
 from tests.harness.desk import POLICY, Desk
 
 from megascale.v1 import link_pb2
@@ -24,6 +23,7 @@ from megascale_driver.analysis.traffic import (
 )
 from megascale_driver.core.events import Event, PolicyRequested
 from megascale_driver.core.explain import explain
+from megascale_driver.core.severities import severity_of
 from megascale_driver.core.state import JobPhase
 from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
 from megascale_driver.presence.intake import Seat

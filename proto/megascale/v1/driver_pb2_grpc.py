@@ -532,7 +532,7 @@ class DriverServiceServicer(object):
     def ListNodes(self, request, context):
         """Lists all nodes by name, page by page; nodes that are down are included.
 
-        Callers: client, operator
+        Callers: client, driver, operator
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative.
         """

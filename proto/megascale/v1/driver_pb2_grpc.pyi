@@ -1096,7 +1096,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     ListNodes: _DriverServiceListNodesType
     """Lists all nodes by name, page by page; nodes that are down are included.
 
-    Callers: client, operator
+    Callers: client, driver, operator
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative.
     """
@@ -1792,7 +1792,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[megascale.v1.driver_pb2.ListNodesResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ListNodesResponse]]:
         """Lists all nodes by name, page by page; nodes that are down are included.
 
-        Callers: client, operator
+        Callers: client, driver, operator
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative.
         """
