@@ -310,7 +310,9 @@ class FakeWatchCall(_Stream):
         etcd = self.connection.etcd
         if self._ended or not etcd.up:
             return
-        self.push(rpc_pb2.WatchResponse(header=etcd.store.header()))
+        notification = rpc_pb2.WatchResponse(header=etcd.store.header())
+        # On the way behind the events that were sent before: it says that they have arrived.
+        self.connection._later(self.connection.delay_s(), self.push, notification)
         self.connection._later(etcd.progress_s, self._progress)
 
     def _end(self) -> None:

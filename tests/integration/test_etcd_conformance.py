@@ -14,9 +14,10 @@ from typing import Protocol
 import pytest
 import pytest_asyncio
 from tests.harness.etcd import CuttableProxy, etcd_prefix, etcd_server, revision_of, take
-from tests.harness.fake_etcd import Connection, FakeEtcd, FakeEtcdClient
+from tests.harness.fake_etcd import Connection, FakeEtcd, FakeEtcdClient, FakeWatchCall
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
+from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import (
@@ -354,6 +355,22 @@ async def test_a_paused_former_leader_cannot_write(subject: Subject) -> None:
         assert await subject.etcd.get("log/after") is None
         await former.resign()
         assert await subject.etcd.get("leader") is not None, "resigning ends only one's own term"
+
+
+async def test_a_progress_notification_does_not_overtake_an_event_of_the_fake() -> None:
+    """Both may be due in one turn of a busy loop; etcd sends them in the order of their revisions.
+
+    A client takes what lies behind a notification as delivered: an event that came after it would
+    be lost, and whoever waits for it would wait without end.
+    """
+    etcd = FakeEtcd(progress_s=3600.0)
+    call = FakeWatchCall(Connection(etcd))
+    call._create(rpc_pb2.WatchCreateRequest(key=b"leader", progress_notify=True))
+    etcd.store.put(rpc_pb2.PutRequest(key=b"leader", value=b"a"))
+    call._progress()
+    created, event, progress = [await call.read() for _ in range(3)]
+    assert created.created and [each.kv.key for each in event.events] == [b"leader"]
+    assert not progress.events and progress.header.revision == etcd.store.revision
 
 
 async def test_a_candidate_waits_and_follows_at_once(subject: Subject) -> None:
