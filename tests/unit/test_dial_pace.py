@@ -121,7 +121,7 @@ def test_an_agent_waits_about_as_long_as_it_is_asked_to_and_not_for_ever() -> No
 
 
 class Slow(link_pb2_grpc.ExecutorLinkServiceServicer):
-    """A driver that is behind: it answers nobody until it is told to."""
+    """A driver that is behind: it answers nobody until a test has it answer."""
 
     def __init__(self) -> None:
         self.dials = 0
