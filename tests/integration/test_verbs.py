@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.server import EtcdServer
-from megascale_driver.presence.pace import TICK_INTERVAL_S
 
 __all__ = ["etcd_server"]
 
@@ -84,25 +82,13 @@ async def test_every_order_is_tried_given_once_and_refused_without_a_reason(
                 found |= {i.key: i.mod_revision for i in (await etcd.get_prefix(prefix)).items}
             return found
 
-        async def at_rest() -> dict[str, int]:
-            """What is stored once a turn of the driver's clock adds nothing to it.
-
-            What an order leads to by itself, such as the line that a job waits, may come later.
-            """
-            found = await stored()
-            while True:
-                await asyncio.sleep(2 * TICK_INTERVAL_S)
-                if (again := await stored()) == found:
-                    return found
-                found = again
-
         await driver.until_nodes(1)
         await node.until_usable()
         await driver.submit(small_job("a"))
         for name, request in ORDERS:
             call, wanted = getattr(driver.stub, name), type(request)()
             wanted.CopyFrom(request)
-            before = await at_rest()
+            before = await stored()
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call(wanted, timeout=CALL_TIMEOUT_S)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
@@ -116,7 +102,7 @@ async def test_every_order_is_tried_given_once_and_refused_without_a_reason(
             assert await stored() == before, f"{name} has an effect though it was only tried"
             wanted.request_id = uuid.uuid4().hex
             await call(wanted, timeout=CALL_TIMEOUT_S)
-            given = await at_rest()
+            given = await stored()
             assert given != before, f"{name} has no effect"
             await call(wanted, timeout=CALL_TIMEOUT_S)
             assert await stored() == given, f"{name} took effect twice under one id"
