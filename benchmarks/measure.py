@@ -82,6 +82,7 @@ def describe(session: Session, run: Run) -> dict[str, Any]:
         "recompute": parallel.recompute,
         "bucket_mib": training.bucket_mib,
         "deterministic": training.deterministic,
+        "cuda_graphs": training.cuda_graphs,
         "data": run.data or "random",
         "loop": run.loop,
         "trackers": run.trackers,

@@ -94,6 +94,12 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-mib", type=int, default=64, help="bound of a gradient bucket")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="launch the kernels of a layer together",
+    )
+    parser.add_argument(
         "--precision",
         choices=["bf16", "fp32", "fp8"],
         default="",

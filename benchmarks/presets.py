@@ -70,6 +70,7 @@ class Run:
     recompute: str = "none"
     bucket_mib: int = 64
     deterministic: bool = False
+    cuda_graphs: bool = False
     precision: str = ""
     fp8_format: str = "hybrid"
     steps: int = 10
@@ -138,6 +139,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "precision": run.precision or ("bf16" if cuda else "fp32"),
                 "fp8": {"format": run.fp8_format},
                 "deterministic": run.deterministic,
+                "cuda_graphs": run.cuda_graphs,
                 "bucket_mib": run.bucket_mib,
                 "kernels": run.kernels,
             },

@@ -21,6 +21,7 @@ from megascale_trainer.parallel.pipeline.schedule import (
     Action,
     Kind,
     forward_only,
+    most_in_flight,
     one_forward_one_backward,
     warm_up_forwards,
 )
@@ -386,3 +387,14 @@ def test_what_cannot_be_scheduled_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         one_forward_one_backward(*arguments)
+
+
+@given(shapes, st.booleans())
+def test_chunks_in_flight_fit_the_warm_up(shape: Shape, overlap: bool) -> None:
+    stages, micro_batches, chunks = shape
+    for stage, program in enumerate(_programs(shape, overlap)):
+        most = [most_in_flight(program, chunk) for chunk in range(chunks)]
+        if chunks == 1:
+            assert most == [min(stages - stage, micro_batches)]
+        # No chunk has more than all have together, and each of them has one at some time.
+        assert all(1 <= held <= warm_up_forwards(stage, *shape) + 1 for held in most)

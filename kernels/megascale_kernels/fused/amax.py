@@ -21,6 +21,9 @@ _free: dict[torch.device, list[torch.Tensor]] = {}
 
 def amax_slot(device: torch.device) -> torch.Tensor:
     """int32 [1], zero: what kernels raise with :func:`raise_amax`. Of the current stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Each replay of the graph has to find it zero again.
+        return torch.zeros(1, dtype=torch.int32, device=device)
     slots = _free.setdefault(device, [])
     if not slots:
         slots.extend(torch.zeros(_SLOTS, 1, dtype=torch.int32, device=device).unbind())

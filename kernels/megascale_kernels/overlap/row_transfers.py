@@ -19,6 +19,9 @@ of any rank. None does:
    and on main after operation n + 1's last mark, for which main waited, and which lies behind
    barrier n + 1.
 
+A graph repeats the slots that its operations had when they were captured. So a captured sequence
+begins and ends on an even number of operations (:meth:`RowTransfers.even`).
+
 Operations of one object follow each other on one thread, the same on all ranks. On return the
 caller's stream has been made to wait for the transfers, so tensors may be used, changed and freed
 as after any other operator.
@@ -180,6 +183,18 @@ class RowTransfers:
             memory.barrier()
         side.hold_main(side.mark())
         return memory.tensor_of(memory.rank, (memory.size,), value.dtype, offset).amax(0, True)
+
+    def even(self) -> None:
+        """Have the next operation take the first slot, as the one after a captured sequence does.
+
+        Before and behind a sequence that a graph repeats; on all ranks together.
+        """
+        if self._operations % _SLOTS:
+            self._next_slot([0])
+            self._side.follow_main()
+            with self._side.active():
+                self._memory.barrier()
+            self._side.hold_main(self._side.mark())
 
     def rows_at_once(self, rows: int) -> Sequence[int]:
         """The lengths of the steps in which ``rows`` rows of all ranks are multiplied, each once.

@@ -1000,6 +1000,7 @@ class TrainingSpec(google.protobuf.message.Message):
     BUCKET_MIB_FIELD_NUMBER: builtins.int
     KERNELS_FIELD_NUMBER: builtins.int
     FP8_FIELD_NUMBER: builtins.int
+    CUDA_GRAPHS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Optimizer steps of the whole run. Required."""
     global_batch_size: builtins.int
@@ -1016,6 +1017,10 @@ class TrainingSpec(google.protobuf.message.Message):
     """Largest size of a gradient bucket in MiB; default 64."""
     kernels: Global___Kernels.ValueType
     """Implementation of norms, activations, rotary embedding, loss and optimizer; default auto."""
+    cuda_graphs: builtins.bool
+    """Launch the kernels of a layer together, from CUDA graphs: for models and batches so small that the
+    host is slower than the device. Without effect on CPUs; default false.
+    """
     @property
     def fp8(self) -> Global___Fp8Spec:
         """What precision fp8 does; without effect under another precision."""
@@ -1032,9 +1037,10 @@ class TrainingSpec(google.protobuf.message.Message):
         bucket_mib: builtins.int | None = ...,
         kernels: Global___Kernels.ValueType = ...,
         fp8: Global___Fp8Spec | None = ...,
+        cuda_graphs: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "fp8", b"fp8", "micro_batch_size", b"micro_batch_size", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "fp8", b"fp8", "global_batch_size", b"global_batch_size", "kernels", b"kernels", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "cuda_graphs", b"cuda_graphs", "deterministic", b"deterministic", "fp8", b"fp8", "global_batch_size", b"global_batch_size", "kernels", b"kernels", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bucket_mib", b"_bucket_mib"]) -> typing.Literal["bucket_mib"] | None: ...
     @typing.overload

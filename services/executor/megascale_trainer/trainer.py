@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -35,6 +36,7 @@ from megascale_trainer.optimizer.step_control import (
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.parallel.pipeline.graphs import graphed
 from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
 from megascale_trainer.parallel.pipeline.schedule import forward_only, one_forward_one_backward
 from megascale_trainer.parallel.pipeline.stage import Stage
@@ -195,21 +197,6 @@ class Trainer:
             )
         )
         weights = bind_weights(self._table, self._buffers.parameters, self._buffers.gradients)
-        shape = (
-            config.model.sequence_length // config.parallelism.tp,
-            config.training.micro_batch_size,
-            config.model.hidden_size,
-        )
-        self._pipeline = PipelineExecutor(
-            [
-                Stage(config, chunk, weights, tp, self._buffers, operators, self._fp8)
-                for chunk in self._table.chunks
-            ],
-            groups.edges,
-            lambda: torch.empty(shape, dtype=dtype, device=device),
-            self._note_micro_batch,
-            self._timer,
-        )
         line = (
             self._table.at.pp,
             config.parallelism.pp,
@@ -219,6 +206,22 @@ class Trainer:
         overlap = config.parallelism.overlap.pp
         self._program = one_forward_one_backward(*line, overlap=overlap)
         self._forwards = forward_only(*line, overlap=overlap)
+        shape = (
+            config.model.sequence_length // config.parallelism.tp,
+            config.training.micro_batch_size,
+            config.model.hidden_size,
+        )
+        empty_hidden = partial(torch.empty, shape, dtype=dtype, device=device)
+        stages = [
+            Stage(config, chunk, weights, tp, self._buffers, operators, self._fp8)
+            for chunk in self._table.chunks
+        ]
+        self._pipeline = PipelineExecutor(
+            graphed(stages, config, self._program, self._buffers, tp, empty_hidden)
+            if config.training.cuda_graphs and device.type == "cuda"
+            else stages,
+            *(groups.edges, empty_hidden, self._note_micro_batch, self._timer),
+        )
 
     def initialise(self) -> None:
         """Give all parameters their initial values; a restored run calls :meth:`load_from`."""
@@ -236,6 +239,8 @@ class Trainer:
             ValueError: the number or shape of the micro-batches is not the configured one.
         """
         self._check(micro_batches)
+        for stage in self._pipeline.chunks:
+            stage.prepare(micro_batches)
         self._buffers.zero_gradients()
         loss_sums = self._pipeline.run(self._program, micro_batches)
         with torch.no_grad():
@@ -367,10 +372,14 @@ class Trainer:
         """After the last step: wait until its parameters have arrived on this rank.
 
         A rank that ends before its peers have gathered from it would break their communication.
+        Graphs are freed: NCCL ends no communicator that one of them uses. A further step would
+        capture them again.
         """
         self._buffers.await_parameters()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        for stage in self._pipeline.chunks:
+            stage.release()
 
     def _publish(self) -> None:
         self._buffers.publish(self._master)

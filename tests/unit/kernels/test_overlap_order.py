@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.kept_memory import OwnMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megascale_kernels.gemm import Gemm
@@ -227,6 +228,11 @@ def _fp8_largest(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> Non
     gemms.largest(torch.ones(1)).add_(1.0)
 
 
+def _even(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
+    """Between captured sequences."""
+    products.transfers.even()
+
+
 _OPERATIONS: Mapping[str, Callable[[CollectiveMatmuls, Fp8Gemms, int], None]] = {
     "gather": _gather,
     "scatter": _scatter,
@@ -234,6 +240,7 @@ _OPERATIONS: Mapping[str, Callable[[CollectiveMatmuls, Fp8Gemms, int], None]] = 
     "fp8 gather by rows": partial(_fp8_gather, per="row"),
     "fp8 scatter": _fp8_scatter,
     "fp8 largest": _fp8_largest,
+    "even": _even,
 }
 
 
@@ -271,3 +278,19 @@ def test_the_detector_sees_a_slot_that_is_used_again_too_early(
 ) -> None:
     monkeypatch.setattr(row_transfers, "_SLOTS", 1)
     assert _races(_run(2, 1, monkeypatch))
+
+
+def test_a_captured_sequence_begins_on_the_slot_that_it_was_captured_on() -> None:
+    memory = OwnMemory(2, region_bytes(4 * 12 * 8), torch.device("cpu"))
+    products = CollectiveMatmuls(memory, 1)
+
+    def slot() -> int:
+        """Where the next operation puts this rank's rows."""
+        return products.transfers.own_part((6, 1, 8), torch.float32).data_ptr()
+
+    first = slot()
+    products.all_gather_matmul(torch.ones(6, 1, 8), torch.ones(8, 8))
+    assert slot() != first
+    for _ in range(2):  # a second time it does nothing
+        products.transfers.even()
+        assert slot() == first

@@ -196,7 +196,8 @@ class Fp8Config:
 class TrainingConfig:
     """Length, batch, precision and kernels of a run.
 
-    ``bucket_mib`` bounds a gradient bucket in MiB; a bucket holds whole layers, at least one.
+    ``bucket_mib`` bounds a gradient bucket in MiB; a bucket holds whole layers, at least one. With
+    ``cuda_graphs`` the kernels of a layer are launched together, without effect on CPUs.
     """
 
     steps: int
@@ -208,6 +209,7 @@ class TrainingConfig:
     bucket_mib: int = 64
     kernels: Kernels = "auto"
     fp8: Fp8Config = field(default_factory=Fp8Config)
+    cuda_graphs: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

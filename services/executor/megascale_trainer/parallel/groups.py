@@ -94,6 +94,15 @@ class Group:
         yield
         self._leave(tensor)
 
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the operations of the body out of the count: captured, they run in each replay."""
+        status, self._status = self._status, None
+        try:
+            yield
+        finally:
+            self._status = status
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place."""
         self._reduce(tensor, dist.ReduceOp.SUM)

@@ -88,6 +88,12 @@ class FlatBuffers:
         self.await_parameters(unit)
         return hidden
 
+    def left(self, unit: str) -> None:
+        """The backward of ``unit`` is done (CUDA: enqueued), weight gradients too.
+
+        For a caller that runs a unit without :meth:`enter`; then autograd does not pass through it.
+        """
+
     def zero_gradients(self) -> None:
         """Start a step: gradients of the step before are set to zero."""
         for gradient in self.gradients.values():

@@ -76,10 +76,17 @@ class OverlappedBuffers(FlatBuffers):
         if unit not in self._entered:
             self._entered.add(unit)
             self._order.watch(hidden)
-        passed: torch.Tensor = _Boundary.apply(
-            super().enter(unit, hidden), unit, self._note_backward
-        )  # type: ignore[no-untyped-call]
+        passed: torch.Tensor = _Boundary.apply(super().enter(unit, hidden), unit, self.left)  # type: ignore[no-untyped-call]
         return passed
+
+    def left(self, unit: str) -> None:
+        """As the plain version; the last micro-batch's has the unit's buckets leave."""
+        self._order.left(unit)
+        # A bucket is ready when each of its units has seen every micro-batch of the step. Ready
+        # buckets leave from the front of the order only: all ranks start them in the same order.
+        self._backwards[unit] = self._backwards.get(unit, 0) + 1
+        while len(self._reductions) < self._early and self._is_complete(len(self._reductions)):
+            self._start_until(len(self._reductions) + 1)
 
     def zero_gradients(self) -> None:
         """As the plain version. Earlier reductions have ended: that update waited for them."""
@@ -112,15 +119,6 @@ class OverlappedBuffers(FlatBuffers):
             gather = self._dp.start_all_gather(whole, own)
             if gather is not None:
                 self._gathers[placed] = gather
-
-    def _note_backward(self, unit: str) -> None:
-        """A micro-batch's backward of ``unit`` is done (CUDA: enqueued), weight gradients too."""
-        self._order.left(unit)
-        # A bucket is ready when each of its units has seen every micro-batch of the step. Ready
-        # buckets leave from the front of the order only: all ranks start them in the same order.
-        self._backwards[unit] = self._backwards.get(unit, 0) + 1
-        while len(self._reductions) < self._early and self._is_complete(len(self._reductions)):
-            self._start_until(len(self._reductions) + 1)
 
     def _is_complete(self, number: int) -> bool:
         units = self._in_backward_order[number].bucket.units

@@ -12,6 +12,7 @@ from megascale_common.node.spans.ops import BACKWARD, FORWARD, Op
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Edges, Group, Receive, Send
 from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
+from megascale_trainer.parallel.pipeline.graphs import GraphedStage
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.telemetry.spans import span
@@ -43,7 +44,7 @@ class PipelineExecutor:
 
     def __init__(
         self,
-        chunks: Sequence[Stage],
+        chunks: Sequence[Stage | GraphedStage],
         edges: Edges,
         empty_hidden: Callable[[], torch.Tensor],
         on_forward: Callable[[int], None],
@@ -111,11 +112,9 @@ class PipelineExecutor:
         self._on_forward(number)
         batch, stage = self._batches[number], self._chunks[chunk]
         keep = torch.is_grad_enabled()
-        output = stage.forward(
-            self._inputs.get(place) if keep else self._inputs.pop(place, None), batch
-        )
-        if stage.last:
-            output, sums = stage.loss(output, batch)
+        received = self._inputs.get(place) if keep else self._inputs.pop(place, None)
+        output, sums = stage.run(received, batch)
+        if sums is not None:
             self._sums.append(sums)
         if keep or not stage.last:
             self._outputs[place] = output

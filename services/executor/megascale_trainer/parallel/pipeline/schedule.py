@@ -23,6 +23,7 @@ order, so that the k-th send meets the k-th receive.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -50,6 +51,16 @@ class Action:
     kind: Kind
     micro_batch: int
     chunk: int = 0
+
+
+def most_in_flight(program: Sequence[Action], chunk: int) -> int:
+    """The most micro-batches of ``chunk`` that are between forward and backward at once."""
+    held = most = 0
+    for action in program:
+        if action.chunk == chunk and action.kind in COMPUTATIONS:
+            held += 1 if action.kind is Kind.FORWARD else -1
+            most = max(most, held)
+    return most
 
 
 def one_forward_one_backward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,13 +21,15 @@ from megascale_trainer.parallel.tensor.fp8 import Fp8
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
 
+HEAD = "head"  # the last unit of the model
+
 
 class Stage:
     """The stage's forward; autograd's backward adds to the weights' ``main_grad``.
 
-    ``last``: the stage ends the model, and its forward is followed by :meth:`loss`. Units
-    (embedding, layers, head) are entered through ``buffers``, which hold their parameters. ``fp8``:
-    what its layers in FP8 are given.
+    ``last``: the stage ends the model, and its forward is followed by :meth:`loss`. ``layers`` are
+    indices in the model. Units (embedding, layers, head) are entered through ``buffers``, which
+    hold their parameters. ``fp8``: what its layers in FP8 are given.
     """
 
     def __init__(
@@ -43,33 +45,68 @@ class Stage:
         self._config, self._weights, self._tp = config, weights, tp
         self._buffers, self._operators, self._fp8 = buffers, operators, fp8
         self.last = chunk.last
-        self._layers = [
-            (index, config.model.window_of(index), subset(weights, f"layers.{index}."))
+        self.layers = tuple(chunk.layers)
+        self._layers = {
+            index: (config.model.window_of(index), subset(weights, f"{unit_of(index)}."))
             for index in chunk.layers
-        ]
+        }
+
+    def prepare(self, batches: Sequence[MicroBatch]) -> None:
+        """Before the first forward of a step of ``batches``: nothing has to be."""
+
+    def release(self) -> None:
+        """After the last step: nothing is held."""
+
+    def run(
+        self, received: torch.Tensor | None, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states for the stage after; on the last stage objective and sums of the loss."""
+        hidden = self.forward(received, batch)
+        return self.loss(hidden, batch) if self.last else (hidden, None)
 
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Hidden states [S / tp, B, H] from those of the stage before (None: first stage)."""
-        if received is None:
-            self._buffers.await_parameters("embedding")
-            received = embed(batch, self._weights, self._config.model, self._tp)
-        hidden = received
-        # Masks and rotary tables are made once per micro-batch and window, not once per layer.
-        windows = {window for _, window, _ in self._layers}
-        contexts = {
-            window: batch_context(batch, self._config, window, self._operators)
-            for window in windows
-        }
-        for index, window, weights in self._layers:
-            # Outside the checkpoint: recomputation must not wait for parameters again or count the
-            # unit's backward twice.
-            hidden = self._buffers.enter(f"layers.{index}", hidden)
-            run = self._layer(index, contexts[window], weights)
-            if self._config.parallelism.recompute == "full":
-                hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
-            else:
-                hidden = run(hidden)
+        hidden = self.embed(batch) if received is None else received
+        contexts = self.contexts(batch)
+        for index in self.layers:
+            # Outside the layer's checkpoint: recomputation must not wait for parameters again or
+            # count the unit's backward twice.
+            hidden = self._buffers.enter(unit_of(index), hidden)
+            hidden = self.layer(index, hidden, contexts)
         return hidden
+
+    def embed(self, batch: MicroBatch) -> torch.Tensor:
+        """The hidden states [S / tp, B, H] before the first layer; first stage only."""
+        self._buffers.await_parameters("embedding")
+        return embed(batch, self._weights, self._config.model, self._tp)
+
+    def contexts(self, batch: MicroBatch) -> dict[int, Context[torch.Tensor]]:
+        """Masks and rotary tables by window: made once per micro-batch, not once per layer."""
+        return {
+            window: batch_context(batch, self._config, window, self._operators)
+            for window in {window for window, _ in self._layers.values()}
+        }
+
+    def layer(
+        self, index: int, hidden: torch.Tensor, contexts: Mapping[int, Context[torch.Tensor]]
+    ) -> torch.Tensor:
+        """Layer ``index`` of its input, which is recomputed in backward where the job says so."""
+        window, weights = self._layers[index]
+        run = self._layer(index, contexts[window], weights)
+        if self._config.parallelism.recompute == "full":
+            recomputed: torch.Tensor = checkpoint(
+                run, hidden, use_reentrant=False, preserve_rng_state=False
+            )
+            return recomputed
+        return run(hidden)
+
+    def renew_casts(self, index: int) -> None:
+        """Cast the weights of layer ``index`` again, in place, if they have changed since.
+
+        Only what its operators have cast before; without FP8 nothing.
+        """
+        if self._fp8 is not None and index in self._fp8.layers:
+            self._fp8.weights.renew(self._layers[index][1].values())
 
     def _layer(
         self, index: int, context: Context[torch.Tensor], weights: Weights
@@ -88,13 +125,21 @@ class Stage:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of :func:`megascale_trainer.model.head.logits_of`; last stage only."""
-        hidden = self._buffers.enter("head", hidden)
+        hidden = self._buffers.enter(HEAD, hidden)
         return logits_of(hidden, self._weights, self._config, self._tp, self._operators)
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Objective and sums of :func:`megascale_trainer.model.head.loss_sums`; last stage only."""
-        hidden = self._buffers.enter("head", hidden)
+        return self.head(self._buffers.enter(HEAD, hidden), batch)
+
+    def head(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`loss` for a caller that has entered the unit."""
         return loss_sums(hidden, batch, self._weights, self._config, self._tp, self._operators)
+
+
+def unit_of(index: int) -> str:
+    """The name of layer ``index`` as a unit of the buffers."""
+    return f"layers.{index}"
 
 
 def _in_fp8(context: Context[torch.Tensor], fp8: Fp8) -> Context[Fp8Activation]:
