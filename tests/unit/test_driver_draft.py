@@ -15,6 +15,7 @@ from tests.harness.simulated_cluster import demo_job
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import changes, machine
 from megascale_driver.core.attempt import Attempt, FaultKind
+from megascale_driver.core.copies import changed
 from megascale_driver.core.events import Event, NodeHello, NodeReport, StreamReset
 from megascale_driver.core.overlay import LAYER, Layers, Working, changed_keys
 from megascale_driver.core.state import (
@@ -55,6 +56,37 @@ class UnreadLayers(Layers[Any]):
 
     def _merge(self) -> dict[str, Any]:
         raise AssertionError("an event of one node has read all nodes")
+
+
+@pytest.mark.parametrize("kind", [Node, Job, Attempt])
+def test_a_copy_with_changes_is_that_of_dataclasses(kind: type[Any]) -> None:
+    desk = Desk("n1", "n2")
+    desk.submit()
+    job = desk.state.jobs["a"]
+    value = {Node: desk.state.nodes["n1"], Job: job, Attempt: job.current}[kind]
+    assert changed(value, {}) == value and changed(value, {}) is not value
+    for name in [field.name for field in fields(kind) if not field.name.startswith("_")]:
+        other = object()
+        copy = changed(value, {name: other})
+        assert copy == replace(value, **{name: other})
+        assert getattr(copy, name) is other
+    with pytest.raises(KeyError):
+        changed(value, {"none": 1})
+
+
+@pytest.mark.parametrize("count", [0, 3, LAYER + 1])
+def test_the_length_of_layers_is_that_of_a_map(count: int) -> None:
+    plain: dict[str, int] = {f"k{number}": number for number in range(count)}
+    layers = Layers(dict(plain))
+    for number in range(3 * LAYER):
+        working = Working(layers)
+        name = f"k{number // 2}"
+        if number % 3 == 0 and name in plain:
+            del working[name], plain[name]
+        else:
+            working[name] = plain[name] = number
+        layers = working.frozen()
+        assert len(layers) == len(plain) == len(layers.keys())
 
 
 def test_a_head_of_an_older_build_is_read_as_job_and_attempt() -> None:

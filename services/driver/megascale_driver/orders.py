@@ -21,7 +21,7 @@ from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver import wire
 from megascale_driver.core.attempt import NodeSlot
-from megascale_driver.core.state import Cluster, Desired, Job, Node
+from megascale_driver.core.state import Cluster, Desired, DesiredPhase, Job, Node
 from megascale_driver.job_network import JobNetwork
 from megascale_driver.open_links import OpenLinks
 
@@ -33,6 +33,9 @@ NETWORK = 4  # and from this one on NCCL's settings
 # An older agent would leave them out and run the job without its code, secrets and account. It does
 # know `code.path`, refuses a folder that is not there, and repeats its name.
 OLDER_AGENT = "/this agent is of a build without code.uri and environment - update the node"
+_PHASES = {
+    phase: link_pb2.DesiredPhase.Value(f"DESIRED_PHASE_{phase.value}") for phase in DesiredPhase
+}
 DIGEST_DIGITS = 32  # of the SHA-256 over the nodes in the order of their ranks
 
 
@@ -190,12 +193,12 @@ def _fill(message: link_pb2.AttemptAssignment, wanted: Desired, slot: NodeSlot) 
 
 def _without_assignment(node: Node, epoch: types_pb2.Epoch) -> link_pb2.DesiredState:
     wanted = node.desired
-    message = link_pb2.DesiredState(
-        epoch=epoch,
-        version=node.desired_version,
-        phase=link_pb2.DesiredPhase.Value(f"DESIRED_PHASE_{wanted.phase}"),
-        leave=wanted.leave,
-    )
+    # Field by field, as in link_service: an attempt of thousands of nodes makes as many.
+    message = link_pb2.DesiredState()
+    message.epoch.CopyFrom(epoch)
+    message.version = node.desired_version
+    message.phase = _PHASES[wanted.phase]
+    message.leave = wanted.leave
     if wanted.profile is not None:
         message.profile.CopyFrom(
             link_pb2.ProfileCommand(

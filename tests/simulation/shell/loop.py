@@ -51,7 +51,7 @@ class Process:
         self.dies_after = -1
         self.on_death: Callable[[], None] = lambda: None
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
-        self.held: list[asyncio.Handle] = []
+        self.held: list[_Handle | _Timer] = []
         self._loop = loop
         self._context = contextvars.copy_context()
         self._context.run(_CURRENT.set, self)
@@ -84,10 +84,30 @@ class Process:
 
 
 class _Handle(asyncio.Handle):
-    """A callback with its place among those that are ready together."""
+    """A callback with its place among those that are ready together.
+
+    It sets what asyncio's own sets, without a question for the loop's debug mode each time.
+    """
 
     __slots__ = ("key",)
     key: int
+    _loop: Any
+    _callback: Any
+    _context: contextvars.Context
+    _repr: Any
+    _source_traceback: Any
+
+    def __init__(
+        self,
+        callback: Any,
+        args: Any,
+        loop: VirtualLoop,
+        context: contextvars.Context | None,
+        key: int,
+    ) -> None:
+        self._callback, self._args, self._loop, self.key = callback, args, loop, key
+        self._context = contextvars.copy_context() if context is None else context
+        self._cancelled, self._repr, self._source_traceback = False, None, None
 
 
 class _Timer(asyncio.TimerHandle):
@@ -95,6 +115,36 @@ class _Timer(asyncio.TimerHandle):
 
     __slots__ = ("key",)
     key: int
+    _loop: Any
+    _callback: Any
+    _context: contextvars.Context
+    _repr: Any
+    _source_traceback: Any
+    _when: float
+    _scheduled: bool
+
+    def __init__(
+        self,
+        when: float,
+        callback: Any,
+        args: Any,
+        loop: VirtualLoop,
+        context: contextvars.Context | None,
+        key: int,
+    ) -> None:
+        self._callback, self._args, self._loop, self.key = callback, args, loop, key
+        self._context = contextvars.copy_context() if context is None else context
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+        self._when, self._scheduled = when, False
+
+
+class _Call:
+    """A call of the world's own: of no process, never cancelled, in no context of its own."""
+
+    __slots__ = ("args", "key", "work")
+
+    def __init__(self, work: Callable[..., object], args: tuple[Any, ...], key: int) -> None:
+        self.work, self.args, self.key = work, args, key
 
 
 class DeadlockError(Exception):
@@ -110,9 +160,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.random = random.Random(f"loop-{seed}")
         self.steps = 0
         self.most_steps = 100_000_000
-        self._now_s = START_S
-        # (when, number, handle): heaps of TimerHandles compare them in Python, at 5 % of a run.
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self.now_s = START_S  # the virtual time
+        # (when, number, what): heaps of TimerHandles compare them in Python, at 5 % of a run.
+        self._timers: list[tuple[float, int, _Timer | _Call]] = []
         self._numbers = itertools.count()
         # See Note [Order]; the key of the callback that runs, and how many it has brought about.
         self.ordered = False
@@ -122,14 +172,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         """The virtual time, in seconds."""
-        return self._now_s
+        return self.now_s
 
     def call_soon(
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """Run a callback with the next ones that are ready."""
-        handle = _Handle(callback, args, self, context)
-        handle.key = self._next_key() if self.ordered else 0
+        handle = _Handle(callback, args, self, context, self._next_key() if self.ordered else 0)
         self._ready.append(handle)
         return handle
 
@@ -143,8 +192,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback at a virtual time."""
-        timer = _Timer(when, callback, args, self, context)
-        timer.key = self._next_key() if self.ordered else 0
+        key = self._next_key() if self.ordered else 0
+        timer = _Timer(when, callback, args, self, context, key)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
@@ -152,19 +201,22 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback after a virtual time."""
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def call_outside(self, delay_s: float, work: Callable[..., object], *args: Any) -> None:
+        """Call ``work`` later as nobody's code: it happens even if the caller dies first."""
+        call = _Call(work, args, self._next_key() if self.ordered else 0)
+        heapq.heappush(self._timers, (self.now_s + delay_s, next(self._numbers), call))
 
     def call_in_place(
-        self, delay_s: float, place: int, work: Any, *args: Any, context: contextvars.Context
+        self, delay_s: float, place: int, work: Callable[..., object], *args: Any
     ) -> None:
-        """Call ``work`` later at this place of the order, whoever brings it about."""
+        """The same at this place of the order, whoever brings it about."""
         if not self.ordered:
-            self.call_later(delay_s, work, *args, context=context)
+            self.call_outside(delay_s, work, *args)
             return
-        when = self._now_s + delay_s
-        timer = _Timer(when, work, args, self, context)
-        timer.key = hash((self._seed, self._event, place))
-        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        call = _Call(work, args, hash((self._seed, self._event, place)))
+        heapq.heappush(self._timers, (self.now_s + delay_s, next(self._numbers), call))
 
     def begin(self, event: int) -> None:
         """What follows from now on has its places by this event, whatever was before."""
@@ -186,13 +238,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._children += 1
         return hash((self._key, self._children))
 
-    def ready_again(self, handles: list[asyncio.Handle]) -> None:
+    def ready_again(self, handles: list[_Handle | _Timer]) -> None:
         """Callbacks of a process that goes on."""
         self._ready.extend(handles)
-
-    def call_outside(self, delay_s: float, work: Callable[..., object], *args: Any) -> None:
-        """Call ``work`` later as nobody's code: it happens even if the caller dies first."""
-        self.call_later(delay_s, work, *args, context=_OUTSIDE)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
         """Run it now, in place of a thread."""
@@ -223,26 +271,33 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         timers, ready = self._timers, self._ready
         if not ready:
-            while timers and timers[0][2].cancelled():
+            while timers and _cancelled(timers[0][2]):
                 heapq.heappop(timers)
             if not timers:
                 raise DeadlockError("nothing is left to happen")
-            self._now_s = max(self._now_s, timers[0][0])
-        while timers and timers[0][0] <= self._now_s:
+            self.now_s = max(self.now_s, timers[0][0])
+        now_s = self.now_s
+        while timers and timers[0][0] <= now_s:
             ready.append(heapq.heappop(timers)[2])
-        batch = list(self._ready)
-        self._ready.clear()
+        batch = list(ready)
+        ready.clear()
         if len(batch) > 1:
             if self.ordered:
                 batch.sort(key=_key_of)
             else:
                 self.random.shuffle(batch)
-        for handle in batch:
-            if not handle.cancelled():
-                self._run(handle)
+        for what in batch:
+            if type(what) is _Call:
+                self._count(what)
+                try:
+                    what.work(*what.args)
+                except Exception as error:
+                    self._failed(error)
+            elif not what._cancelled:
+                self._run(what)
 
-    def _run(self, handle: asyncio.Handle) -> None:
-        process = handle._context.get(_CURRENT)  # type: ignore[attr-defined]
+    def _run(self, handle: _Handle | _Timer) -> None:
+        process = handle._context.get(_CURRENT)
         if process is not None:
             if not process.alive:
                 _BURIED.append(handle)
@@ -256,15 +311,25 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     process.kill()
                     return
                 process.dies_after -= 1
+        self._count(handle)
+        try:
+            handle._context.run(handle._callback, *handle._args)
+        except Exception as error:
+            self._failed(error)
+
+    def _count(self, what: _Handle | _Timer | _Call) -> None:
+        """Count what is about to run, and make its key that of what it brings about."""
         self.steps += 1
         if self.steps > self.most_steps:
             raise DeadlockError(f"{self.steps} callbacks: something goes round in circles")
         if self.ordered:
-            self._key, self._children = _key_of(handle), 0
-        handle._run()  # type: ignore[attr-defined]
+            self._key, self._children = what.key, 0
+
+    def _failed(self, error: Exception) -> None:
+        self.call_exception_handler({"message": "a callback failed", "exception": error})
 
     # What BaseEventLoop asks of its subclasses.
-    _ready: deque[asyncio.Handle]
+    _ready: deque[_Handle | _Timer | _Call]
 
     def _process_events(self, event_list: list[Any]) -> None:
         raise NotImplementedError
@@ -274,6 +339,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 _key_of: Callable[[Any], int] = operator.attrgetter("key")
+
+
+def _cancelled(what: _Timer | _Call) -> bool:
+    return type(what) is not _Call and what.cancelled()  # type: ignore[union-attr]
 
 
 def current_process() -> Process | None:
@@ -289,6 +358,3 @@ def _make_task(
     if process is not None:
         process.tasks.add(task)
     return task
-
-
-_OUTSIDE = contextvars.Context()

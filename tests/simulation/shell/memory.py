@@ -61,8 +61,8 @@ class Memory:
     def report(self, job: str, message: link_pb2.CheckpointProgress) -> None:
         """Add it to a heartbeat's progress of the job."""
         for part, target in ((self.sealed, message.sealed), (self.replicas, message.replicas)):
-            target.extend(
-                link_pb2.SealedSnapshot(rank=rank, attempt=attempt, step=step, layout_digest=LAYOUT)
-                for (attempt, step), ranks in part.get(job, {}).items()
-                for rank in ranks
-            )
+            for (attempt, step), ranks in part.get(job, {}).items():
+                for rank in ranks:
+                    seal = target.add()
+                    seal.rank, seal.attempt, seal.step = rank, attempt, step
+                    seal.layout_digest = LAYOUT

@@ -92,7 +92,7 @@ class World:
     @property
     def now_s(self) -> float:
         """The time of the world, in seconds."""
-        return self.loop.time() + self.skipped_s
+        return self.loop.now_s + self.skipped_s
 
     def draw(self, lowest: float, highest: float) -> float:
         """A number from the world's generator."""
@@ -100,11 +100,11 @@ class World:
 
     def later(self, delay_s: float, work: Callable[..., Any], *arguments: Any) -> None:
         """Do something soon, whoever dies; skips wait for it."""
-        self.loop.call_later(max(0.0, delay_s), work, *arguments, context=self._outside)
+        self.loop.call_outside(max(0.0, delay_s), work, *arguments)
 
     def later_in_place(self, delay_s: float, place: int, work: Callable[..., Any]) -> None:
         """Do something soon, in this place among all that is due at that time."""
-        self.loop.call_in_place(max(0.0, delay_s), place, work, context=self._outside)
+        self.loop.call_in_place(max(0.0, delay_s), place, work)
 
     def at(self, at_s: float, work: Callable[..., Any], *arguments: Any) -> None:
         """Do something at a time of the world, which may be far away."""

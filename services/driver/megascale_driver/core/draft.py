@@ -12,6 +12,7 @@ from typing import Unpack
 from megascale_driver.core import accounting, unreadable
 from megascale_driver.core.attempt import Fault
 from megascale_driver.core.changes import AttemptChanges, JobChanges, NodeChanges
+from megascale_driver.core.copies import changed
 from megascale_driver.core.desired import desired_of
 from megascale_driver.core.events import Audit, Effect, Evidence, Outcome
 from megascale_driver.core.overlay import Working
@@ -54,7 +55,7 @@ class Draft:
 
     def node(self, name: str, **changes: Unpack[NodeChanges]) -> Node:
         """Change a node."""
-        node = replace(self.nodes[name], **changes)
+        node = changed(self.nodes[name], changes)
         self.nodes[name] = node
         return node
 
@@ -64,7 +65,7 @@ class Draft:
         if changes.get("phase", old.phase) != old.phase:
             changes.setdefault("timer_s", self.now_s)
             changes["updated_at_s"] = self.now_s
-        job = replace(old, **changes)
+        job = changed(old, changes)
         if job.phase is not old.phase:
             job = replace(job, goodput=accounting.phase_entered(job, self.nodes, self.now_s))
         self.jobs[name] = job
@@ -72,7 +73,7 @@ class Draft:
 
     def attempt(self, name: str, **changes: Unpack[AttemptChanges]) -> Job:
         """Change the newest attempt of a job."""
-        return self.job(name, current=replace(self.jobs[name].current, **changes))
+        return self.job(name, current=changed(self.jobs[name].current, changes))
 
     def fault(self, name: str, fault: Fault) -> Job:
         """Record what broke the newest attempt of a job."""

@@ -30,7 +30,7 @@ _GONE: Final = _Gone()
 class Layers(Mapping[str, V]):
     """A map that never changes; reading all of it merges its layers, which nobody can see."""
 
-    __slots__ = ("_base", "_layer", "_mark", "_origin", "_trail")
+    __slots__ = ("_base", "_layer", "_length", "_mark", "_origin", "_trail")
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Layers(Mapping[str, V]):
         # The newest maps before this one, each by its mark, with the keys that changed after it.
         self._mark = object()
         self._trail = trail
+        self._length = -1  # counted when it is asked for
         if len(self._layer) > LAYER:
             self._merge()
 
@@ -75,11 +76,13 @@ class Layers(Mapping[str, V]):
         return key in self._base if found is None else not isinstance(found, _Gone)
 
     def __len__(self) -> int:
-        layer, base, _ = self._parts()
-        count = len(base)
-        for key, value in layer.items():
-            count += (not isinstance(value, _Gone)) - (key in base)
-        return count
+        if self._length < 0:
+            layer, base, _ = self._parts()
+            count = len(base)
+            for key, value in layer.items():
+                count += (not isinstance(value, _Gone)) - (key in base)
+            self._length = count
+        return self._length
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._merge())

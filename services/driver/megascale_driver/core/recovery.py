@@ -62,7 +62,8 @@ def observe(draft: Draft, job: Job, node: str = "") -> Job:
 
     ``node``: only faults of this node; "" for all nodes.
     """
-    known = {(fault.node, fault.kind) for fault in job.current.faults}
+    before = job.current.faults
+    known: set[tuple[str, FaultKind]] | None = None  # asked for only where something is wrong
     if node:
         own = job.slot_of(node)
         slots: Sequence[NodeSlot] = (own,) if own is not None else ()
@@ -73,8 +74,12 @@ def observe(draft: Draft, job: Job, node: str = "") -> Job:
     sound = True
     for slot in slots:
         fault = _fault_of(draft, job, slot)
-        sound = sound and fault is None
-        if fault is not None and (fault.node, fault.kind) not in known:
+        if fault is None:
+            continue
+        sound = False
+        if known is None:
+            known = {(each.node, each.kind) for each in before}
+        if (fault.node, fault.kind) not in known:
             job = draft.fault(job.name, fault)
             _announce(draft, job, fault)
             job = draft.jobs[job.name]

@@ -45,6 +45,8 @@ class Intake:
     def __init__(self, policy: Policy) -> None:
         self.lane = Lane(policy)
         self.pace = Pace(self.lane, policy)
+        # The newest heartbeat that was parsed as a whole, in its bytes and as that.
+        self._newest: tuple[bytes, link_pb2.Heartbeat] | None = None
 
     def take(self, seat: Seat, beat: Arrival | None, now_s: float) -> News:
         """Note a heartbeat that arrived at ``now_s``; whether the core has to see it.
@@ -70,7 +72,9 @@ class Intake:
         if signature == seat.signature and lane.repeats(now_s, seat.node, seat.turn):
             return News.NONE
         seat.signature, seat.turn = signature, lane.turn
-        return lane.beat(now_s, seat.node, *evidence.of(arrival.whole(beat.raw), slow_due))
+        whole = arrival.whole(beat.raw)
+        self._newest = beat.raw, whole
+        return lane.beat(now_s, seat.node, *evidence.of(whole, slow_due))
 
     def report(self, seat: Seat, epoch: types_pb2.Epoch, now_s: float) -> NodeReport | None:
         """The event of the newest heartbeat; None before the first.
@@ -78,7 +82,10 @@ class Intake:
         Raises:
             ValueError: it has a value that this build does not know.
         """
-        beat = seat.beat
+        # Most are asked for as soon as they are known to be news.
+        newest, self._newest = self._newest, None
+        known = newest is not None and newest[0] is seat.raw
+        beat = newest[1] if newest is not None and known else seat.beat
         if beat is None:
             return None
         report = reports.report(beat, epoch, seat.clock.offset_s)

@@ -32,6 +32,16 @@ MAX_LOGS = 64
 MAX_STACKS, MAX_STACK = 64, 600  # ranks of a node; characters of each
 MAX_SAMPLE = 512
 
+# By their numbers on the wire. Looked up for each report, and a fleet that starts sends thousands.
+_PHASES = {
+    number: AttemptPhase(name.removeprefix("ATTEMPT_PHASE_") if number else "IDLE")
+    for name, number in link_pb2.AttemptPhase.items()
+}
+_VERDICTS: dict[int, str] = {
+    number: enum_name(types_pb2.CheckVerdict, number, "CHECK_VERDICT_")
+    for number in types_pb2.CheckVerdict.values()
+}
+
 
 def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: float = 0.0) -> Report:
     """A heartbeat; the version of a desired state of another epoch counts as 0.
@@ -49,35 +59,28 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         epoch.cluster_generation,
         epoch.create_revision,
     )
-    name = (
-        link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_")
-        if beat.phase
-        else "IDLE"
-    )
+    phase = _PHASES.get(beat.phase)
+    if phase is None:
+        raise ValueError(f"phase {beat.phase} of an attempt is of another build")
+    daemon = beat.checkpoint_daemon
     return Report(
         desired_version=beat.desired_version if current else 0,
         job=beat.job,
         attempt=beat.attempt,
-        phase=AttemptPhase(name),
+        phase=phase,
         failure=beat.failure[:MAX_TEXT],
         finished_step=max(0, beat.finished_step),
-        workers=tuple(_worker(item, clock_offset_s) for item in beat.workers),
-        checks=tuple(
-            Check(c.name, enum_name(types_pb2.CheckVerdict, c.verdict, "CHECK_VERDICT_"),
-                  c.target, c.detail[:MAX_TEXT], c.elapsed.ToNanoseconds() / 1e9)
-            for c in beat.checks
-        ),
+        workers=tuple([_worker(item, clock_offset_s) for item in beat.workers]),
+        checks=tuple([_check(item) for item in beat.checks]),
         store_endpoint=beat.store_endpoint,
-        progress=tuple(_progress(item) for item in beat.checkpoints),
-        traces=tuple(_trace(item) for item in beat.traces[:MAX_TRACES]),
-        daemon_restarts=beat.checkpoint_daemon.restarts,
-        daemon_exit_status=beat.checkpoint_daemon.exit_status,
-        replica_endpoint=beat.checkpoint_daemon.replica_endpoint[:MAX_LABEL],
+        progress=tuple([_progress(item) for item in beat.checkpoints]),
+        traces=tuple([_trace(item) for item in beat.traces[:MAX_TRACES]]) if beat.traces else (),
+        daemon_restarts=daemon.restarts,
+        daemon_exit_status=daemon.exit_status,
+        replica_endpoint=daemon.replica_endpoint[:MAX_LABEL],
         stopped=_stopped(beat.stopped, clock_offset_s) if beat.HasField("stopped") else None,
         logs_of=(beat.logs_job[:MAX_LABEL], beat.logs_attempt),
-        logs=tuple(
-            _log(item, at, clock_offset_s) for at, item in enumerate(beat.logs[:MAX_LOGS], start=1)
-        ),
+        logs=_logs(beat, clock_offset_s) if beat.logs else (),
         leave_failed=(beat.leave_failure.id[:MAX_LABEL], beat.leave_failure.error[:MAX_TEXT]),
     )  # fmt: skip
 
@@ -85,6 +88,18 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
 def pages(beat: link_pb2.Heartbeat) -> tuple[RankStatus, ...]:
     """The status pages of the ranks that have one."""
     return tuple(_status(item) for item in beat.workers if item.phase)
+
+
+def _check(item: types_pb2.CheckResult) -> Check:
+    verdict = _VERDICTS.get(item.verdict) or _VERDICTS[0]
+    elapsed_s = item.elapsed.ToNanoseconds() / 1e9 if item.HasField("elapsed") else 0.0
+    return Check(item.name, verdict, item.target, item.detail[:MAX_TEXT], elapsed_s)
+
+
+def _logs(beat: link_pb2.Heartbeat, clock_offset_s: float) -> tuple[Observation, ...]:
+    return tuple(
+        _log(item, at, clock_offset_s) for at, item in enumerate(beat.logs[:MAX_LOGS], start=1)
+    )
 
 
 def _log(item: link_pb2.LogFingerprint, ordinal: int, clock_offset_s: float) -> Observation:
@@ -99,8 +114,7 @@ def _log(item: link_pb2.LogFingerprint, ordinal: int, clock_offset_s: float) -> 
 
 
 def _worker(status: link_pb2.WorkerStatus, clock_offset_s: float) -> WorkerReport:
-    exited_at_s = status.exited_at.ToNanoseconds() / 1e9
-
+    exited_at_s = status.exited_at.ToNanoseconds() / 1e9 if status.HasField("exited_at") else 0.0
     return WorkerReport(
         rank=status.rank,
         exited=status.state == link_pb2.WORKER_STATE_EXITED,
@@ -147,7 +161,7 @@ def _progress(item: link_pb2.CheckpointProgress) -> Progress:
     return Progress(
         job=item.job,
         sealed=tuple(
-            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed
+            [SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed]
         ),
         committed_step=item.committed_step,
         committed_by_attempt=item.committed_by_attempt,
@@ -157,7 +171,7 @@ def _progress(item: link_pb2.CheckpointProgress) -> Progress:
         skipped_step=item.skipped_step,
         skipped_by_attempt=item.skipped_by_attempt,
         replicas=tuple(
-            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.replicas
+            [SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.replicas]
         ),
         replica_failure=_failure(item.replica_failure)
         if item.HasField("replica_failure")

@@ -63,7 +63,11 @@ _WORKERS_REPORT_FIRST_S = 1.0
 
 
 class AttemptRunner:
-    """This node's part in attempts. ``changed`` is called whenever the next heartbeat has news."""
+    """This node's part in attempts.
+
+    ``changed`` is called whenever the next heartbeat has news, ``passing`` when it is no news that
+    a decision waits for (Note [Passing] of :mod:`megascale_executor.agent.attempt`).
+    """
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class AttemptRunner:
         socket_folder: Path,
         preparation: Preparation,
         changed: Callable[[], None],
+        passing: Callable[[], None],
     ) -> None:
         self.state = AttemptState()
         self.scanner = LogScanner(KernelLog(config.kernel_log), changed)
@@ -92,7 +97,7 @@ class AttemptRunner:
             registry, devices, config.node_folder, templates, daemon, self._peers
         )
         self._preparation = preparation
-        self._socket_folder, self._changed = socket_folder, changed
+        self._socket_folder, self._changed, self._passing = socket_folder, changed, passing
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
         self._store: socket.socket | None = None
@@ -146,7 +151,11 @@ class AttemptRunner:
 
     def _wake_and_report(self) -> None:
         self._wake.set()
-        self._changed()
+        self._state_changed()
+
+    def _state_changed(self) -> None:
+        """Report at once what the node does, if a decision waits for it."""
+        (self._passing if self.state.passing else self._changed)()
 
     def _profile(self) -> None:
         """Pass the desired state's profile, or its end, to the workers once all of them run."""
@@ -184,7 +193,7 @@ class AttemptRunner:
             self.state.fail(
                 "this agent has not prepared the attempt that it is to start: it was restarted"
             )
-        self._changed()
+        self._state_changed()
 
     async def _guard(self, activity: Coroutine[Any, Any, None]) -> None:
         """Run a preparation or a start; a failure fails the attempt and ends its processes."""
@@ -267,7 +276,7 @@ class AttemptRunner:
             all_finished=self._on_finished,
             step=self._on_step,
             failed=self._on_failed,
-            exited=self._changed,
+            exited=self._state_changed,
             profiled=self.profiles.take,
             not_left=self._on_not_left,
         )
@@ -355,7 +364,7 @@ class AttemptRunner:
         self.leave.forget()
         self._checks.attempt_ended(well=self.state.phase == attempt.FINISHED)
         self.state.stopped()
-        self._changed()
+        self._state_changed()
 
     async def _kill_processes(self) -> bool:
         """SIGKILL to workers and loader; False when a worker is still there."""

@@ -109,6 +109,7 @@ class NodeAgent:
             self._sockets,
             preparation,
             self._changed,
+            self._write_pids,
         )
         side = NodeSide(
             hello=self._hello,
