@@ -27,7 +27,7 @@ SMALL = (
     "--steps",
     "14",
 )
-FEWER_STEPS = "20"  # of 48: two checkpoints, of steps 3 and 6, the fault and the others
+FEWER_STEPS = "16"  # of 48: two checkpoints, of steps 2 and 4, the fault and the others
 SUSPECT_S = 8.0  # without a heartbeat; a broken link shows earlier, however slow the machine
 
 

@@ -2,10 +2,11 @@
 
 The interpreter runs a kernel as Python and accepts what the compiler refuses. So each module of
 tests/unit/kernels that tests fused kernels has a table ``COMPILED``: calls as the trainer makes
-them, by label, at the widths of real models but few rows. Here a launch compiles the kernel and
-does no more: types, alignments and block sizes are those of training. A program of its own,
-because a process whose kernels run in the interpreter cannot compile them. It prints JSON: for
-each kernel its module, its PTX, its registers and its spilled bytes.
+them, by label, at the widths of real models but few rows. Calls that take long to compile stand in
+``COMPILED_AT_LENGTH``, for ``--at-length``. Here a launch compiles the kernel and does no more:
+types, alignments and block sizes are those of training. A program of its own, because a process
+whose kernels run in the interpreter cannot compile them. It prints JSON: for each kernel its
+module, its PTX, its registers and its spilled bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,15 +41,17 @@ class _Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def all_calls() -> dict[str, Callable[[], object]]:
-    """The tables of all test modules, whose labels differ."""
+def all_calls(at_length: bool) -> dict[str, Callable[[], object]]:
+    """The tables of all test modules, whose labels differ; ``at_length``: the long ones as well."""
     found: dict[str, Callable[[], object]] = {}
     for path in sorted(TESTS.glob("test_*.py")):
         # By its text: importing any other test module may choose the interpreter.
         if re.search(r"^COMPILED\b", path.read_text(), re.MULTILINE):
-            calls = importlib.import_module(f"tests.unit.kernels.{path.stem}").COMPILED
-            assert not found.keys() & calls.keys(), f"{path.name}: a label of another module"
-            found |= calls
+            module = importlib.import_module(f"tests.unit.kernels.{path.stem}")
+            further = getattr(module, "COMPILED_AT_LENGTH", {}) if at_length else {}
+            for calls in (module.COMPILED, further):
+                assert not found.keys() & calls.keys(), f"{path.name}: a label of another module"
+                found |= calls
     return found
 
 
@@ -94,4 +98,4 @@ def _figures(compiled: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled_by(all_calls())))
+    print(json.dumps(compiled_by(all_calls(sys.argv[1:] == ["--at-length"]))))

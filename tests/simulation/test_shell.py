@@ -72,21 +72,21 @@ _BY_CALLBACKS = ("driver_crash", "crash_on_commit")
 
 
 @pytest.mark.parametrize(
-    ("seeds", "rest"),
+    ("seeds", "days", "rest"),
     [
-        ([3], SHORT.rest),
-        ([15], 1),
-        pytest.param(range(40), SHORT.rest, marks=pytest.mark.slow),
-        pytest.param(range(20), 1, marks=pytest.mark.slow),
+        ([18], 0.01, SHORT.rest),
+        ([14], 0.01, 1),
+        pytest.param(range(40), 0.02, SHORT.rest, marks=pytest.mark.slow),
+        pytest.param(range(20), 0.02, 1, marks=pytest.mark.slow),
     ],
     ids=["skips", "skips and rests", "forty", "twenty that rest"],
 )
-def test_skips_change_no_decision(seeds: Sequence[int], rest: int) -> None:
+def test_skips_change_no_decision(seeds: Sequence[int], days: float, rest: int) -> None:
     """Nor do resting nodes."""
     for number in seeds:
-        drawn = history(number, 16, 0.02, 0.0, 100.0)
+        drawn = history(number, 16, days, 0.0, 100.0)
         faults = tuple(fault for fault in drawn if fault.kind not in _BY_CALLBACKS)
-        wanted = replace(SHORT, seed=number, days=0.02, rest=rest, faults=faults)
+        wanted = replace(SHORT, seed=number, days=days, rest=rest, faults=faults)
         skipped, lived = run_all([wanted, replace(wanted, skip=False)], 1)
         assert not skipped.broken and not lived.broken, (skipped.broken, lived.broken)
         assert decisions(skipped) == decisions(lived), f"seed {number}"
@@ -95,7 +95,7 @@ def test_skips_change_no_decision(seeds: Sequence[int], rest: int) -> None:
 def test_no_skip_passes_the_end_of_a_wait() -> None:
     """A job whose attempts make no progress waits longer each time, and then begins."""
     faults = tuple(Fault(600.0 + 7.0 * n, "kill_worker", 1.0, 4 * n + 1) for n in range(40))
-    wanted = replace(SHORT, days=0.05, faults=faults)
+    wanted = replace(SHORT, days=0.03, faults=faults)
     skipped, lived = run_all([wanted, replace(wanted, skip=False)], 1)
     assert not skipped.broken and not lived.broken, (skipped.broken, lived.broken)
     assert lived.recoveries > 5

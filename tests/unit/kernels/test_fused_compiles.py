@@ -21,7 +21,11 @@ NARROW = re.compile(r"(?:ld|st)\.global[\w.:]*\.b16")
 WIDE = re.compile(r"(?:ld|st)\.global[\w.:]*\.v4")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module",
+    params=["", pytest.param("--at-length", marks=pytest.mark.slow)],
+    ids=["short", "at length"],
+)
 def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """PTX and figures of each kernel, from a process outside of the interpreter.
 
@@ -33,7 +37,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     environment["TRITON_CACHE_DIR"] = str(request.config.cache.mkdir("triton"))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.compile_kernels"],
+        [sys.executable, "-m", "tests.harness.compile_kernels", *filter(None, [request.param])],
         env=environment,
         cwd=Path(__file__).resolve().parents[3],
         capture_output=True,

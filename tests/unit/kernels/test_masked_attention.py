@@ -92,6 +92,9 @@ def _compile(size: int, dtype: torch.dtype) -> None:
 
 COMPILED = {
     "masked attention": lambda: _compile(128, torch.bfloat16),
+}
+# Each takes as long as ten other kernels.
+COMPILED_AT_LENGTH = {
     "masked attention fp32": lambda: _compile(128, torch.float32),
     "small masked attention of odd heads": lambda: _compile(36, torch.bfloat16),
     "small masked attention of wide heads": lambda: _compile(512, torch.float32),
