@@ -17,6 +17,13 @@ from megascale_common.node.logs.categories import Action, Kind, Role
 # "NVRM: Xid (PCI:0000:cb:00): 13, ...", without "PCI:" in old drivers.
 _XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
 _SXID = re.compile(r"SXid \([^)]*\): (\d+),")
+# As agents and plugins repeat them: "XidCriticalError: Xid=48 on Device=GPU-...".
+_XID_TOLD = re.compile(
+    r"(?<![sS])\bxid(?:_?errors?|criticalerror)?\b(?: (?:error|code|event|number))*[ :=#\"']*"
+    r"\(?(\d{1,3})\b(?![.:]?\d)", re.IGNORECASE
+)  # fmt: skip
+_DEVICE = re.compile(r"\b(?:nvidia|nvrm|gpus?|device|pci)\b|GPU-", re.IGNORECASE)
+LITERALS = ("xid", "sxid", "xidcriticalerror", "xid_errors", "xiderror")  # in lower case
 _FATAL = re.compile(r"(?<![-\w])fatal", re.IGNORECASE)
 _NON_FATAL = re.compile(r"\bnon-?fatal", re.IGNORECASE)
 
@@ -69,9 +76,16 @@ _SXID_DRAIN = frozenset(
 )  # fmt: skip
 
 
+def numbered(line: str) -> Kind | None:
+    """The kind of a line with an SXid or an Xid."""
+    return sxid(line) or xid(line)
+
+
 def xid(line: str) -> Kind | None:
     """The kind of a line with an Xid; None for one without a number."""
     found = _XID.search(line)
+    if found is None and _DEVICE.search(line):
+        found = _XID_TOLD.search(line)
     if found is None:
         return None
     number = int(found.group(1))

@@ -87,7 +87,7 @@ def verdict(observations: Iterable[Observation]) -> Verdict:
 
 
 def _primary(seen: Sequence[Observation]) -> Observation:
-    roots = [one.at for one in seen if _tier(one.finding.kind) <= 2]
+    roots = [one.at for one in seen if _tier(one.finding.kind) <= 3]
     limit = min(roots) + KERNEL_WINDOW_S if roots else float("inf")
 
     def order(one: Observation) -> tuple[int, float, str, int]:
@@ -100,17 +100,19 @@ def _primary(seen: Sequence[Observation]) -> Observation:
 
 
 def _tier(kind: Kind) -> int:
-    """How far a kind is from being a cause: 0 is a fault in a kernel log, 6 is nothing."""
+    """How far a kind is from being a cause: 0 is a fault in a kernel log, 7 is nothing."""
     if kind.role in {"advice", "benign"}:
-        return 6
+        return 7
     if kind.role == "teardown":
-        return 5
+        return 6
     if kind.name in _FINAL:
         return 1
     if kind.weak and kind.action == "alert":
-        return 4
+        return 5
     if kind.role == "secondary":
-        return 3
+        return 4
+    if kind.category == "unknown":
+        return 3  # a cause that has a name is the better answer
     if kind.action == "alert" or kind.weak:
         return 2
     # The memory of another container may be what the kernel reports: that explains no error text.
