@@ -232,6 +232,8 @@ def kind_of(line: str) -> Kind | None:
             return signature.kind
     if ignored or not FATAL_PATTERN.search(line):
         return None
+    if (kind := catalogue.cuda(line)) is not None:
+        return kind
     return WRAPPER if WRAPPERS.search(line) else FATAL
 
 

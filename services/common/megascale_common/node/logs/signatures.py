@@ -30,7 +30,8 @@ FATAL = Kind("unknown-fatal", "unknown", "root", "alert")
 FATAL_LITERALS = ("error", "exception", "fatal", "nccl warn", "terminate called",
                   "segmentation fault", "core dumped", "corruption", "check failed", "exitcode",
                   "root cause", "assert failed", " warn ", "ncclcomminit",
-                  "interface found", "panicked", "non-zero status")  # fmt: skip
+                  "interface found", "panicked", "non-zero status",
+                  "nccl failure", "mpi_err", "internal: ")  # fmt: skip
 IGNORED = re.compile(
     r"NCCL INFO|^frame #\d|During handling of the above|another exception occurred"
     r"|\[Hardware Error\]|\b(?:0|no) errors?\b|stack trace: \*\*\*|^\s+File \""
@@ -41,11 +42,12 @@ WRAPPERS = re.compile(
     r"terminate called|exitcode|ChildFailedError|DistBackendError|ncclInvalidUsage|Last error"
     r"|watchdog thread terminated|raised from|Root Cause|^Traceback|ncclSystemError"
     r"|unhandled system error|ncclInternalError|tasks? .*[Ee]xited|errors\.error_handler"
-    r"|error_handler: \{|Connect to \S+ failed"
+    r"|error_handler: \{|Connect to \S+ failed|RpcError|MPI_ERRORS_ARE_FATAL"
 )
 FATAL_PATTERN = re.compile(
     r"\b\w*(?:Error|Exception)\b|\b(?:ERROR|FATAL|[Ff]atal|[Ee]rror:)|NCCL WARN|terminate called"
     r"|[Ss]egmentation fault|core dumped|corruption|[Cc]heck failed|exitcode|Root Cause"
     r"|INTERNAL ASSERT FAILED|\.(?:h|cc|cu):\d+ WARN |unexpected system error"
     r"|ncclCommInit\w*\(.*\) failed|no socket interface found|panicked at|non-zero status"
+    r"|NCCL failure|MPI_ERR\w*|error occurred|\bINTERNAL: .*failed"
 )

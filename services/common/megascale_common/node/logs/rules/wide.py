@@ -29,12 +29,12 @@ _GPU = (
     wide("gpu-handle", "gpu_fallen_off_bus", "root", "evict_restart", "device handle for",
          "NVMLError_GpuIsLost", "NVML_ERROR_GPU_IS_LOST",
          pattern=r"unable to \w+ the device handle for|GPU_?Is_?Lost"),
-    wide("nvrm", "gpu_init_failed", "root", "evict_restart", "nvrm", "nvidia:",
+    wide("nvrm", "gpu_init_failed", "root", "evict_restart", "nvrm", "probe",
          pattern=r"NVRM:.*(I/O region assigned to your NVIDIA device is invalid|BAR\d is 0M"
                  r"|no nvidia \w+ (\w+ )?(found|probed)|none of the nvidia"
                  r"|failed to (initiali[sz]e|load|copy vbios|enable|register|allocate NvKms)"
-                 r"|probe routine was not called|initiali[sz]ation (of .*)?failed)"
-                 r"|nvidia: probe of \S+ failed", kernel=True),
+                 r"|probe routine was not called|initiali[sz]ation (of .*)?failed"
+                 r"|cannot initiali[sz]e the device)|nvidia( \S+)?: probe .*failed", kernel=True),
     wide("nvlink", "nvlink_error", "root", "alert", "nvlink", "knvlink", "xgmi",
          pattern=r"(NVRM|nvidia-nvlink|nvswitch).*nvlink.*(fail|error|timeout|timed out|down\b)"
                  r"|nvlink\w*:? .*(training (failed|error)|link (is )?down|fatal error)"
@@ -42,11 +42,16 @@ _GPU = (
     wide("driver-libraries", "driver_mismatch", "root", "evict_restart", "mismatch",
          pattern=r"(driver|kernel module|client|library)\W.{0,60}version mismatch"
                  r"|LibRmVersionMismatch"),
+    wide("driver-module", "driver_mismatch", "root", "evict_restart", "kernel module has the",
+         "have the same version",
+         pattern=r"kernel module has the version|components have the same version", kernel=True),
     wide("driver-old", "driver_mismatch", "root", "stop", "unsatisfied condition",
-         "nvidia driver", "gpu driver", "cuda driver",
+         "nvidia driver", "gpu driver", "cuda driver", "unsupported", "incompatible", "version:",
          pattern=r"unsatisfied condition: cuda|update your (GPU|NVIDIA|CUDA) driver"
                  r"|(nvidia|GPU|CUDA) driver\b.{0,60}(too old|older than|not support"
-                 r"|requires? (at least )?version)|driver version is insufficient"),
+                 r"|requires? (at least )?version)|driver version is insufficient"
+                 r"|unsupported (CUDA|driver)( driver| runtime)? version|CUDA version: driver"
+                 r"|(driver|CUDA) versions? .{0,60}(incompatible|mismatch|older than|too low)"),
     wide("cuda-oom-words", "cuda_oom", "root", "stop", "out of memory", "outofmemory",
          "handle failed", "not enough gpu memory", "failed to alloc", "cuda malloc", "cudamalloc",
          "out_of_resources", "alloc_failed", "unable to allocate",
@@ -91,16 +96,15 @@ _HOST = (
                  r"|state[=: ]+OUT_OF_MEMORY|killed by (the )?(\w+ )?oom[ -]?killer"
                  r"|(oomd|earlyoom)\S* .*(kill|SIGTERM|SIGKILL)"
                  r"|memory limit.{0,60}(exceeded|killed)|oom event"),
-    wide("dimm-ue-words", "host_dimm_ue", "root", "evict_restart", "uncorrect", "dimm",
-         pattern=r"(dimm|memory (module|device|controller|bank)|\bSEL\b|ipmi|bmc).*"
-                 r"(?<!\b0 )\buncorrect(able|ed)\b.{0,20}(ecc|error|memory)"
-                 r"|\buncorrect(able|ed) (ecc|memory) errors?.{0,60}\b(dimm|memory module)",
-         kernel=True),
+    wide("dimm-ue-words", "host_dimm_ue", "root", "evict_restart", "uncorrect",
+         pattern=r"^(?=.*(dimm|memory (module|device|controller|bank)|\bSEL\b|ipmi|bmc))"
+                 r".*(?<!\b0 )\buncorrect(able|ed)\b(?!.*\b(0|no) errors?)",
+         unless="gpu|nvidia|cuda", kernel=True),
     wide("dimm-ce-words", "host_dimm_ce", "root", "alert", "correctable", "corrected",
-         pattern=r"(dimm|memory (module|device|controller|bank)|\bSEL\b|ipmi|bmc).*"
-                 r"(?<!\b0 )\bcorrect(able|ed)\b.{0,20}(ecc|error)"
-                 r"|\bcorrect(able|ed) (ecc|memory) errors?.{0,60}\b(dimm|page|memory module)",
-         kernel=True),
+         pattern=r"^(?=.*(dimm|memory (module|device|controller|bank|error|read|scrub)|\bSEL\b"
+                 r"|ipmi|bmc|\bMC#?\d)).*(?<!\b0 )\bcorrect(able|ed)\b"
+                 r"|predictive failure.*dimm|dimm.*predictive failure",
+         unless="gpu|nvidia|cuda|pci", kernel=True),
     wide("machine-check", "host_hardware_error", "root", "evict_restart", "machine check",
          "context corrupt", pattern=r"machine check exception|processor context corrupt"
                                     r"|fatal machine check", kernel=True),
@@ -133,9 +137,10 @@ _NETWORK = (
                  r"|REM_(ABORT|ACCESS|OP|INV_\w+)_ERR|BAD_RESP_ERR"),
     wide("wc-retry", "rdma_retry_exceeded", "root", "restart", "resp_timeout", "response timeout",
          "unresponsive", "unreachable remote", "rnr_retry", "retry counter", "retry count",
-         "retries exceeded", "retry_exc",
+         "retries exceeded", "retry exceeded", "retry_exc", "failed status",
          pattern=r"RESP_TIMEOUT_ERR|response timeout err|unresponsive (remote|receiver|peer)"
-                 r"|unreachable remote|RNR_RETRY|RETRY_EXC|retry count\w* exceeded"
+                 r"|unreachable remote|RNR_RETRY|RETRY_EXC|retry count\w*.{0,60}exceeded"
+                 r"|retry exceeded|failed status 1[23]\b.*(wr_id|syndrom)"
                  r"|transport retr(y|ies) .{0,20}exceeded", weak=True),
     wide("rdma-memory", "memlock_limit", "root", "stop", "cannot allocate memory", "enomem",
          "mr_reg", "ibv_reg", "reg_mr", "memory registration",
@@ -175,8 +180,9 @@ _NETWORK = (
 
 _COMMUNICATION = (
     wide("shm-words", "shm_exhausted", "root", "stop", "shared memory", "/dev/shm", "shm size",
-         "shmget", "shm-size",
-         pattern=r"(insufficient|not enough|out of|exhausted|ran out of|too small).{0,30}"
+         "shmget", "shm-size", "</torch_",
+         pattern=r"unable to \w+ (\w+ ){0,3}(file|bytes).{0,40}</torch_"
+                 r"|(insufficient|not enough|out of|exhausted|ran out of|too small).{0,30}"
                  r"(shared memory|/dev/shm|\bshm\b)|(/dev/shm|shared memory|\bshm\b).{0,80}"
                  r"(is full|too small|exhausted|no space left|exceeded|cannot allocate memory)"),
     wide("shm-gone-words", "shm_attach_failed", "root", "restart", "shared memory", "shm_open",
@@ -191,10 +197,11 @@ _COMMUNICATION = (
     wide("rendezvous-words", "rendezvous_timeout", "root", "restart", "rendezvous", "tcpstore",
          "c10d store", "store based barrier", "store->get", "init_process_group",
          "clients joined", "waiting for clients", "waiting for nodes", "waiting for workers",
-         "unique id", "uniqueid", "connect to", "to reach",
+         "timeout", "timed out", "connect to", "to reach",
          unless="waiting in store",
-         pattern=r"(rendezvous|TCPStore|c10d store|store based barrier"
-                 r"|store->get|init_process_group|waiting for (clients|nodes|workers)|unique ?id)"
+         pattern=r"bootstrap\w*\b.{0,60}(timed? ?out)|(rendezvous|TCPStore|c10d store"
+                 r"|store based barrier|store->get|init_process_group"
+                 r"|waiting for (clients|nodes|workers))"
                  r".{0,160}(timed? ?out\b|timeout (after|error|waiting)|failed\b|unable to|refused"
                  r"|could not)|(failed|unable) to (connect to|reach) (the )?(master|coordinator"
                  r"|head node|rank 0|rendezvous)|clients joined", weak=True),
@@ -204,7 +211,8 @@ _COMMUNICATION = (
          pattern=r"(collective|all-?_?reduce|all-?_?gather|reduce_?scatter"
                  r"|broadcast|barrier|all_?to_?all|[nhr]ccl)\b.{0,160}(timed[ -]?out\b|timeout"
                  r" (error|expired|exceeded|reached|detected|after))|failed to pass "
-                 r"monitoredBarrier|threads to join the rendezvous|notify wait timeout"
+                 r"monitoredBarrier|before timing out|global timeout from|timeout occurred while "
+                 r"waiting|threads to join the rendezvous|notify wait timeout"
                  r"|not all .{0,30}(ranks|workers|participants|threads) .{0,30}(arrived|joined)"),
     wide("peer-words", "peer_closed_secondary", "secondary", "none", "closed", "reset",
          "refused", "disconnected", "broken pipe", "brokenpipe", "lost", "aborted", "dropped",
@@ -220,13 +228,15 @@ _COMMUNICATION = (
 
 _FILES = (
     wide("quota-words", "storage_quota", "root", "stop", "quota", "edquot",
-         unless="forbidden", pattern=r"((disk|block|inode|file|user|group|project|filesystem|storage)"
-                 r" quota.{0,40}(exceed|reach|full)|(exceed\w*|over|out of) (the |your )?(\w+ )?"
+         unless="forbidden",
+         pattern=r"((disk|block|inode|file|user|group|project|filesystem|storage) "
+                 r"quota.{0,40}(exceed|reach|full)|(exceed\w*|over|out of) (the |your )?(\w+ )?"
                  r"(disk|storage|inode|file|block)? ?quota|EDQUOT|ErrQuota)"),
-    wide("mount-words", "storage_unreachable", "root", "alert", "mount.", "lustre",
+    wide("mount-words", "storage_unreachable", "root", "alert", "mount", "lustre",
          "lnet", "gpfs", "mmfs", "ceph", "beegfs", "weka", "nfs:", "juicefs", "glusterfs",
          "host is down", "enotconn",
-         pattern=r"mount\.\w+: .*(timed out|refused|error|fail|no route|unreachable|denied)"
+         pattern=r"FailedMount|(unable|failed) to (attach or )?mount|mount\w*\.\w+ failed"
+                 r"|mount\.\w+: .*(timed out|refused|error|fail|no route|unreachable|denied)"
                  r"|\b(Lustre|LNet)(Error)?\b.*(fail|error|lost|evict|timed out|unreachable|down)"
                  r"|\b(GPFS|mmfsd?)\b.*(unmount|panic|lost|fail|expel|unresponsive)"
                  r"|ceph.*(timed out|hung|blocked|not responding|lost|evict)"
@@ -234,14 +244,14 @@ _FILES = (
                  r"|nfs:.*(not responding|timed out)|\bENOTCONN\b|host is down"
                  r"|glusterfs.*(disconnected|not connected)|juicefs.*(error|timeout)"),
     wide("io-words", "storage_write_failed", "root", "restart", "input/output error",
-         "read-only file system", "errno 5", "errno 30", "erofs", "remote i/o", "errno 121",
+         "read-only file system", "errno 5", "errno 30", "erofs", "remote i/o", "errno",
          "i/o error",
          unless="prov_err|libfabric|prov/",
          pattern=r"(input/output error|read-only file system"
                  r"|\[?errno[ :=]*(5|30|121)\b|\bEROFS\b|os error 5\b|remote i/o error)"),
     wide("full-words", "storage_write_failed", "root", "stop", "no space", "disk full",
          "disk is full", "out of disk", "enospc", "not enough space", "insufficient space",
-         "file system is full", "errno 28",
+         "file system is full", "errno",
          pattern=r"no space left|disk (is )?full|out of disk space|ENOSPC|(not enough"
                  r"|insufficient) (free )?(disk )?space|file ?system is full|errno[ :=]*28\b",
          weak=True),
@@ -274,11 +284,14 @@ _FILES = (
 
 _ENDS = (
     wide("preempted-words", "scheduler_preempted", "root", "restart", "preempted", "preempting",
-         "preemption", "spot instance", "spot interruption", "node_fail", "maintenance event",
+         "preemption", "imminent", "interruption", "spot instance", "spot interruption",
+         "node_fail", "maintenance event",
          pattern=r"\b(job|instance|node|vm|pod|step|worker|task|trial)\b.{0,40}\bpreempted\b"
                  r"|preempt(ed|ing)\b.{0,40}\b(job|instance|node|vm|pod|by)\b|preemption (notice"
                  r"|signal|event|warning)|spot (instance )?(interruption|termination|reclaim)"
-                 r"|\bNODE_?FAIL\b"),
+                 r"|\bNODE_?FAIL\b|termination (is )?(imminent|notice)"
+                 r"|interruption (notice|warning)"
+                 r"|(instance|node|vm|machine)\b.{0,40}(scheduled for termination|reclaimed)"),
     wide("ended-words", "scheduler_ended", "root", "none", "time limit", "walltime",
          "term_runlimit", "deadlineexceeded", "timelimit", "job killed",
          pattern=r"due to time limit|walltime.{0,40}exceed|exceed\w*.{0,40}(walltime|time limit)"
@@ -301,11 +314,15 @@ _ENDS = (
 
 # Last: what failed for want of memory is better known to the signatures before.
 _MEMORY = (
+    wide("oom-words", "cuda_oom", "root", "stop", "out of memory", "outofmemory", "out_of_memory",
+         pattern=r"out[ _]?of[ _]?memory",
+         unless=r"kill|cgroup|java|heap|host|system|cpu|\bram\b|slurm|oom[_-]|errno|os error"),
     wide("host-memory-words", "host_oom", "root", "restart", "memoryerror", "bad_alloc",
          "cannot allocate memory", "defaultcpuallocator", "unable to allocate", "errno 12",
          "heap space",
          pattern=r"\b\w*MemoryError\b|std::bad_alloc|DefaultCPUAllocator: "
-                 r"(can't|not enough)|(fork|clone|malloc|mmap|os error 12|errno 12|OSError)\b.{0,60}"
+                 r"(can't|not enough)|(fork|clone|malloc|mmap|os error 12|errno 12|OSError)\b"
+                 r".{0,60}"
                  r"cannot allocate memory|unable to allocate [\d.]+ [KMGTP]i?B|java heap space"
                  r"|cannot allocate memory\W*(\(os error 12\))?$", weak=True),
 )  # fmt: skip
