@@ -31,5 +31,6 @@ HARMLESS = (
          "Failed to load image Python extension", "couldn't load driver 'lib",
          "XDG_RUNTIME_DIR not set", "loss scaler reducing", "perf: interrupt took too long",
          "Could not load dynamic library", "ACPI Error", "ACPI BIOS Error",
-         "lowering kernel.perf_event", "[[SysMon]]"),
+         "lowering kernel.perf_event", "[[SysMon]]",
+         "caller indicates that this is not a failure"),
 )  # fmt: skip

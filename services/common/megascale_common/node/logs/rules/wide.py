@@ -23,6 +23,9 @@ _GPU = (
          pattern=r"amdgpu.*(lost from bus|fallen off)", kernel=True),
     wide("amdgpu-fault", "gpu_mmu_fault", "root", "restart", "protection_fault", "amdgpu",
          pattern=r"amdgpu.*page fault|VM_\w*PROTECTION_FAULT", kernel=True),
+    wide("amdgpu-init", "gpu_init_failed", "root", "evict_restart", "amdgpu",
+         pattern=r"amdgpu.*(fatal error during GPU init|ip_init failed|hw_init of .*failed)",
+         kernel=True),
     wide("amdgpu-hang", "gpu_channel_error", "root", "restart", "amdgpu", "HW Exception by GPU",
          pattern=r"amdgpu.*(ring \S+ timeout|GPU reset begin|MES failed|HWS hang|failed to evict)"
                  r"|HW Exception by GPU", kernel=True),
@@ -34,7 +37,7 @@ _GPU = (
                  r"|no nvidia \w+ (\w+ )?(found|probed)|none of the nvidia"
                  r"|failed to (initiali[sz]e|load|copy vbios|enable|register|allocate NvKms)"
                  r"|probe routine was not called|initiali[sz]ation (of .*)?failed"
-                 r"|cannot initiali[sz]e the device)|nvidia( \S+)?: probe .*failed", kernel=True),
+                 r"|cannot initiali[sz]e the device|FSP command timed out)|nvidia( \S+)?: probe .*failed", kernel=True),
     wide("nvlink", "nvlink_error", "root", "alert", "nvlink", "knvlink", "xgmi",
          pattern=r"(NVRM|nvidia-nvlink|nvswitch).*nvlink.*(fail|error|timeout|timed out|down\b)"
                  r"|nvlink\w*:? .*(training (failed|error)|link (is )?down|fatal error)"
@@ -125,8 +128,8 @@ _NETWORK = (
     wide("wc-local", "rdma_local_protection", "root", "restart", "local length", "local qp",
          "local ee", "local access", "loc_len", "loc_qp", "loc_eec", "loc_access", "mw_bind",
          "local work queue", "memory window", "memory management operation", "loc_rdd",
-         "local rdd",
-         pattern=r"local (length|QP operation|EE context operation|access violation"
+         "local rdd", "failed status",
+         pattern=r"failed status [12346]\b.*(wr_id|syndrom)|local (length|QP operation|EE context operation|access violation"
                  r"|RDD violation) ?(err|work)?|LOC_(LEN|QP_OP|EEC_OP|ACCESS|RDD_VIOL)_ERR"
                  r"|MW_BIND_ERR|memory (window bind|management operation) error"
                  r"|local work queue"),
@@ -162,14 +165,15 @@ _NETWORK = (
          "ibv_alloc", "ibv_open", "ibv_query", "ibv_get", "endpoint", "completion queue",
          "protection domain", "fi_endpoint", "fi_domain", "fi_fabric", "fi_getinfo", "fi_enable",
          "fi_cq_open", "fi_ep_bind", "address handle", "rdma_create", "rdma_connect", "create qp",
-         "rdma_cm_event", "queue pair", "modify qp", "create cq",
+         "rdma_cm_event", "queue pair", "modify qp", "create cq", "create ib", "create mr",
+         "allocate mr",
          pattern=r"(call to )?ibv_(create|modify|alloc|open|query|get)_\w+(\(.*?\))?:? "
                  r"(has )?(failed|error|returned)|fi_(endpoint|domain|fabric|getinfo|enable|cq_open"
                  r"|ep_bind|av_\w+)\W.{0,60}(fail|error)|RDMA_CM_EVENT_\w*(ERROR|REJECTED"
                  r"|UNREACHABLE)|creating new endpoint .*failed|rdma_(create|connect)\w*\W.{0,60}"
                  r"(fail|error)|(fail|unable|could not|couldn't|error)\w*.{0,40}"
                  r"(create|creating|allocate|open|modify|modifying|transition|connect|move|change)"
-                 r"\w*.{0,30}\b(QP|queue pair|completion queue|\bCQ\b|protection domain|libfabric"
+                 r"\w*.{0,30}\b(QP|MR|IB resources|queue pair|completion queue|\bCQ\b|protection domain|libfabric"
                  r" endpoint|address handle)\b"),
     wide("link-words", "rdma_link_flap", "root", "alert", "link down", "link is down", "link lost",
          "carrier", "port down", "port is down", "port_err", "link flap", "cable", "port module",
@@ -237,7 +241,8 @@ _FILES = (
          "host is down", "enotconn",
          pattern=r"FailedMount|(unable|failed) to (attach or )?mount|mount\w*\.\w+ failed"
                  r"|mount\.\w+: .*(timed out|refused|error|fail|no route|unreachable|denied)"
-                 r"|\b(Lustre|LNet)(Error)?\b.*(fail|error|lost|evict|timed out|unreachable|down)"
+                 r"|\b(Lustre|LNet)(Error)?\b.*(fail|error|lost|evict|timed out|unreachable|down"
+                 r"|inactive for)"
                  r"|\b(GPFS|mmfsd?)\b.*(unmount|panic|lost|fail|expel|unresponsive)"
                  r"|ceph.*(timed out|hung|blocked|not responding|lost|evict)"
                  r"|beegfs.*(error|timed out|unreachable)|wekafs?.*(unreachable|disconnect|fail)"
@@ -300,8 +305,8 @@ _ENDS = (
          "exit", "exited", "returncode", "return code", "killed", "status 137", "code 137",
          unless="potential root causes|send(ing)? SIGKILL",
          pattern=r"(\bsignal[ :=(]*"
-                 r"(9\b|kill(ed)?\b)|\bSIGKILL\b|exit(ed|s|ing)?( with| from)?( status| code"
-                 r"|code)?[ :=(]*(-9|137)\b|return ?code[ :=]*-9\b|killed by signal 9"
+                 r"(9\b|kill(ed)?\b)|\bSIGKILL\b|exit(ed|s|ing)?( with| from)?( status|[ _]?code\"?"
+                 r")?[ :=(]*(-9|137)\b|return ?code[ :=]*-9\b|killed by signal 9"
                  r"|exit status 137|command terminated with exit code 137)"),
     wide("teardown-words", "teardown_secondary", "teardown", "none", "sigterm", "sigint",
          "signal 15", "death signal", "shutting down", "driver shutting down", "code 143",
