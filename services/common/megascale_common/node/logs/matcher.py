@@ -55,6 +55,7 @@ _COMMON = frozenset(
         *("to", "are", "bit", "client", "command", "files", "found", "from", "interface"),
         *("limit", "multi", "single", "worker", "link", "node", "time", "host", "input", "output"),
         *("local", "event", "file", "read", "work", "module", "not", "all", "system"),
+        "gradient",
     }
 )
 _WHOLE = 3  # a word of so few letters must be a line's whole word

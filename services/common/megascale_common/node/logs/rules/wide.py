@@ -37,7 +37,8 @@ _GPU = (
                  r"|no nvidia \w+ (\w+ )?(found|probed)|none of the nvidia"
                  r"|failed to (initiali[sz]e|load|copy vbios|enable|register|allocate NvKms)"
                  r"|probe routine was not called|initiali[sz]ation (of .*)?failed"
-                 r"|cannot initiali[sz]e the device|FSP command timed out)|nvidia( \S+)?: probe .*failed", kernel=True),
+                 r"|cannot initiali[sz]e the device|FSP command timed out)"
+                 r"|nvidia( \S+)?: probe .*failed", kernel=True),
     wide("nvlink", "nvlink_error", "root", "alert", "nvlink", "knvlink", "xgmi",
          pattern=r"(NVRM|nvidia-nvlink|nvswitch).*nvlink.*(fail|error|timeout|timed out|down\b)"
                  r"|nvlink\w*:? .*(training (failed|error)|link (is )?down|fatal error)"
@@ -129,7 +130,8 @@ _NETWORK = (
          "local ee", "local access", "loc_len", "loc_qp", "loc_eec", "loc_access", "mw_bind",
          "local work queue", "memory window", "memory management operation", "loc_rdd",
          "local rdd", "failed status",
-         pattern=r"failed status [12346]\b.*(wr_id|syndrom)|local (length|QP operation|EE context operation|access violation"
+         pattern=r"failed status [12346]\b.*(wr_id|syndrom)"
+                 r"|local (length|QP operation|EE context operation|access violation"
                  r"|RDD violation) ?(err|work)?|LOC_(LEN|QP_OP|EEC_OP|ACCESS|RDD_VIOL)_ERR"
                  r"|MW_BIND_ERR|memory (window bind|management operation) error"
                  r"|local work queue"),
@@ -173,8 +175,8 @@ _NETWORK = (
                  r"|UNREACHABLE)|creating new endpoint .*failed|rdma_(create|connect)\w*\W.{0,60}"
                  r"(fail|error)|(fail|unable|could not|couldn't|error)\w*.{0,40}"
                  r"(create|creating|allocate|open|modify|modifying|transition|connect|move|change)"
-                 r"\w*.{0,30}\b(QP|MR|IB resources|queue pair|completion queue|\bCQ\b|protection domain|libfabric"
-                 r" endpoint|address handle)\b"),
+                 r"\w*.{0,30}\b(QP|MR|IB resources|queue pair|completion queue|\bCQ\b"
+                 r"|protection domain|libfabric endpoint|address handle)\b"),
     wide("link-words", "rdma_link_flap", "root", "alert", "link down", "link is down", "link lost",
          "carrier", "port down", "port is down", "port_err", "link flap", "cable", "port module",
          pattern=r"\b(ib\d+|mlx\d_\d+|eth\d+|enp\w+|eno\w+|ens\w+|bond\d+|rdma\d*|mlx5_core)\b.*"
