@@ -62,6 +62,7 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
         ("stratified", 101),
         ("elsewhere", 57),
         ("afterwards", 77),
+        ("mixed", 18),
     ],
 )
 def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:

@@ -24,7 +24,7 @@ _STRENGTH: dict[Action, int] = {"none": 0, "alert": 1, "restart": 2, "evict_rest
 # Kernel evidence within this time of the earliest root outranks that root.
 KERNEL_WINDOW_S = 60.0
 JOINED = 8  # lines that are looked at together where no line alone has a known cause
-MAX_JOINED_LINES = 200
+MAX_JOINED_LINES = 200  # of one excerpt, from its beginning; the rest is seen line by line
 # Lines that explain the failures after them away: a host without NVSwitch needs no fabric manager.
 _FINAL = frozenset({"fabric-no-switch"})
 

@@ -26,6 +26,10 @@ HARMLESS = (
     # What is left on NFS of a file that was removed while open: its removal fails, nothing else.
     text("nfs-removed", "benign", "benign", "none", "resource busy",
          pattern=r"resource busy: '\S*\.nfs[0-9a-f]+"),
+    text("nccl-fallback", "benign", "benign", "none", "open libibverbs", "a path for pattern",
+         "Cannot get incoming CPU", "Maximum retry reached for"),
+    text("mlx4-command", "benign", "benign", "none", "mlx4_core",
+         pattern=r"mlx4_core \S+ command 0x\w+ failed: fw status"),
     text("framework-noise", "benign", "benign", "none", "Unable to register cu",
          "placer already registered", "read from SysFS had negative value",
          "Failed to load image Python extension", "couldn't load driver 'lib",

@@ -227,7 +227,8 @@ _COMMUNICATION = (
                  r"|lost|aborted|dropped|broken|terminated)\b|peer (process )?(\w+ )?"
                  r"(unexpectedly )?(disconnected|closed|died|gone|hung up|exited|failure)"
                  r"|connect\w* .{0,60}refused|failed to connect to all addresses"
-                 r"|stopped sending heartbeats|heartbeat timeout|\bECONN(RESET|REFUSED|ABORTED)\b"
+                 r"|stopped sending heartbeats|got no heartbeat|heartbeat timeout"
+                 r"|\bECONN(RESET|REFUSED|ABORTED)\b"
                  r"|\bEPIPE\b|(BrokenPipe|Connection(Reset|Refused|Aborted))Error"
                  r"|remote (end|host|side) closed"),
 )  # fmt: skip
@@ -265,8 +266,11 @@ _FILES = (
     wide("object-words", "storage_write_failed", "root", "restart", "slowdown", "slow down",
          "serverbusy", "request rate", "requesttimeout", "operationtimedout", "internalerror",
          "serviceunavailable", "bucket", "upload", "multipart", "http error", "timed out",
+         "to endpoint", "from endpoint", "endpoint url",
          pattern=r"\bSlowDown\b|503:? slow down|ServerBusy|reduce your request rate"
-                 r"|OperationTimedOut|http error 50[0-4]|(s3|gcs|bucket|blob|multipart|upload)\w*"
+                 r"|OperationTimedOut|http error 50[0-4]"
+                 r"|(unable to connect to|could not connect to the) endpoint"
+                 r"|response from endpoint url|(s3|gcs|bucket|blob|multipart|upload)\w*"
                  r"\b.{0,120}(\b50[0234]\b|InternalError|ServiceUnavailable|RequestTimeout"
                  r"|timed out|broken pipe|connection reset)"),
     wide("save-words", "storage_write_failed", "root", "restart", "fail", "error", "unable to",
