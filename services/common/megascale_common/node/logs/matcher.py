@@ -34,6 +34,7 @@ MAX_FINDINGS = 256  # kinds and templates that are counted apart between two cal
 _BLOCK_BYTES = 262_144  # scanned at once, so that its list of words stays small
 _MAX_CLEAN_WORDS = 16_384  # words known to be in no literal
 _MAX_CLEAN_SHAPES = 8_192  # lines without their digits, known to hold no word of a literal
+_VARIED_BLOCKS = 16  # after one in which most shapes are new
 _MAX_SHAPE_BYTES = 512  # a longer line is looked at each time
 
 LITERALS = tuple(
@@ -92,6 +93,13 @@ _SOURCE = re.compile(r"\s+raise \w")
 _PART, _SHORT = _passes({gate_word(one) for one in LITERALS})
 _GATE = re.compile(_PART.pattern.encode())
 _GATE_SHORT = frozenset(word.encode() for word in _SHORT)
+_STARTS = frozenset(gate_word(one).encode()[: _WHOLE + 1] for one in LITERALS)
+
+
+def _may_pass(word: bytes) -> bool:
+    """Whether a long word of the gate is in this word; the first letters rule most words out."""
+    parts = [word[at : at + _WHOLE + 1] for at in range(len(word) - _WHOLE)]
+    return not _STARTS.isdisjoint(parts) and _GATE.search(word) is not None
 
 
 @dataclass(slots=True)
@@ -120,6 +128,7 @@ class Matcher:
         self._found: dict[str, Finding] = {}
         self._clean_shapes: set[bytes] = set()
         self._clean_words: set[bytes] = set()
+        self._varied = 0  # blocks whose words are looked at before their shapes
         self.dropped = 0  # troubled lines beyond MAX_FINDINGS fingerprints
 
     def feed(self, data: bytes) -> None:
@@ -170,32 +179,41 @@ class Matcher:
             start = end
 
     def _scan_block(self, block: bytes) -> None:
-        shapes = block.translate(_TO_SHAPE, _DIGITS).split(b"\n")
+        text = block.translate(_TO_SHAPE, _DIGITS)
+        suspects = None
+        if self._varied:  # shapes do not repeat here: words come first
+            self._varied -= 1
+            suspects = self._suspects(text)
+            if not suspects:
+                return
+        shapes = text.split(b"\n")
         new = set(shapes) - self._clean_shapes
         if not new:
             return
-        troubled = self._troubled(new)
+        if 2 * len(new) > len(shapes):
+            self._varied = _VARIED_BLOCKS
+        if suspects is None:
+            suspects = self._suspects(b" ".join(new))
+        troubled = {shape for shape in new if not suspects.isdisjoint(shape.split())}
         self._remember(new - troubled)
         if not troubled:
             return
         for shape, line in zip(shapes, block.split(b"\n"), strict=True):
             if shape in troubled:
-                text = line[:MAX_LINE_BYTES].decode(errors="replace").rstrip("\r")
-                kind = kind_of(text)
+                whole = line[:MAX_LINE_BYTES].decode(errors="replace").rstrip("\r")
+                kind = kind_of(whole)
                 if kind is not None:
-                    self._add(kind, text)
+                    self._add(kind, whole)
 
-    def _troubled(self, shapes: set[bytes]) -> set[bytes]:
-        """Those of these shapes that hold a word of the gate."""
-        new = set(b" ".join(shapes).split()) - self._clean_words
-        suspects = {word for word in new if word in _GATE_SHORT or _GATE.search(word)}
+    def _suspects(self, text: bytes) -> set[bytes]:
+        """Words of this text that hold a word of the gate."""
+        new = set(text.split()) - self._clean_words
+        suspects = {word for word in new if word in _GATE_SHORT or _may_pass(word)}
         if len(self._clean_words) + len(new) > _MAX_CLEAN_WORDS:
             self._clean_words.clear()
         if len(new) <= _MAX_CLEAN_WORDS:
             self._clean_words.update(new - suspects)
-        if not suspects:
-            return set()
-        return {shape for shape in shapes if not suspects.isdisjoint(shape.split())}
+        return suspects
 
     def _remember(self, shapes: set[bytes]) -> None:
         """Lines of these shapes are harmless."""
