@@ -63,6 +63,7 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
         ("elsewhere", 57),
         ("afterwards", 77),
         ("mixed", 18),
+        ("last", 20),
     ],
 )
 def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:

@@ -31,7 +31,8 @@ FATAL_LITERALS = ("error", "exception", "fatal", "nccl warn", "terminate called"
                   "segmentation fault", "core dumped", "corruption", "check failed", "exitcode",
                   "root cause", "assert failed", " warn ", "ncclcomminit",
                   "interface found", "panicked", "non-zero status",
-                  "nccl failure", "mpi_err", "internal: ", "return code")  # fmt: skip
+                  "nccl failure", "mpi_err", "internal: ", "return code",
+                  "sigsegv", "sigbus", "sigabrt")  # fmt: skip
 IGNORED = re.compile(
     r"NCCL INFO|^frame #\d|During handling of the above|another exception occurred"
     r"|\[Hardware Error\]|\b(?:0|no) errors?\b|stack trace: \*\*\*|^\s+File \""
@@ -50,5 +51,5 @@ FATAL_PATTERN = re.compile(
     r"|INTERNAL ASSERT FAILED|\.(?:h|cc|cu):\d+ WARN |unexpected system error"
     r"|ncclCommInit\w*\(.*\) failed|no socket interface found|panicked at|non-zero status"
     r"|NCCL failure|MPI_ERR\w*|error occurred|\bINTERNAL: .*failed"
-    r"|exits? with return code = ?-"
+    r"|exits? with return code = ?-|\bSIG(?:SEGV|BUS|ABRT)\b"
 )

@@ -9,7 +9,8 @@ from megascale_common.node.logs.signature import text
 
 HOST = (
     text("dimm-cper-ue", "host_dimm_ue", "root", "evict_restart", "multi-bit ECC",
-         pattern=r"\[Hardware Error\].*multi-bit ECC", kernel=True),
+         "multi-bit uncorrectable",
+         pattern=r"\[Hardware Error\].*multi-bit (uncorrectable )?ECC", kernel=True),
     text("dimm-cper-ce", "host_dimm_ce", "root", "alert", "single-bit ECC",
          pattern=r"\[Hardware Error\].*single-bit ECC", kernel=True),
     text("dimm-ue", "host_dimm_ue", "root", "evict_restart", "EDAC", "Memory failure: 0x",

@@ -41,7 +41,7 @@ _GPU = (
                  r"|nvidia( \S+)?: probe .*failed", kernel=True),
     wide("nvlink", "nvlink_error", "root", "alert", "nvlink", "knvlink", "xgmi",
          pattern=r"(NVRM|nvidia-nvlink|nvswitch).*nvlink.*(fail|error|timeout|timed out|down\b)"
-                 r"|nvlink\w*:? .*(training (failed|error)|link (is )?down|fatal error)"
+                 r"|nvlink\w*:? .*(training (failed|error)|link (\d+ )?(is )?down|fatal error)"
                  r"|NVLINK_ERROR|xgmi.*(link|uncorrect)\w* ?(error|fail)", kernel=True),
     wide("driver-libraries", "driver_mismatch", "root", "evict_restart", "mismatch",
          pattern=r"(driver|kernel module|client|library)\W.{0,60}version mismatch"
@@ -141,12 +141,13 @@ _NETWORK = (
          pattern=r"remote (aborted|invalid R\w+ request|access|operation) err|bad response err"
                  r"|REM_(ABORT|ACCESS|OP|INV_\w+)_ERR|BAD_RESP_ERR"),
     wide("wc-retry", "rdma_retry_exceeded", "root", "restart", "resp_timeout", "response timeout",
-         "unresponsive", "unreachable remote", "rnr_retry", "retry counter", "retry count",
-         "retries exceeded", "retry exceeded", "retry_exc", "failed status",
+         "unresponsive", "unreachable remote", "rnr_retry", "endpoint timeout", "retry counter",
+         "retry count", "retries exceeded", "retry exceeded", "retry_exc", "failed status",
          pattern=r"RESP_TIMEOUT_ERR|response timeout err|unresponsive (remote|receiver|peer)"
                  r"|unreachable remote|RNR_RETRY|RETRY_EXC|retry count\w*.{0,60}exceeded"
                  r"|retry exceeded|failed status 1[23]\b.*(wr_id|syndrom)"
-                 r"|transport retr(y|ies) .{0,20}exceeded", weak=True),
+                 r"|transport retr(y|ies) .{0,20}exceeded"
+                 r"|transport error: endpoint timeout", weak=True),
     wide("rdma-memory", "memlock_limit", "root", "stop", "cannot allocate memory", "enomem",
          "mr_reg", "ibv_reg", "reg_mr", "memory registration",
          pattern=r"(mr_reg|reg_\w*mr|ibv_reg\w*|create_cq|create_qp|register\w* (memory|buffer)"
@@ -296,11 +297,11 @@ _FILES = (
 _ENDS = (
     wide("preempted-words", "scheduler_preempted", "root", "restart", "preempted", "preempting",
          "preemption", "imminent", "interruption", "spot instance", "spot interruption",
-         "node_fail", "maintenance event",
+         "node_fail", "instances.preempted", "maintenance event",
          pattern=r"\b(job|instance|node|vm|pod|step|worker|task|trial)\b.{0,40}\bpreempted\b"
                  r"|preempt(ed|ing)\b.{0,40}\b(job|instance|node|vm|pod|by)\b|preemption (notice"
                  r"|signal|event|warning)|spot (instance )?(interruption|termination|reclaim)"
-                 r"|\bNODE_?FAIL\b|termination (is )?(imminent|notice)"
+                 r"|\bNODE_?FAIL\b|instances\.preempted|termination (is )?(imminent|notice)"
                  r"|interruption (notice|warning)"
                  r"|(instance|node|vm|machine)\b.{0,40}(scheduled for termination|reclaimed)"),
     wide("ended-words", "scheduler_ended", "root", "none", "time limit", "walltime",
