@@ -64,6 +64,7 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
         ("afterwards", 77),
         ("mixed", 18),
         ("last", 20),
+        ("causes", 17),
     ],
 )
 def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:

@@ -87,7 +87,8 @@ GPU = (
          "STATUS_NOT_INITIALIZED", "ResourceExhaustedError",
          pattern=r"OOM when allocating|CUBLAS_STATUS_NOT_INITIALIZED|out of memory"
                  r"|ErrorMemoryAllocation|STATUS_ALLOC_FAILED|OUT_OF_MEMORY"
-                 r"|Failed to CUDA (m|c)alloc|OutOfMemoryError|RESOURCE_EXHAUSTED: Out of memory"),
+                 r"|Failed to CUDA (m|c)alloc|(?<!ray\.exceptions\.)OutOfMemoryError"
+                 r"|RESOURCE_EXHAUSTED: Out of memory"),
     text("cuda-assert", "cuda_device_assert", "root", "stop", "device-side assert",
          "cudaErrorAssert"),
     text("cuda-illegal-access", "cuda_illegal_access", "root", "restart",

@@ -40,9 +40,11 @@ _GPU = (
                  r"|cannot initiali[sz]e the device|FSP command timed out)"
                  r"|nvidia( \S+)?: probe .*failed", kernel=True),
     wide("nvlink", "nvlink_error", "root", "alert", "nvlink", "knvlink", "xgmi",
+         "<inactive>",
          pattern=r"(NVRM|nvidia-nvlink|nvswitch).*nvlink.*(fail|error|timeout|timed out|down\b)"
                  r"|nvlink\w*:? .*(training (failed|error)|link (\d+ )?(is )?down|fatal error)"
-                 r"|NVLINK_ERROR|xgmi.*(link|uncorrect)\w* ?(error|fail)", kernel=True),
+                 r"|NVLINK_ERROR|uncorrectable nvlink|disabled between nvlink connected"
+                 r"|\blink \d+: <inactive>|xgmi.*(link|uncorrect)\w* ?(error|fail)", kernel=True),
     wide("driver-libraries", "driver_mismatch", "root", "evict_restart", "mismatch",
          pattern=r"(driver|kernel module|client|library)\W.{0,60}version mismatch"
                  r"|LibRmVersionMismatch"),
@@ -91,11 +93,14 @@ _GPU = (
 
 _HOST = (
     wide("host-oom-words", "host_oom", "root", "restart", "exceed", "killed as a result",
-         "oomcontroller", "low on memory", "memory pressure", "term_memlimit", "vmem",
+         "oomcontroller", "low on memory", "memory pressure", "memory low", "of memory",
+         "memory usage threshold", "MemoryError", "term_memlimit", "vmem",
          "resource: memory", "out_of_memory", "oom killer", "oomd", "earlyoom", "oom score",
          "oom event",
          pattern=r"exceeded (the )?(\w+ ){0,2}memory limit|killed as a result of limit of"
-                 r"|OOMController|running low on memory|due to memory pressure|TERM_MEMLIMIT"
+                 r"|OOMController|running low on memory|due to memory pressure"
+                 r"|exceeds the memory usage threshold|system memory low"
+                 r"|avoid running out of memory|TERM_MEMLIMIT"
                  r"|job killed: v?mem|v?mem \S+ exceeded limit|low on resource: memory"
                  r"|state[=: ]+OUT_OF_MEMORY|killed by (the )?(\w+ )?oom[ -]?killer"
                  r"|(oomd|earlyoom)\S* .*(kill|SIGTERM|SIGKILL)"
@@ -283,13 +288,14 @@ _FILES = (
     wide("stale-words", "storage_stale_handle", "root", "restart", "stale", "estale", "errno 116",
          pattern=r"stale (nfs )?file handle|\bESTALE\b|errno[ :=]*116\b"),
     wide("nan-words", "numeric_nan", "root", "stop", "nan", "nans", "non-finite", "nonfinite",
-         "not finite", "infinite", "floatingpointerror", "inf",
+         "not finite", "infinite", "floatingpointerror", "inf", "probability tensor",
          pattern=r"\b(loss\w*|grad\w*([ _]norm)?|norm|ppl|perplexity|cost|logits?|weights?"
                  r"|param\w*|activations?|output|entropy|reward|kl)\b[^a-z]{0,12}\bnan\b(?! iter)"
                  r"|\b(is|are|was|were|be|become|became|becomes|got|has|have|contain|contains"
                  r"|containing|found|detected|encountered|hit|of|all|any|to) nans?\b(?! iter)"
                  r"|\bnans?\b (\w+ )?(grad|loss|norm|occur|detected|found|encountered|value|in )"
-                 r"|\bnan or inf|\binf or nan|(non-?finite|not finite|infinite) (\w+ )?(loss|grad"
+                 r"|\bnan or inf|\binf or nan|either inf, nan"
+                 r"|(non-?finite|not finite|infinite) (\w+ )?(loss|grad"
                  r"|norm|value)|(loss|grad\w*|norm|value)\w* .{0,20}(non-?finite|not finite"
                  r"|infinite)|FloatingPointError"),
 )  # fmt: skip
