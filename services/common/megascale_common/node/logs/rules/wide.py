@@ -45,6 +45,18 @@ _GPU = (
                  r"|nvlink\w*:? .*(training (failed|error)|link (\d+ )?(is )?down|fatal error)"
                  r"|NVLINK_ERROR|uncorrectable nvlink|disabled between nvlink connected"
                  r"|\blink \d+: <inactive>|xgmi.*(link|uncorrect)\w* ?(error|fail)", kernel=True),
+    wide("nvlink-told", "nvlink_error", "root", "alert", "nvlink_down", "nvlink link",
+         "nvlink replay", "nvlink crc", "nvlink recovery",
+         pattern=r"NVLINK_DOWN|nvlink link \d+ is (currently )?down"
+                 r"|nvlink (replay|crc|recovery) errors?\W+[1-9]"),
+    wide("remap-pending", "gpu_row_remap", "root", "alert", "remapped rows pending",
+         "pending page blacklist", "remapping pending", "row remap pending",
+         pattern=r"(remapp\w+ rows pending|pending page blacklist|remap\w* pending)\W+yes"),
+    wide("ecc-told", "gpu_ecc_uncorrectable", "root", "evict_restart", "dbe errors",
+         "double bit", "double-bit",
+         pattern=r"dbe errors than allowed|double[- ]bit ecc errors?\W+[1-9]"),
+    wide("gsp-told", "gsp_rpc_timeout", "root", "restart", "gsp rpc",
+         pattern=r"NVRM:.*GSP RPC (buffer contains|error)", kernel=True),
     wide("driver-libraries", "driver_mismatch", "root", "evict_restart", "mismatch",
          pattern=r"(driver|kernel module|client|library)\W.{0,60}version mismatch"
                  r"|LibRmVersionMismatch"),
@@ -80,7 +92,7 @@ _GPU = (
                  r"|exclusive.{0,20}(process|thread) mode.{0,60}(busy|in use|fail)"),
     wide("gpu-none", "gpu_init_failed", "root", "restart", "available", "detected",
          "initiali", "nvml", "cuinit", "device ordinal", "hiperrornodevice", "is not able to use",
-         "no nvidia", "no cuda",
+         "no nvidia", "no cuda", "nvidia devices",
          pattern=r"no (CUDA|NVIDIA|HIP|ROCm)[- ](GPU|device|runtime|capable)\w*.{0,30}"
                  r"(found|detected|available)|no (available )?GPUs? (was |were )?(found|detected)"
                  r"|CUDA is not available|torch is not able to use GPU|cuInit\W.{0,60}(fail|error)"
@@ -88,7 +100,8 @@ _GPU = (
                  r"|NVMLError_(Uninitialized|DriverNotLoaded|LibraryNotFound|Unknown)"
                  r"|(could not|cannot|can't|failed to|unable to) (init\w*|load|open|start)"
                  r"( the)? (NVML|CUDA)\b(?! ext)|CUDA initiali[sz]ation (error|fail)"
-                 r"|hipErrorNoDevice|NVML: Unknown Error|CUDA: initiali[sz]ation error"),
+                 r"|failed to query nvidia devices|hipErrorNoDevice|NVML: Unknown Error"
+                 r"|CUDA: initiali[sz]ation error"),
 )  # fmt: skip
 
 _HOST = (
@@ -121,6 +134,12 @@ _HOST = (
          "fixing recursive", "unable to handle kernel", "fatal exception in interrupt",
          pattern=r"CPU#\d+ stuck for|unable to handle kernel|fixing recursive fault"
                  r"|fatal exception in interrupt", kernel=True),
+    wide("nmi-words", "host_hardware_error", "root", "alert", "nmi received for unknown",
+         pattern=r"NMI received for unknown reason", kernel=True),
+    wide("pcie-words", "pcie_error", "root", "alert", "containment event", "pciehp",
+         "pcie link", "pcie width", "pcie speed",
+         pattern=r"DPC: .*containment event|pciehp.* link down"
+                 r"|PCIe (link|width|speed)\b.{0,20}\bdegrad", kernel=True),
     wide("disk-words", "host_disk_failed", "root", "alert", "nvme", "blk_update_request",
          "medium error", "smartd",
          pattern=r"nvme nvme\d+: (.*(timeout|abort|failed|not ready|removing)|i/o \d+)"
@@ -162,7 +181,8 @@ _NETWORK = (
          "bnxt_en", "irdma", "efa", "wc_fatal", "catastrophic",
          pattern=r"(mlx[45]_core|bnxt_en|bnxt_re|irdma|\befa\b).*(load_one failed|probe of \S+ "
                  r"failed|probe failed|catastrophic|internal error|unhealthy|fw fatal"
-                 r"|firmware (is )?(hung|not respond\w+|fatal|in bad state)|handle_hca_cap failed"
+                 r"|handling bad device|firmware (is )?(hung|not respond\w+|fatal|in bad state)"
+                 r"|handle_hca_cap failed"
                  r"|device is not functional|entering error state|recovery failed)"
                  r"|IBV_WC_FATAL_ERR|catastrophic error", kernel=True),
     wide("nic-error", "rdma_device_fatal", "root", "alert", "mlx4_core", "mlx5_core", "bnxt_en",
@@ -209,22 +229,29 @@ _COMMUNICATION = (
     wide("rendezvous-words", "rendezvous_timeout", "root", "restart", "rendezvous", "tcpstore",
          "c10d store", "store based barrier", "store->get", "init_process_group",
          "clients joined", "waiting for clients", "waiting for nodes", "waiting for workers",
-         "timeout", "timed out", "connect to", "to reach",
+         "timeout", "timed out", "connect to", "to reach", "pjrt_client_connect",
+         "distributed service", "no route to host", "master_addr",
          unless="waiting in store",
          pattern=r"bootstrap\w*\b.{0,60}(timed? ?out)|(rendezvous|TCPStore|c10d store"
                  r"|store based barrier|store->get|init_process_group"
                  r"|waiting for (clients|nodes|workers))"
                  r".{0,160}(timed? ?out\b|timeout (after|error|waiting)|failed\b|unable to|refused"
                  r"|could not)|(failed|unable) to (connect to|reach) (the )?(master|coordinator"
-                 r"|head node|rank 0|rendezvous)|clients joined", weak=True),
+                 r"|head node|rank 0|rendezvous)|clients joined|PjRT_Client_Connect"
+                 r"|failed to connect to distributed service"
+                 r"|(MASTER_ADDR|master|head node|rank 0)\b.{0,60}no route to host"
+                 r"|no route to host.{0,60}(MASTER_ADDR|master\b)", weak=True),
     wide("collective-words", "collective_timeout", "secondary", "restart", "timed out",
-         "timed-out", "timeout", "join the rendezvous", "monitoredbarrier", "not all",
+         "timed-out", "timeout", "may be stuck", "join the rendezvous", "monitoredbarrier",
+         "not all",
          unless="waiting in store",
          pattern=r"(collective|all-?_?reduce|all-?_?gather|reduce_?scatter"
-                 r"|broadcast|barrier|all_?to_?all|[nhr]ccl)\b.{0,160}(timed[ -]?out\b|timeout"
+                 r"|broadcast|barrier(?!_id: PjRT)|all_?to_?all"
+                 r"|[nhr]ccl\w*)\b.{0,160}(timed[ -]?out\b|timeout"
                  r" (error|expired|exceeded|reached|detected|after))|failed to pass "
                  r"monitoredBarrier|before timing out|global timeout from|timeout occurred while "
-                 r"waiting|threads to join the rendezvous|notify wait timeout"
+                 r"waiting|threads to join the rendezvous"
+                 r"|this thread has been waiting for.*may be stuck|notify wait timeout"
                  r"|not all .{0,30}(ranks|workers|participants|threads) .{0,30}(arrived|joined)"),
     wide("peer-words", "peer_closed_secondary", "secondary", "none", "closed", "reset",
          "refused", "disconnected", "broken pipe", "brokenpipe", "lost", "aborted", "dropped",
@@ -247,7 +274,7 @@ _FILES = (
                  r"(disk|storage|inode|file|block)? ?quota|EDQUOT|ErrQuota)"),
     wide("mount-words", "storage_unreachable", "root", "alert", "mount", "lustre",
          "lnet", "gpfs", "mmfs", "ceph", "beegfs", "weka", "nfs:", "juicefs", "glusterfs",
-         "host is down", "enotconn",
+         "host is down", "enotconn", "cifs", "libceph",
          pattern=r"FailedMount|(unable|failed) to (attach or )?mount|mount\w*\.\w+ failed"
                  r"|mount\.\w+: .*(timed out|refused|error|fail|no route|unreachable|denied)"
                  r"|\b(Lustre|LNet)(Error)?\b.*(fail|error|lost|evict|timed out|unreachable|down"
@@ -256,6 +283,7 @@ _FILES = (
                  r"|ceph.*(timed out|hung|blocked|not responding|lost|evict)"
                  r"|beegfs.*(error|timed out|unreachable)|wekafs?.*(unreachable|disconnect|fail)"
                  r"|nfs:.*(not responding|timed out)|\bENOTCONN\b|host is down"
+                 r"|CIFS.*not responded|libceph: mds.*(closed|error|lost|hung)"
                  r"|glusterfs.*(disconnected|not connected)|juicefs.*(error|timeout)"),
     wide("io-words", "storage_write_failed", "root", "restart", "input/output error",
          "read-only file system", "errno 5", "errno 30", "erofs", "remote i/o", "errno",
@@ -303,11 +331,13 @@ _FILES = (
 _ENDS = (
     wide("preempted-words", "scheduler_preempted", "root", "restart", "preempted", "preempting",
          "preemption", "imminent", "interruption", "spot instance", "spot interruption",
-         "node_fail", "instances.preempted", "maintenance event",
+         "node_fail", "instances.preempted", "terminationbykubelet",
+         "node is shutting down", "maintenance event",
          pattern=r"\b(job|instance|node|vm|pod|step|worker|task|trial)\b.{0,40}\bpreempted\b"
                  r"|preempt(ed|ing)\b.{0,40}\b(job|instance|node|vm|pod|by)\b|preemption (notice"
                  r"|signal|event|warning)|spot (instance )?(interruption|termination|reclaim)"
-                 r"|\bNODE_?FAIL\b|instances\.preempted|termination (is )?(imminent|notice)"
+                 r"|\bNODE_?FAIL\b|instances\.preempted|TerminationByKubelet"
+                 r"|node is shutting down|termination (is )?(imminent|notice)"
                  r"|interruption (notice|warning)"
                  r"|(instance|node|vm|machine)\b.{0,40}(scheduled for termination|reclaimed)"),
     wide("ended-words", "scheduler_ended", "root", "none", "time limit", "walltime",
