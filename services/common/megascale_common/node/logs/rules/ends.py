@@ -15,7 +15,7 @@ ENDS = (
          "xitCode", "was sent SIGKILL", "(SIGKILL)",
          pattern=r"\btasks? \S+: Killed|(?i:exit(ed with)? ?(code|status):? ?137\b)"
                  r"|was sent SIGKILL|\(SIGKILL\)|exitcode\s*: -9\b|[Ss]ignal 9\b"
-                 r"|Signals\.SIGKILL|signal: Killed|^\s*Killed\s*$"
+                 r"|Signals\.SIGKILL|signal: Killed|^\W*Killed\W*$"
                  r"|line \d+:\s+\d+ Killed|exit code 137|return code = -9\b"),
     text("peer-closed", "peer_closed_secondary", "secondary", "none", "Connection closed by",
          "onnection reset by peer", "Broken pipe", "Socket recv failed", "ncclRemoteError",

@@ -165,13 +165,14 @@ _NETWORK = (
          pattern=r"remote (aborted|invalid R\w+ request|access|operation) err|bad response err"
                  r"|REM_(ABORT|ACCESS|OP|INV_\w+)_ERR|BAD_RESP_ERR"),
     wide("wc-retry", "rdma_retry_exceeded", "root", "restart", "resp_timeout", "response timeout",
-         "unresponsive", "unreachable remote", "rnr_retry", "endpoint timeout", "retry counter",
+         "unresponsive", "unreachable remote", "rnr_retry", "endpoint timeout", "undeliverable",
+         "retry counter",
          "retry count", "retries exceeded", "retry exceeded", "retry_exc", "failed status",
          pattern=r"RESP_TIMEOUT_ERR|response timeout err|unresponsive (remote|receiver|peer)"
                  r"|unreachable remote|RNR_RETRY|RETRY_EXC|retry count\w*.{0,60}exceeded"
                  r"|retry exceeded|failed status 1[23]\b.*(wr_id|syndrom)"
                  r"|transport retr(y|ies) .{0,20}exceeded"
-                 r"|transport error: endpoint timeout", weak=True),
+                 r"|transport error: endpoint timeout|\(UNDELIVERABLE\)", weak=True),
     wide("rdma-memory", "memlock_limit", "root", "stop", "cannot allocate memory", "enomem",
          "mr_reg", "ibv_reg", "reg_mr", "memory registration",
          pattern=r"(mr_reg|reg_\w*mr|ibv_reg\w*|create_cq|create_qp|register\w* (memory|buffer)"
@@ -194,8 +195,10 @@ _NETWORK = (
          "protection domain", "fi_endpoint", "fi_domain", "fi_fabric", "fi_getinfo", "fi_enable",
          "fi_cq_open", "fi_ep_bind", "address handle", "rdma_create", "rdma_connect", "create qp",
          "rdma_cm_event", "queue pair", "modify qp", "create cq", "create ib", "create mr",
+         "net/ofi",
          "allocate mr",
-         pattern=r"(call to )?ibv_(create|modify|alloc|open|query|get)_\w+(\(.*?\))?:? "
+         pattern=r"NET/OFI couldn't open|(call to )?ibv_(create|modify|alloc|open|query"
+                 r"|get)_\w+(\(.*?\))?:? "
                  r"(has )?(failed|error|returned)|fi_(endpoint|domain|fabric|getinfo|enable|cq_open"
                  r"|ep_bind|av_\w+)\W.{0,60}(fail|error)|RDMA_CM_EVENT_\w*(ERROR|REJECTED"
                  r"|UNREACHABLE)|creating new endpoint .*failed|rdma_(create|connect)\w*\W.{0,60}"
