@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.kernel_log import KernelLog
-from megascale_executor.agent.log_scanner import SCAN_S, LogScanner
+from megascale_executor.agent.log_scanner import MIN_PAUSE_S, SCAN_S, LogScanner
 
 LINES_PER_S = 1_000_000
 MIB = 1 << 20
@@ -129,12 +129,13 @@ def _while_written(folder: Path, piece: bytes) -> dict[str, float]:
     writer = subprocess.Popen(
         [sys.executable, "-c", _WRITER, str(log), str(source), str(LINES_PER_S), "2"]
     )
-    longest_s, began_s = 0.0, time.perf_counter()
+    longest_s, took_s, began_s = 0.0, 0.0, time.perf_counter()
     while writer.poll() is None:
-        time.sleep(SCAN_S)
+        time.sleep(max(MIN_PAUSE_S, SCAN_S - took_s))  # as LogScanner.run
         before_s = time.perf_counter()
         scanner.scan_now()
-        longest_s = max(longest_s, time.perf_counter() - before_s)
+        took_s = time.perf_counter() - before_s
+        longest_s = max(longest_s, took_s)
     wrote_s = time.perf_counter() - began_s
     scanner.scan_now()
     return {

@@ -53,7 +53,20 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("later", 25), ("newer", 65), ("newest", 20), ("unseen", 51)]
+    ("name", "count"),
+    [
+        ("later", 25),
+        ("newer", 65),
+        ("newest", 20),
+        ("unseen", 51),
+        ("stratified", 101),
+        ("elsewhere", 57),
+        ("afterwards", 77),
+        ("mixed", 18),
+        ("last", 20),
+        ("causes", 17),
+        ("ordinary", 19),
+    ],
 )
 def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:
     lines = (CORPUS.parent / f"{name}.jsonl").read_text().split("\n")
@@ -75,6 +88,18 @@ def test_the_score_counts_what_is_wrong() -> None:
         "excerpts": 4, "precision": 0.3333, "recall": 0.3333, "wrong_evictions": 1,
     }  # fmt: skip
     assert [line.split(":")[0] for line in result.wrong] == ["2", "3", "4"]
+
+
+def test_wrapped_lines_are_read_together_and_evict_nobody() -> None:
+    wrapped = "RuntimeError: the server socket has failed (errno: 98 - Address\nalready in use)"
+    assert classify(wrapped).category == "port_in_use"
+    broken = "fatal error: NVRM: GPU at PCI:0000:01:00 has fallen\noff the bus"
+    assert classify(broken).action != "evict_restart"
+
+
+def test_a_cause_that_is_known_outranks_an_unknown_one_before_it() -> None:
+    assert classify(f"ValueError: odd\n{OOM}").category == "cuda_oom"
+    assert classify(f"ValueError: odd\n{TIMEOUT}").category == "unknown"
 
 
 def test_a_root_wins_over_what_followed_from_it_on_other_nodes() -> None:

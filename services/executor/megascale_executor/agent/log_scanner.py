@@ -22,6 +22,7 @@ from megascale_executor.agent.attempt import NO_ATTEMPT, AttemptKey
 from megascale_executor.agent.kernel_log import KernelLog
 
 SCAN_S = 0.5
+MIN_PAUSE_S = 0.05  # between the end of a reading and the next
 KERNEL_RANK = -1
 MAX_SAMPLE_BYTES = 512
 MAX_FINGERPRINTS = 40
@@ -87,10 +88,13 @@ class LogScanner:
         self._watched = _Watched(key, sources)
 
     async def run(self) -> None:
-        """Scan for ever."""
+        """Scan for ever; the time that a reading takes is part of the time between two."""
+        pause_s = SCAN_S
         while True:
-            await asyncio.sleep(SCAN_S)
+            await asyncio.sleep(pause_s)
+            began_s = time.monotonic()
             await self.scan()
+            pause_s = max(MIN_PAUSE_S, SCAN_S - (time.monotonic() - began_s))
 
     async def scan(self, *, last: bool = False) -> None:
         """Read what was added. ``last``: the processes have ended, so a last line has no end."""

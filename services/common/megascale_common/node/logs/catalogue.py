@@ -17,6 +17,13 @@ from megascale_common.node.logs.categories import Action, Kind, Role
 # "NVRM: Xid (PCI:0000:cb:00): 13, ...", without "PCI:" in old drivers.
 _XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
 _SXID = re.compile(r"SXid \([^)]*\): (\d+),")
+# As agents and plugins repeat them: "XidCriticalError: Xid=48 on Device=GPU-...".
+_XID_TOLD = re.compile(
+    r"(?<![sS])\bxid(?:_?errors?|criticalerror)?\b(?: (?:error|code|event|number))*[ :=#\"']*"
+    r"\(?(\d{1,3})\b(?![.:]?\d)", re.IGNORECASE
+)  # fmt: skip
+_DEVICE = re.compile(r"\b(?:nvidia|nvrm|gpus?|device|pci)\b|GPU-", re.IGNORECASE)
+LITERALS = ("xid", "sxid", "xidcriticalerror", "xid_errors", "xiderror")  # in lower case
 _FATAL = re.compile(r"(?<![-\w])fatal", re.IGNORECASE)
 _NON_FATAL = re.compile(r"\bnon-?fatal", re.IGNORECASE)
 
@@ -69,9 +76,16 @@ _SXID_DRAIN = frozenset(
 )  # fmt: skip
 
 
+def numbered(line: str) -> Kind | None:
+    """The kind of a line with an SXid or an Xid."""
+    return sxid(line) or xid(line)
+
+
 def xid(line: str) -> Kind | None:
     """The kind of a line with an Xid; None for one without a number."""
     found = _XID.search(line)
+    if found is None and _DEVICE.search(line):
+        found = _XID_TOLD.search(line)
     if found is None:
         return None
     number = int(found.group(1))
@@ -111,6 +125,65 @@ def sxid(line: str) -> Kind | None:
     evicts = number in _SXID_FATAL or (drains and not _NON_FATAL.search(line))
     action: Action = "evict_restart" if evicts else "alert"
     return _kind(f"sxid-{number}", "nvlink_error", "root", action)
+
+
+# cudaError_t of CUDA 10.1 and later; below 200 the numbers were others in older ones.
+_CUDA_CODE = re.compile(
+    r"\b(?:cuda\w*|nccl|kernel|gpu)\b.{0,120}?\b(?:error|code|failure|status|result)\b[ :=(]*"
+    r"(?:code[ :=(]*)?(\d{3})\b", re.IGNORECASE
+)  # fmt: skip
+_CUDA: dict[int, tuple[str, Action]] = {
+    214: ("gpu_ecc_uncorrectable", "evict_restart"),
+    220: ("nvlink_error", "evict_restart"),
+    222: ("driver_mismatch", "stop"),
+    226: ("gpu_ecc_uncorrectable", "restart"),
+    710: ("cuda_device_assert", "stop"),
+    802: ("fabric_manager_failure", "evict_restart"),
+    803: ("driver_mismatch", "evict_restart"),
+    804: ("driver_mismatch", "stop"),
+    **{code: ("cuda_illegal_access", "restart") for code in (700, 702, *range(714, 720))},
+}
+
+
+# Names of cudaError_t and CUresult without "cudaError" or "CUDA_ERROR_", cases and underscores.
+_NAME = re.compile(r"\b(?:cudaError|CUDA_ERROR_)(\w+)")
+_NAMED: dict[str, tuple[str, Action]] = {
+    **dict.fromkeys(("memoryallocation", "outofmemory"), ("cuda_oom", "stop")),
+    **dict.fromkeys(
+        ("illegaladdress", "launchfailure", "launchfailed", "launchtimeout", "hardwarestackerror",
+         "illegalinstruction", "misalignedaddress", "invalidaddressspace", "invalidpc"),
+        ("cuda_illegal_access", "restart"),
+    ),
+    "assert": ("cuda_device_assert", "stop"),
+    "eccuncorrectable": ("gpu_ecc_uncorrectable", "evict_restart"),
+    "contained": ("gpu_ecc_uncorrectable", "restart"),
+    "nvlinkuncorrectable": ("nvlink_error", "evict_restart"),
+    "systemnotready": ("fabric_manager_failure", "evict_restart"),
+    "systemdrivermismatch": ("driver_mismatch", "evict_restart"),
+    **dict.fromkeys(
+        ("insufficientdriver", "compatnotsupportedondevice", "unsupportedptxversion",
+         "callrequiresnewerdriver"), ("driver_mismatch", "stop"),
+    ),
+    **dict.fromkeys(("devicesunavailable", "deviceunavailable"), ("gpu_busy", "restart")),
+    **dict.fromkeys(
+        ("initializationerror", "notinitialized", "nodevice", "invaliddevice", "stublibrary",
+         "operatingsystem", "devicenotlicensed"), ("gpu_init_failed", "restart"),
+    ),
+}  # fmt: skip
+
+
+def cuda(line: str) -> Kind | None:
+    """The kind of a line that has no text of a CUDA error but its name or number."""
+    for found in _NAME.finditer(line):
+        named = _NAMED.get(found.group(1).replace("_", "").lower())
+        if named is not None:
+            return Kind(f"cuda-{found.group(1)}"[:40], named[0], "root", named[1])
+    code = _CUDA_CODE.search(line)
+    number = int(code.group(1)) if code else 0
+    if number not in _CUDA:
+        return None
+    category, action = _CUDA[number]
+    return Kind(f"cuda-{number}", category, "root", action)
 
 
 def _kind(name: str, category: str, role: Role, action: Action) -> Kind:

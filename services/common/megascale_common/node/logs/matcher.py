@@ -1,8 +1,9 @@
 """The streaming matcher: bytes of one log in, findings out, in bounded memory and time.
 
-A gate comes first: the words of a whole block are compared with those of all literals at once,
-and words that were found to be harmless are remembered. So a line without trouble costs no step
-of its own; only lines that hold a word of a literal are cut out, decoded and matched.
+A gate comes first: lines are compared without their digits, so of lines that differ in numbers
+alone one is looked at, and those that were found to be harmless are remembered; so are words. A
+line without trouble costs no step of its own; only lines that hold a word of a literal are cut
+out, decoded and matched.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import lru_cache
 
 from megascale_common.node.logs import catalogue
 from megascale_common.node.logs.categories import Kind
+from megascale_common.node.logs.signature import Signature
 from megascale_common.node.logs.signatures import (
     FATAL,
     FATAL_LITERALS,
@@ -22,7 +24,6 @@ from megascale_common.node.logs.signatures import (
     SIGNATURES,
     WRAPPER,
     WRAPPERS,
-    Signature,
 )
 from megascale_common.node.logs.templates import Templates
 
@@ -32,28 +33,39 @@ MAX_FINDINGS = 256  # kinds and templates that are counted apart between two cal
 
 _BLOCK_BYTES = 262_144  # scanned at once, so that its list of words stays small
 _MAX_CLEAN_WORDS = 16_384  # words known to be in no literal
+_MAX_CLEAN_SHAPES = 8_192  # lines without their digits, known to hold no word of a literal
+_VARIED_BLOCKS = 16  # after one in which most shapes are new
+_MAX_SHAPE_BYTES = 512  # a longer line is looked at each time
 
 LITERALS = tuple(
     sorted({literal for signature in SIGNATURES for literal in signature.literals}
-           | {*FATAL_LITERALS, "NVRM: Xid", "SXid"})
+           | {*FATAL_LITERALS, *catalogue.LITERALS})
 )  # fmt: skip
-# Words are runs of letters: two lines that differ in numbers have the same words.
-_LETTERS = frozenset(string.ascii_letters.encode())
-_TO_WORDS = bytes(code if code in _LETTERS else ord(" ") for code in range(256))
+# Words are runs of letters, in lower case; digits are left out, so that lines which differ in
+# their numbers alone have the same shape.
+_DIGITS = b"0123456789"
+_TO_SHAPE = bytes(
+    ord(chr(code).lower()) if chr(code) in string.ascii_letters else
+    code if code == ord("\n") else ord(" ") for code in range(256)
+)  # fmt: skip
+_NO_DIGITS = str.maketrans("", "", _DIGITS.decode())
 # Of words that ordinary lines are full of, a literal's other word is taken.
 _COMMON = frozenset(
     {
         *("server", "device", "memory", "process", "processes", "port", "for", "more", "than"),
         *("to", "are", "bit", "client", "command", "files", "found", "from", "interface"),
-        *("limit", "multi", "single", "worker"),
+        *("limit", "multi", "single", "worker", "link", "node", "time", "host", "input", "output"),
+        *("local", "event", "file", "read", "work", "module", "not", "all", "system"),
+        "gradient",
     }
 )
+_WHOLE = 3  # a word of so few letters must be a line's whole word
 
 
 def gate_word(literal: str) -> str:
     """The word of a literal, whole or in part, whose presence lets a line through the gate."""
-    words: list[str] = re.findall("[A-Za-z]+", literal)
-    return max(words, key=lambda word: (word.lower() not in _COMMON, len(word)))
+    words: list[str] = _WORD.findall(literal.translate(_NO_DIGITS))
+    return max(words, key=lambda word: (word not in _COMMON, len(word)))
 
 
 def _any_of(words: set[str]) -> str:
@@ -64,15 +76,30 @@ def _any_of(words: set[str]) -> str:
     return "|".join(f"{first}(?:{'|'.join(each)})" for first, each in rests.items())
 
 
-_WORD = re.compile("[A-Za-z]+")
+def _passes(words: set[str]) -> tuple[re.Pattern[str], frozenset[str]]:
+    """A pattern of the long words, which may be a part of a line's word, and the short ones."""
+    short = frozenset(word for word in words if len(word) <= _WHOLE)
+    return re.compile(_any_of(words - short)), short
+
+
+_WORD = re.compile("[a-z]+")
 # The signatures that a line with this word may match, by number.
 _GATES: dict[str, set[int]] = {}
 for _number, _signature in enumerate(SIGNATURES):
     for _literal in _signature.literals:
         _GATES.setdefault(gate_word(_literal), set()).add(_number)
-_TEXT_GATE = re.compile(_any_of(set(_GATES)))
+_TEXT_GATE, _TEXT_SHORT = _passes(set(_GATES))
 _SOURCE = re.compile(r"\s+raise \w")
-_GATE = re.compile(_any_of({gate_word(one) for one in LITERALS}).encode())
+_PART, _SHORT = _passes({gate_word(one) for one in LITERALS})
+_GATE = re.compile(_PART.pattern.encode())
+_GATE_SHORT = frozenset(word.encode() for word in _SHORT)
+_STARTS = frozenset(gate_word(one).encode()[: _WHOLE + 1] for one in LITERALS)
+
+
+def _may_pass(word: bytes) -> bool:
+    """Whether a long word of the gate is in this word; the first letters rule most words out."""
+    parts = [word[at : at + _WHOLE + 1] for at in range(len(word) - _WHOLE)]
+    return not _STARTS.isdisjoint(parts) and _GATE.search(word) is not None
 
 
 @dataclass(slots=True)
@@ -99,7 +126,9 @@ class Matcher:
         self._ordinal = 0
         self._templates = Templates()
         self._found: dict[str, Finding] = {}
-        self._clean: set[bytes] = set()
+        self._clean_shapes: set[bytes] = set()
+        self._clean_words: set[bytes] = set()
+        self._varied = 0  # blocks whose words are looked at before their shapes
         self.dropped = 0  # troubled lines beyond MAX_FINDINGS fingerprints
 
     def feed(self, data: bytes) -> None:
@@ -150,30 +179,48 @@ class Matcher:
             start = end
 
     def _scan_block(self, block: bytes) -> None:
-        for start in self._troubled(block):
-            end = block.find(b"\n", start)
-            line = block[start : end if end >= 0 else None][:MAX_LINE_BYTES]
-            text = line.decode(errors="replace").rstrip("\r")
-            kind = kind_of(text)
-            if kind is not None:
-                self._add(kind, text)
+        text = block.translate(_TO_SHAPE, _DIGITS)
+        suspects = None
+        if self._varied:  # shapes do not repeat here: words come first
+            self._varied -= 1
+            suspects = self._suspects(text)
+            if not suspects:
+                return
+        shapes = text.split(b"\n")
+        new = set(shapes) - self._clean_shapes
+        if not new:
+            return
+        if 2 * len(new) > len(shapes):
+            self._varied = _VARIED_BLOCKS
+        if suspects is None:
+            suspects = self._suspects(b" ".join(new))
+        troubled = {shape for shape in new if not suspects.isdisjoint(shape.split())}
+        self._remember(new - troubled)
+        if not troubled:
+            return
+        for shape, line in zip(shapes, block.split(b"\n"), strict=True):
+            if shape in troubled:
+                whole = line[:MAX_LINE_BYTES].decode(errors="replace").rstrip("\r")
+                kind = kind_of(whole)
+                if kind is not None:
+                    self._add(kind, whole)
 
-    def _troubled(self, block: bytes) -> list[int]:
-        """Offsets of the lines in a block that hold a word of the gate, ascending."""
-        new = set(block.translate(_TO_WORDS).split()) - self._clean
-        suspects = [word for word in new if _GATE.search(word)]
-        if len(self._clean) + len(new) > _MAX_CLEAN_WORDS:
-            self._clean.clear()
+    def _suspects(self, text: bytes) -> set[bytes]:
+        """Words of this text that hold a word of the gate."""
+        new = set(text.split()) - self._clean_words
+        suspects = {word for word in new if word in _GATE_SHORT or _may_pass(word)}
+        if len(self._clean_words) + len(new) > _MAX_CLEAN_WORDS:
+            self._clean_words.clear()
         if len(new) <= _MAX_CLEAN_WORDS:
-            self._clean.update(new.difference(suspects))
-        starts: set[int] = set()
-        for word in suspects:
-            at = block.find(word)
-            while at >= 0:
-                starts.add(block.rfind(b"\n", 0, at) + 1)
-                end = block.find(b"\n", at)
-                at = block.find(word, end) if end >= 0 else -1
-        return sorted(starts)
+            self._clean_words.update(new - suspects)
+        return suspects
+
+    def _remember(self, shapes: set[bytes]) -> None:
+        """Lines of these shapes are harmless."""
+        if len(self._clean_shapes) + len(shapes) > _MAX_CLEAN_SHAPES:
+            self._clean_shapes.clear()
+        if len(shapes) <= _MAX_CLEAN_SHAPES:
+            self._clean_shapes.update(one for one in shapes if len(one) <= _MAX_SHAPE_BYTES)
 
     def _add(self, kind: Kind, text: str) -> None:
         unknown = kind in (FATAL, WRAPPER)
@@ -193,27 +240,36 @@ def kind_of(line: str) -> Kind | None:
     """The kind of one line; None for a line that reports no trouble."""
     if _SOURCE.match(line):
         return None  # the next line of the traceback has the message
-    if "SXid" in line and (kind := catalogue.sxid(line)):
+    low = line.lower()
+    if "xid" in low and (kind := catalogue.numbered(line)):
         return kind
-    if "NVRM: Xid" in line and (kind := catalogue.xid(line)):
-        return kind
-    for number in sorted({each for word in set(_WORD.findall(line)) for each in _asked(word)}):
-        if _matches(SIGNATURES[number], line):
-            return SIGNATURES[number].kind
-    if IGNORED.search(line) or not FATAL_PATTERN.search(line):
+    ignored = IGNORED.search(line) is not None
+    words = set(_WORD.findall(low.translate(_NO_DIGITS)))
+    for number in sorted({each for word in words for each in _asked(word)}):
+        signature = SIGNATURES[number]
+        if _matches(signature, line, low) and not (signature.wide and ignored):
+            return signature.kind
+    if ignored or not FATAL_PATTERN.search(line):
         return None
+    if (kind := catalogue.cuda(line)) is not None:
+        return kind
     return WRAPPER if WRAPPERS.search(line) else FATAL
 
 
 @lru_cache(maxsize=_MAX_CLEAN_WORDS)
 def _asked(word: str) -> frozenset[int]:
     """Numbers of the signatures that a line with this word may match."""
+    if word in _TEXT_SHORT:
+        return frozenset(_GATES[word])
     if not _TEXT_GATE.search(word):
         return frozenset()
-    return frozenset().union(*(numbers for gate, numbers in _GATES.items() if gate in word))
+    long = (item for item in _GATES.items() if len(item[0]) > _WHOLE)
+    return frozenset().union(*(numbers for gate, numbers in long if gate in word))
 
 
-def _matches(signature: Signature, line: str) -> bool:
-    if not any(literal in line for literal in signature.literals):
+def _matches(signature: Signature, line: str, low: str) -> bool:
+    if not any(literal in low for literal in signature.literals):
         return False
-    return signature.pattern is None or signature.pattern.search(line) is not None
+    if signature.pattern is not None and not signature.pattern.search(line):
+        return False
+    return signature.unless is None or not signature.unless.search(line)

@@ -9,14 +9,22 @@ configuration or the fabric: it restarts the attempt and evicts no node.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale_common.node.logs.categories import Action, Domain, Kind, Role
-from megascale_common.node.logs.matcher import Finding, Matcher
+from megascale_common.node.logs.matcher import (
+    MAX_LINE_BYTES,
+    MAX_SAMPLE_CHARS,
+    Finding,
+    Matcher,
+    kind_of,
+)
 
 _STRENGTH: dict[Action, int] = {"none": 0, "alert": 1, "restart": 2, "evict_restart": 3, "stop": 4}
 # Kernel evidence within this time of the earliest root outranks that root.
 KERNEL_WINDOW_S = 60.0
+JOINED = 8  # lines that are looked at together where no line alone has a known cause
+MAX_JOINED_LINES = 200  # of one excerpt, from its beginning; the rest is seen line by line
 # Lines that explain the failures after them away: a host without NVSwitch needs no fabric manager.
 _FINAL = frozenset({"fabric-no-switch"})
 
@@ -87,7 +95,7 @@ def verdict(observations: Iterable[Observation]) -> Verdict:
 
 
 def _primary(seen: Sequence[Observation]) -> Observation:
-    roots = [one.at for one in seen if _tier(one.finding.kind) <= 2]
+    roots = [one.at for one in seen if _tier(one.finding.kind) <= 3]
     limit = min(roots) + KERNEL_WINDOW_S if roots else float("inf")
 
     def order(one: Observation) -> tuple[int, float, str, int]:
@@ -100,17 +108,19 @@ def _primary(seen: Sequence[Observation]) -> Observation:
 
 
 def _tier(kind: Kind) -> int:
-    """How far a kind is from being a cause: 0 is a fault in a kernel log, 6 is nothing."""
+    """How far a kind is from being a cause: 0 is a fault in a kernel log, 7 is nothing."""
     if kind.role in {"advice", "benign"}:
-        return 6
+        return 7
     if kind.role == "teardown":
-        return 5
+        return 6
     if kind.name in _FINAL:
         return 1
     if kind.weak and kind.action == "alert":
-        return 4
+        return 5
     if kind.role == "secondary":
-        return 3
+        return 4
+    if kind.category == "unknown":
+        return 3  # a cause that has a name is the better answer
     if kind.action == "alert" or kind.weak:
         return 2
     # The memory of another container may be what the kernel reports: that explains no error text.
@@ -140,4 +150,25 @@ def classify(text: str, node: str = "") -> Verdict:
     matcher.feed(text.encode(errors="replace"))
     matcher.close()
     # Without clocks, the ordinal orders lines; it is not compared with the window in seconds.
-    return verdict(Observation(node, one, 0.0) for one in matcher.take())
+    found = verdict(Observation(node, one, 0.0) for one in matcher.take())
+    return _second_look(text, found) if found.category == "unknown" else found
+
+
+def _mild(action: Action) -> Action:
+    """Joined lines may be of different devices: they evict no node."""
+    return "restart" if action == "evict_restart" else action
+
+
+def _second_look(text: str, first: Verdict) -> Verdict:
+    """What neighbouring lines say together: texts that are wrapped, or a cause in a second line."""
+    lines = [line for line in text.split("\n")[:MAX_JOINED_LINES] if line.strip()]
+    for start in range(len(lines)):
+        joined = " ".join(" ".join(lines[start : start + JOINED]).split())[:MAX_LINE_BYTES]
+        kind = kind_of(joined)
+        if kind is not None and kind.role == "root" and kind.category != "unknown":
+            return replace(
+                first, category=kind.category, role=kind.role, action=_mild(kind.action),
+                domain=kind.domain, evidence=joined[:MAX_SAMPLE_CHARS], fingerprint=kind.name,
+                kernel=False, weak=kind.weak,
+            )  # fmt: skip
+    return first
