@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 
@@ -57,7 +58,7 @@ def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> 
 
 
 def _operation(row: driver_pb2.HeatMapRow, names: list[str], ranks: dict[str, list[int]]) -> Page:
-    known = [value for value in row.median_ms if value == value]
+    known = [value for value in row.median_ms if not math.isnan(value)]
     ratio = list(row.ratio)  # a fleet has tens of thousands: plain numbers, each looked at once
     return {
         "operation": row.operation,
@@ -69,7 +70,7 @@ def _operation(row: driver_pb2.HeatMapRow, names: list[str], ranks: dict[str, li
 
 def _worst(ratio: list[float], ranks: list[int]) -> float | None:
     """The largest ratio of these ranks; one that was not measured is not a number (NaN)."""
-    known = [value for rank in ranks if (value := ratio[rank]) == value]
+    known = [value for rank in ranks if not math.isnan(value := ratio[rank])]
     return round(max(known), 3) if known else None
 
 
