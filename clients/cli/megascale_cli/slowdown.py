@@ -23,7 +23,7 @@ VIEWER = "https://ui.perfetto.dev"
 VIEWER_PORT = 9001
 FETCHED_WITHIN_S = 60.0
 HEAD = '{"otherData":'  # how a trace begins, up to sentences and clocks
-MAX_HEAD_CHARACTERS = 1 << 20
+MAX_HEAD_CHARACTERS = 1 << 20  # before the events; clocks of 12,288 nodes take less
 
 
 def why(
