@@ -75,8 +75,8 @@ class Sources:
 
     ``alerts``: sent, failed, dropped, and lines silenced. ``collectives``: of running jobs, by
     operation and group the seconds a step of the network and of waiting. ``plans``: of running
-    jobs. ``slow``: how many times as long a slow node takes. ``spans``: of ranks, stored, dropped, damaged. ``traces``:
-    spans of decisions, sent, failed, dropped.
+    jobs. ``slow``: how many times as long a slow node takes. ``spans``: of ranks, stored, dropped,
+    damaged. ``traces``: spans of decisions, sent, failed, dropped.
     """
 
     alerts: Callable[[], Counter[str]] = Counter
