@@ -126,9 +126,9 @@ def verdict(traces: Sequence[RankTrace], world_size: int = 0) -> Verdict:
             if behind:
                 waits.setdefault(trace.rank, set()).update(behind)
                 place = (group, ranks, first.number)
-                _, waiting, missing = found.setdefault(place, (first.name, set(), set()))
+                _, waiting, late = found.setdefault(place, (first.name, set(), set()))
                 waiting.add(trace.rank)
-                missing |= behind
+                late |= behind
     awaited = set[int]().union(*waits.values())
     # A rank without a dump is waited for and says nothing: it is the silent one.
     culprits = tuple(sorted(awaited - waits.keys()))
