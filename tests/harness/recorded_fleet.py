@@ -53,6 +53,7 @@ class RecordedCluster:
     ) -> None:
         self.now_s = time.time()
         self.situation = situation
+        self.slow_since = 0  # first step at which the slow host is
         self._with_jobs = jobs
         self._nodes = [self._node(index) for index in range(nodes)]
         self._events = self._audit_log()
@@ -177,13 +178,15 @@ class RecordedCluster:
     ) -> AsyncIterator[bytes]:
         await self.get(name)
         count = steps or 3
-        slow = range(SLOW * DEVICES, (SLOW + 1) * DEVICES) if self.situation == "slow host" else ()
+        first = first_step or STEP - count
+        is_slow = self.situation == "slow host" and first >= self.slow_since
+        slow = range(SLOW * DEVICES, (SLOW + 1) * DEVICES) if is_slow else ()
         data = recorded_timeline.trace(
             RankLayout(tp=TP, dp=DP, pp=PP),
             tuple(ranks),
-            first_step or STEP - count,
+            first,
             count,
-            begin_s=self.now_s - (STEP - (first_step or STEP - count)) * STEP_S,
+            begin_s=self.now_s - (STEP - first) * STEP_S,
             slow=dict.fromkeys(slow, SLOW_RATIO),
         )
         yield data[: len(data) // 2]

@@ -145,6 +145,34 @@ def test_every_page_is_drawn_within_a_second_without_a_word_on_the_console(
     assert lost.said == []
 
 
+COUNTED = """
+window.counts = { paints: 0, formats: 0 };
+for (const [owner, name, count] of [
+  [CanvasRenderingContext2D.prototype, "clearRect", "paints"],
+  [Number.prototype, "toLocaleString", "formats"],
+]) {
+  const usual = owner[name];
+  owner[name] = function (...given) { window.counts[count] += 1; return usual.apply(this, given); };
+}
+"""
+
+
+def test_what_made_two_pages_slow_is_done_once(chromium: Any) -> None:
+    """12,160 ranks were painted twice, and 3,040 numbers made a formatter each."""
+    with served(RecordedCluster("node lost")) as link:
+        tab = Tab(chromium, link)
+        tab.page.add_init_script(COUNTED)
+        tab.open(f"/jobs/{JOB}/ranks?rank=3336")
+        tab.page.wait_for_function("window.counts.paints > 0")
+        tab.page.evaluate(
+            "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
+        assert tab.page.evaluate("window.counts.paints") == 1
+        tab.open(f"/jobs/{JOB}/heat")
+        assert tab.page.evaluate("window.counts.formats") <= 10
+        tab.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_serious_fault(chromium: Any, scheme: str) -> None:
     with served(RecordedCluster("node lost")) as link:

@@ -307,6 +307,39 @@ def test_a_bad_address_of_a_timeline_names_the_field(given: dict[str, str], prob
         Wanted.parse(given)
 
 
+async def test_the_critical_path_is_marked_on_the_ranks_that_it_goes_through() -> None:
+    page = await read_timeline(Wanted(rank=SLOW * 8 + 1))
+    by_row: dict[int, int] = {}
+    for row, _, length_us, _ in page["path"]:
+        by_row[row] = by_row.get(row, 0) + length_us
+    slow_row = next(index for index, row in enumerate(page["rows"]) if row["node"] == f"n{SLOW}")
+    assert max(by_row, key=by_row.__getitem__) == slow_row
+    (step,) = page["steps"]
+    assert sum(by_row.values()) == pytest.approx(step["for_us"], rel=1e-3)
+    (sentence,) = page["path_sentences"]
+    assert f"on n{SLOW} for" in sentence
+
+
+async def test_a_step_stands_beside_a_good_one_operation_by_operation() -> None:
+    wanted = Wanted.parse({"rank": str(SLOW * 8 + 1), "beside": str(STEP - 90)})
+    assert wanted.beside == STEP - 90
+    source = RecordedCluster("slow host")
+    source.slow_since = STEP - 85
+    page = await read_timeline(wanted, source)
+    assert page["beside"]["step"] == STEP - 90
+    grown = {each["name"]: each for each in page["beside"]["operations"]}
+    backward = grown["backward"]
+    assert backward["most_rank"] == SLOW * 8 + 1
+    ranks, batches = len(page["rows"]), 16
+    more_ms = 178 * (SLOW_RATIO - 1) * batches
+    assert backward["most_ms"] == pytest.approx(more_ms, rel=0.01)
+    assert backward["grown_ms"] == pytest.approx(more_ms / ranks, rel=0.01)
+    assert grown["optimizer"]["grown_ms"] == pytest.approx(0, abs=0.01)
+    order = [each["grown_ms"] for each in page["beside"]["operations"]]
+    assert order == sorted(order, reverse=True)
+    assert (await read_timeline(Wanted(rank=1)))["beside"] is None
+
+
 async def test_a_timeline_of_a_rank_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=f"no rank {TP * DP * PP}; give 0 to"):
         await read_timeline(Wanted(rank=TP * DP * PP))

@@ -14,7 +14,8 @@ from dataclasses import replace
 import pytest
 from tests.harness.held_job import STILL_S, HeldJob, Point, held_job
 
-from megascale_driver.analysis.progress import RankView, suspects
+from megascale_driver.analysis.lost_transfers import culprits
+from megascale_driver.analysis.progress import RankView
 from megascale_driver.core import machine
 from megascale_driver.core.attempt import Attempt, NodeSlot
 from megascale_driver.core.events import PagesRead, RankPages
@@ -74,6 +75,9 @@ def job(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HeldJob]:
     with held_job(tmp_path_factory.mktemp("held"), hidden=request.param == "overlapped") as job:
+        for _ in range(2):  # all train, whichever test is the first
+            with held(job, 0, at("between steps")):
+                pass
         yield job
 
 
@@ -119,7 +123,7 @@ def verdict(job: HeldJob) -> tuple[set[int], str, set[str]]:
 def named_by_pages(job: HeldJob) -> set[int]:
     statuses = job.statuses()
     views = [RankView(r, node_of(r), 0.0, status) for r, status in statuses.items()]
-    return {view.rank for view in suspects(views, job.config.layout)}
+    return {view.rank for view in culprits(views, job.config.layout).ranks}
 
 
 @contextmanager
@@ -143,11 +147,20 @@ def test_a_rank_whose_host_hangs_is_named_alone(job: HeldJob, place: str) -> Non
         assert f"rank {rank} on node {node_of(rank)}" in message
 
 
-def test_a_transfer_that_never_arrives_is_named_by_an_end_of_its_edge(job: HeldJob) -> None:
-    job.ranks.lost = lambda source, target: (source, target) == (5, 9)
+@pytest.mark.parametrize(
+    ("source", "target", "payload"), [(5, 9, "an activation"), (14, 10, "a gradient")]
+)
+def test_of_a_transfer_that_never_arrives_both_ends_are_named_and_no_node_is_blamed(
+    job: HeldJob, source: int, target: int, payload: str
+) -> None:
+    job.ranks.lost = lambda sender, receiver: (sender, receiver) == (source, target)
     job.ranks.until_still()
-    named, message, _ = verdict(job)
-    assert named and named <= {5, 9}, message
+    named, message, blamed = verdict(job)
+    assert named == {source, target} and not blamed, message
+    assert message.endswith(
+        f"rank {source} has sent {payload} that rank {target} waits for: the link between "
+        f"{node_of(source)} and {node_of(target)} is the suspect"
+    )
     job.ranks.deliver()
 
 

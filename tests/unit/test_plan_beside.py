@@ -14,6 +14,7 @@ from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.analysis.spans.terms import TERMS, measured_steps
+from megascale_driver.metrics import _collective_metric
 from megascale_driver.planner.beside import Comparison, PlanRule, Term, beside, sentence_of
 from megascale_driver.planner.job_plan import PARTS, JobPlan
 
@@ -47,6 +48,34 @@ def test_the_terms_are_those_of_the_plan_and_add_up_to_each_step() -> None:
     assert len(found.steps) > 1000 and tuple(found.terms) == TERMS
     assert np.sum(list(found.terms.values()), axis=0) == pytest.approx(found.step_s)
     assert all(np.all(values >= 0) for name, values in found.terms.items() if name != "compute")
+
+
+def test_single_collectives_add_up_to_their_terms() -> None:
+    found = measured_steps(RECORDED, 2)
+    assert {group for _, group in found.collectives} == {"dp", "world"}
+    network = sum(one for one, _ in found.collectives.values())
+    waiting = sum(late for _, late in found.collectives.values())
+    terms = found.terms["data_parallel"] + found.terms["tensor_parallel"]
+    np.testing.assert_allclose(network, terms, rtol=1e-9)
+    np.testing.assert_allclose(waiting, found.terms["straggler"], rtol=1e-9, atol=1e-12)
+    assert all(np.median(one) > 0 for one, _ in found.collectives.values())
+
+
+def test_the_kinds_of_collectives_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = max(
+        measured_steps(RECORDED, 2).collectives.items(), key=lambda one: float(np.sum(one[1]))
+    )
+    monkeypatch.setattr("megascale_driver.analysis.spans.terms.MAX_COLLECTIVES", 1)
+    assert list(measured_steps(RECORDED, 2).collectives) == [longest[0]]
+
+
+def test_metrics_have_a_line_for_each_part_of_a_collective() -> None:
+    found = _collective_metric([("a", {("all_gather", "dp"): (0.25, 0.5)})])
+    assert {(s.labels["part"], s.value) for s in found.samples} == {
+        ("network", 0.25),
+        ("waiting", 0.5),
+    }
+    assert found.samples[0].labels["group"] == "dp"
 
 
 @pytest.mark.parametrize(

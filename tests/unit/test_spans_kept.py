@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from megascale_cli.app import build_app
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans.kept import kept_ranks
 from megascale_common.node.spans.ops import FORWARD, STEP
@@ -54,6 +56,28 @@ def test_the_spans_of_all_ranks_are_read_back_on_unix_time(
     trace = tmp_path / "trace.json"
     assert main(["timeline", str(tmp_path), "--out", str(trace)]) == 0
     assert len(json.loads(trace.read_text())["traceEvents"]) > 640
+
+
+def test_the_command_reads_the_newest_attempt_of_a_job(tmp_path: Path) -> None:
+    for number, slow in ((1, 3), (2, 1)):
+        attempt = tmp_path / f"attempt-{number:06d}"
+        attempt.mkdir()
+        for rank in range(4):
+            keep(attempt, rank, range(1, 81), 3_000_000 if rank == slow else 1_000_000)
+    runner = CliRunner()
+    found = runner.invoke(build_app(), ["spans", "heat", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout.splitlines()[-1])
+    assert [slow["rank"] for slow in answer["slow_nodes"]] == [1]
+    first = str(tmp_path / "attempt-000001")
+    answer = json.loads(
+        runner.invoke(build_app(), ["spans", "heat", first]).stdout.splitlines()[-1]
+    )
+    assert [slow["rank"] for slow in answer["slow_nodes"]] == [3]
+    trace = tmp_path / "trace.json.gz"
+    wrote = runner.invoke(build_app(), ["spans", "timeline", str(tmp_path), "--out", str(trace)])
+    assert wrote.exit_code == 0 and trace.stat().st_size > 0
+    assert runner.invoke(build_app(), ["spans", "why", str(tmp_path / "none")]).exit_code == 2
 
 
 def test_room_is_bounded_and_the_newest_spans_stay(tmp_path: Path) -> None:

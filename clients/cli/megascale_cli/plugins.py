@@ -86,6 +86,11 @@ KNOWN = {
         "List the nodes of SLURM or of another platform; drain there what the driver evicts.",
         "megascale_driver.commands.platform:app",
     ),
+    "spans": Plugin(
+        "Read the spans of a run by hand: who is slow, why the MFU fell, one trace of all ranks.",
+        "megascale_driver.commands.spans:app",
+        "observability",
+    ),
     "sim": Plugin(
         "Simulate routing and congestion in the network of a cluster that you do not have.",
         "megascale_driver.commands.sim:app",

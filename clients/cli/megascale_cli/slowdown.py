@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.server
 import json
 import sys
@@ -21,6 +22,8 @@ VIEWER = "https://ui.perfetto.dev"
 # The viewer's own rules let it read from this address of the user's machine alone.
 VIEWER_PORT = 9001
 FETCHED_WITHIN_S = 60.0
+HEAD = '{"otherData":'  # how a trace begins, up to sentences and clocks
+MAX_HEAD_CHARACTERS = 1 << 20  # before the events; clocks of 12,288 nodes take less
 
 
 def why(
@@ -82,7 +85,9 @@ def timeline(
     """Write one trace of all ranks, or of some, on one clock, for Perfetto.
 
     A process of the trace is a rank, named with the error of its clock; arrows join the last rank
-    of a collective with those that waited for it, and sends with receives.
+    of a collective with those that waited for it, and sends with receives. The first process is
+    the critical path of each step, the chain of spans that its length is made of; it is printed in
+    a sentence too.
 
     Example: [bold]megascale timeline demo --steps 3 --open[/bold]
     """
@@ -102,15 +107,31 @@ def timeline(
         finally:
             if not size:
                 path.unlink(missing_ok=True)
+        paths = _critical_paths(path)
         if as_json:
-            print(json.dumps({"file": str(path), "bytes": size}))
+            print(json.dumps({"file": str(path), "bytes": size, "critical_paths": paths}))
         else:
+            for sentence in paths:
+                console.print(sentence, soft_wrap=True)
             console.print(f"{path} ({size_text(size)}): open it at {VIEWER}", soft_wrap=True)
         return OK
 
     with_client(action, cluster, as_json)
     if view:
         _show(path)
+
+
+def _critical_paths(path: Path) -> list[str]:
+    """The sentences of a trace, which stand before its events; none if it does not begin so."""
+    try:
+        with gzip.open(path, "rt") as file:
+            head = file.read(MAX_HEAD_CHARACTERS)
+        found, _ = json.JSONDecoder().raw_decode(head.removeprefix(HEAD))
+    except (ValueError, OSError, EOFError):  # from a driver that writes no sentences
+        return []
+    if not head.startswith(HEAD):
+        return []
+    return [str(text) for name, text in found.items() if name.startswith("critical path")]
 
 
 def _show(path: Path) -> None:

@@ -127,12 +127,14 @@ class ClusterReader:
         job = await self._job(name)
         _, _, ranks = timeline_view.members(job, wanted)
 
+        async def trace(steps: int, first_step: int) -> bytes:
+            parts = self._source.timeline(name, steps=steps, first_step=first_step, ranks=ranks)
+            return b"".join([part async for part in parts])
+
         async def read() -> Page:
-            parts = self._source.timeline(
-                name, steps=wanted.steps, first_step=wanted.first_step, ranks=ranks
-            )
-            data = b"".join([part async for part in parts])
-            return await asyncio.to_thread(timeline_view.timeline, job, wanted, data)
+            data = await trace(wanted.steps, wanted.first_step)
+            other = await trace(1, wanted.beside) if wanted.beside else None
+            return await asyncio.to_thread(timeline_view.timeline, job, wanted, data, other)
 
         known = [key for key in self._answers if key.startswith("timeline ")]
         for key in known[: 1 - KEPT_TIMELINES]:

@@ -35,13 +35,14 @@ def grid(
     sizes = job_view.layout(job)
     world = world_size(sizes)
     mine = sorted(
-        (node for node in nodes if node.job == job.spec.name and node.ranks),
-        key=lambda node: node_view.in_order(node.name),
+        (node for node in nodes if node.proto.job == job.spec.name and node.proto.ranks),
+        key=lambda node: node_view.in_order(node.proto.name),
     )
+    alive = "training" if job.phase == JobPhase.RUNNING else "waiting"
     node_of, states = [-1] * world, ["absent"] * world
     for index, node in enumerate(mine):
-        state = _state(node, job)
-        for rank in node.ranks:
+        state = _state(node, alive)
+        for rank in node.proto.ranks:  # plain numbers: a fleet has tens of thousands
             if rank < world:
                 node_of[rank], states[rank] = index, state
     places = [] if topology is None else list(topology.ranks)
@@ -64,7 +65,7 @@ def grid(
         "phase_reason": job.phase_reason,
         "axes": sizes,
         "world": world,
-        "names": [node.name for node in mine],
+        "names": [node.proto.name for node in mine],
         "node": node_of,
         "state": states,
         "strides": {axis: stride for axis, stride in _strides(sizes).items() if sizes[axis] > 1},
@@ -147,7 +148,9 @@ def _strides(sizes: Mapping[str, int]) -> dict[str, int]:
     return strides
 
 
-def _state(node: Node, job: Job) -> str:
-    alive = "training" if job.phase == JobPhase.RUNNING else "waiting"
-    gone = {"dead": "lost", "suspect": "silent", "unknown": "silent"}
-    return gone.get(node_view.state(node), alive)
+_GONE = {"dead": "lost", "suspect": "silent", "unknown": "silent"}
+
+
+def _state(node: Node, alive: str) -> str:
+    """The state of a node's ranks, which is ``alive`` where the node is."""
+    return _GONE.get(node_view.state(node), alive)

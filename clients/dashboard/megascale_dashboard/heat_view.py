@@ -20,7 +20,7 @@ def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> 
     A ratio is None where nothing was measured or a rank has no peers. ``nodes`` stand by switch and
     name; ``ratios`` of an operation has one number for each of them.
     """
-    switches = {node.name: node_view.switch(node) for node in nodes}
+    switches = {node.proto.name: node_view.switch(node) for node in nodes}
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(answer.rank_nodes):
         ranks.setdefault(name, []).append(rank)
@@ -64,12 +64,13 @@ def _operation(row: driver_pb2.HeatMapRow, names: list[str], ranks: dict[str, li
         "operation": row.operation,
         "kind": row.kind,
         "median_ms": round(statistics.median(known), 3) if known else None,
-        "ratios": [_worst([ratio[rank] for rank in ranks[name]]) for name in names],
+        "ratios": [_worst(ratio, ranks[name]) for name in names],
     }
 
 
-def _worst(values: Iterable[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
+def _worst(ratio: list[float], ranks: list[int]) -> float | None:
+    """The largest ratio of these ranks; one that was not measured is not a number (NaN)."""
+    known = [value for rank in ranks if not math.isnan(value := ratio[rank])]
     return round(max(known), 3) if known else None
 
 

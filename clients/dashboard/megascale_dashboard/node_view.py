@@ -56,7 +56,7 @@ def health(node: Node) -> str:
 
 def switch(node: Node) -> str:
     """The node's switch; "" where its labels name none."""
-    return str(node.topology.get(SWITCH_LABEL, ""))
+    return node.proto.topology.get(SWITCH_LABEL, "")
 
 
 def in_order(name: str) -> tuple[object, ...]:
@@ -67,7 +67,7 @@ def in_order(name: str) -> tuple[object, ...]:
 
 def fleet(nodes: Iterable[Node]) -> Page:
     """The fleet: counts by state and health, nodes by switch, and those that need attention."""
-    listed = sorted(nodes, key=lambda node: in_order(node.name))
+    listed = sorted(nodes, key=lambda node: in_order(node.proto.name))
     by_switch: dict[str, list[Page]] = {}
     unhealthy = []
     for node in listed:
@@ -130,7 +130,7 @@ def one(node: Node, events: Sequence[types_pb2.Event]) -> Page:
 
 def _cell(node: Node) -> Page:
     return {
-        "name": node.name,
+        "name": node.proto.name,
         "state": state(node),
         "health": health(node),
         "job": node.proto.job,

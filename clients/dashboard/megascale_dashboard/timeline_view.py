@@ -27,6 +27,7 @@ SHOWN_SPANS = 20_000
 SHOWN_ARROWS = 4_000
 MAX_TRACE_BYTES = 64 << 20  # unpacked
 _WHOLE = "step"  # the span around all others of a step
+PATH = "critical path"
 _BUSY, _WAITING = "compute", ("collective", "p2p")
 Trace = Mapping[str, Any]
 
@@ -39,6 +40,7 @@ class Wanted:
     group: str = ""
     steps: int = 1
     first_step: int = 0  # 0: so that they are the newest
+    beside: int = 0  # an earlier step to compare them with; 0: none
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Wanted:
@@ -52,6 +54,7 @@ class Wanted:
             ("rank", 0, 1 << 24),
             ("steps", 1, MOST_STEPS),
             ("step", 0, 1 << 40),
+            ("beside", 0, 1 << 40),
         ):
             text = given.get(name) or str(least)
             if not text.isdecimal() or not least <= int(text) <= most:
@@ -60,7 +63,8 @@ class Wanted:
         group = given.get("group", "")
         if group not in ("", *GROUPS):
             raise InvalidRequest(f"group: {group!r} is none; give one of {', '.join(GROUPS)}")
-        return cls(numbers["rank"], group, numbers["steps"], numbers["step"])
+        shown = numbers["rank"], group, numbers["steps"], numbers["step"], numbers["beside"]
+        return cls(*shown)
 
 
 def members(job: Job, wanted: Wanted) -> tuple[str, list[int], list[int]]:
@@ -93,16 +97,18 @@ def unpacked(data: bytes) -> Trace:
     return found
 
 
-def timeline(job: Job, wanted: Wanted, data: bytes) -> Page:
+def timeline(job: Job, wanted: Wanted, data: bytes, other: bytes | None = None) -> Page:
     """The rows, one for each rank with its lanes, and the columns of their spans.
 
-    ``data`` is the .json.gz of a trace of these ranks.
+    ``data`` is the .json.gz of a trace of these ranks, ``other`` that of the step beside which they
+    are shown. ``path`` has the critical path among them, as [row, time, length, name].
 
     Times are whole microseconds since the first span. ``computes`` and ``waits`` are parts of the
     excerpt, 0 to 1: where neither holds, the rank is idle.
     """
     group, line, shown = members(job, wanted)
-    events = unpacked(data)["traceEvents"]
+    trace = unpacked(data)
+    events = trace["traceEvents"]
     rows = {rank: index for index, rank in enumerate(shown)}
     mine = [each for each in events if each["ph"] == "X" and each["pid"] in rows]
     steps = _steps(mine)
@@ -124,10 +130,70 @@ def timeline(job: Job, wanted: Wanted, data: bytes) -> Page:
         "spans": columns,
         "arrows": _arrows(events, rows),
         "steps": steps,
+        "path": _path(events, rows),
+        "path_sentences": [
+            str(text) for name, text in trace["otherData"].items() if name.startswith(PATH)
+        ],
+        "beside": None if other is None else beside(mine, unpacked(other)["traceEvents"], rows),
         "left_out": len(spans) - len(kept),
         "command": f"megascale timeline {job.spec.name} --steps {wanted.steps} "
         f"--first-step {steps[0]['step'] if steps else 0} --open",
     }
+
+
+def beside(spans: Sequence[Trace], others: Iterable[Trace], rows: Mapping[int, int]) -> Page:
+    """Each operation of these ranks beside the same in another step, the most grown first.
+
+    Milliseconds a step and rank: the mean over the ranks, and of the rank where it grew most.
+    """
+    other = [each for each in others if each["ph"] == "X" and each["pid"] in rows]
+    here, there = _by_operation(spans), _by_operation(other)
+    found: list[Page] = []
+    for name in here.keys() | there.keys():
+        now, then = here.get(name, {}), there.get(name, {})
+        grown = {rank: now.get(rank, 0.0) - then.get(rank, 0.0) for rank in rows}
+        most = max(grown, key=lambda rank: grown[rank])
+        now_ms, then_ms = (sum(each.values()) / len(rows) for each in (now, then))
+        found.append(
+            {
+                "name": name,
+                "now_ms": round(now_ms, 3),
+                "then_ms": round(then_ms, 3),
+                "grown_ms": round(now_ms - then_ms, 3),
+                "most_rank": most,
+                "most_ms": round(grown[most], 3),
+            }
+        )
+    found.sort(key=lambda each: (-each["grown_ms"], each["name"]))
+    return {"step": min((each["args"]["step"] for each in other), default=0), "operations": found}
+
+
+def _by_operation(spans: Iterable[Trace]) -> dict[str, dict[int, float]]:
+    """Of each operation the milliseconds a step that each rank spends in it."""
+    found: dict[str, dict[int, float]] = {}
+    steps: dict[int, set[int]] = {}
+    for each in spans:
+        rank = each["pid"]
+        of_ranks = found.setdefault(each["name"], {})
+        of_ranks[rank] = of_ranks.get(rank, 0.0) + each["dur"] / 1000
+        steps.setdefault(rank, set()).add(each["args"]["step"])
+    for of_ranks in found.values():
+        for rank in of_ranks:
+            of_ranks[rank] /= len(steps[rank])
+    return found
+
+
+def _path(events: Iterable[Trace], rows: Mapping[int, int]) -> list[list[Any]]:
+    """[row, time, length, name] of each piece of the critical path on a rank that is shown."""
+    return [
+        [rows[rank], round(each["ts"]), max(1, round(each["dur"])), each["name"]]
+        for each, _ in zip(
+            (each for each in events if each["ph"] == "X" and each["cat"] == PATH),
+            range(SHOWN_SPANS),
+            strict=False,
+        )
+        if (rank := each["args"]["rank"]) in rows
+    ]
 
 
 def _steps(spans: Iterable[Trace]) -> list[Page]:

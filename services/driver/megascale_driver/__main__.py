@@ -197,6 +197,7 @@ async def _serve_metrics(
     if telemetry is not None:
         plans, slow = telemetry.plans.comparisons, telemetry.stragglers.ratios
         sources = replace(sources, plans=plans, slow=slow, spans=lambda: telemetry.intake.counts)
+        sources = replace(sources, collectives=telemetry.plans.collectives)
     if traces is not None:
         sources = replace(sources, traces=traces.outcomes)
     figures = DriverMetrics(engine, watch, sources)

@@ -34,6 +34,7 @@ from megascale_driver.tracing import ids
 
 if TYPE_CHECKING:
     from megascale_driver.planner.beside import Comparison
+    from megascale_driver.telemetry.plan_watch import Collectives
 
 STEP_BUCKETS_S = (
     0.01,
@@ -72,12 +73,14 @@ _PARTS = {
 class Sources:
     """What else the driver counts, each asked at a scrape.
 
-    ``alerts``: sent, failed, dropped, and lines silenced. ``plans``: of running jobs. ``slow``: how
-    many times as long a slow node takes. ``spans``: of ranks, stored, dropped, damaged. ``traces``:
-    spans of decisions, sent, failed, dropped.
+    ``alerts``: sent, failed, dropped, and lines silenced. ``collectives``: of running jobs, by
+    operation and group the seconds a step of the network and of waiting. ``plans``: of running
+    jobs. ``slow``: how many times as long a slow node takes. ``spans``: of ranks, stored, dropped,
+    damaged. ``traces``: spans of decisions, sent, failed, dropped.
     """
 
     alerts: Callable[[], Counter[str]] = Counter
+    collectives: Callable[[], Iterable[tuple[str, Collectives]]] = tuple
     plans: Callable[[], Iterable[tuple[str, Comparison]]] = tuple
     slow: Callable[[], Mapping[str, float]] = dict
     spans: Callable[[], Counter[str]] = Counter
@@ -205,6 +208,7 @@ class DriverMetrics(Collector):
             return  # the state of a standby is old or empty: the leader reports it
         yield from _jobs(state)
         yield from _plan_metrics(self._sources.plans())
+        yield _collective_metric(self._sources.collectives())
         slow = GaugeMetricFamily(
             "megascale_straggler_ratio",
             "How many times as long a slow node takes for the same work as the others.",
@@ -325,6 +329,19 @@ def _plan_metrics(found: Iterable[tuple[str, Comparison]]) -> Iterator[Metric]:
             parts.add_metric([job, term.name, "planned"], term.planned_s)
     yield steps
     yield parts
+
+
+def _collective_metric(found: Iterable[tuple[str, Collectives]]) -> Metric:
+    seconds = GaugeMetricFamily(
+        "megascale_collective_step_seconds",
+        "Time of a rank in one kind of collective in a step, of the network and of waiting.",
+        labels=["job", "operation", "group", "part"],
+    )
+    for job, collectives in found:
+        for (operation, group), (network_s, waiting_s) in collectives.items():
+            seconds.add_metric([job, operation, group, "network"], network_s)
+            seconds.add_metric([job, operation, group, "waiting"], waiting_s)
+    return seconds
 
 
 def _loop(watch: LoopWatch) -> Iterator[Metric]:

@@ -9,7 +9,8 @@ from megascale.v1 import driver_pb2
 from megascale_common.job.rank_layout import AXES, RankLayout
 from megascale_common.service.errors import invalid
 from megascale_common.service.handlers import answers
-from megascale_driver.analysis.progress import RankView, suspects
+from megascale_driver.analysis.lost_transfers import culprits
+from megascale_driver.analysis.progress import RankView
 from megascale_driver.analysis.waiting import Waits, waits
 from megascale_driver.core import hang
 from megascale_driver.core.state import Job
@@ -76,13 +77,12 @@ class TopologyMethods(ServiceBase):
         readable = any(view.status is not None for view in views.values())
         if not readable or not hang.stands_still(job, now_s, self.engine.policy):
             return frozenset()
-        guilty = suspects(tuple(views.values()), job.config.layout)
+        guilty, lost = culprits(tuple(views.values()), job.config.layout)
         answer.still_s = hang.still_s(job, now_s)
         more = len(guilty) - 1
         rest = f"{more} more hold the others up" if more else "the others wait for it"
-        answer.standstill = (
-            f"no rank has completed a step for {answer.still_s:.0f} s: {guilty[0]}, and {rest}"
-        )
+        what = str(lost[0]) if lost else f"{guilty[0]}, and {rest}"
+        answer.standstill = f"no rank has completed a step for {answer.still_s:.0f} s: {what}"
         return frozenset(view.rank for view in guilty)
 
 

@@ -35,7 +35,9 @@ export function heat(data) {
     h("div", { class: "switches" }, [...bySwitch].map(([name, nodes]) => h("section", { class: "switch", "aria-label": `switch ${name || "not named"}` },
       h("h2", {}, name || "no switch", h("small", {}, ` ${nodes.length}`)),
       h("div", { class: "cells", tabindex: "0", role: "group", "aria-label": `nodes of switch ${name || "not named"}; arrows move`, onkeydown: moves },
-        nodes.map(([node, ratio]) => h("a", { href: `/nodes/${node}`, tabindex: "-1", class: `cell heat heat-${level(ratio)}`, title: `${node}: ${said(ratio)}`,
-          "aria-label": `${node}: ${said(ratio)}` }, level(ratio) === 10 ? "\u25b2" : "")))))),
+        nodes.map(([node, ratio]) => cell(node, level(ratio), `${node}: ${said(ratio)}`)))))),
   ];
 }
+
+const cell = (node, at, text) =>
+  h("a", { href: `/nodes/${node}`, tabindex: "-1", class: `cell heat heat-${at}`, title: text, "aria-label": text }, at === 10 ? "\u25b2" : "");

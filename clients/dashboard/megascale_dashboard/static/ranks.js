@@ -56,10 +56,8 @@ export function block(data) {
     if (from && !from[2]) { const rank = nearest(canvas, data, event); if (rank >= 0) select(rank); }
     from = null;
   });
-  requestAnimationFrame(() => {
-    paint(canvas, data);
-    new ResizeObserver(() => canvas.isConnected && paint(canvas, data)).observe(canvas);
-  });
+  // It also reports the first size, so a canvas that gets its place is painted once.
+  new ResizeObserver(() => canvas.isConnected && paint(canvas, data)).observe(canvas);
   describe(aside, data, select);
   return [
     h("h1", {}, "Ranks of ", h("a", { href: `/jobs/${data.name}` }, data.name), " ", chip(data.phase)),
@@ -94,26 +92,32 @@ function describe(aside, data, select) {
     h("p", {}, "Its log:"), h("code", {}, `megascale logs ${data.name} --rank ${rank}`));
 }
 
-// Centres of all ranks on the canvas, as [x, y, depth].
+// Centres of all ranks on the canvas, as [x, y, depth], and pixels for one unit of length.
 function centres(canvas, data) {
   const { tp, dp, pp } = data.axes;
   const spread = { tp: Math.max(2.2, tp), dp: Math.max(2.2, Math.min(dp, 26)), pp: Math.max(2.2, pp * 1.6) };
   const reach = Math.hypot(spread.tp, spread.dp, spread.pp);
   const scale = Math.min(canvas.clientWidth, canvas.clientHeight * 1.35) / reach * 0.86;
   const [cy, sy, cx, sx] = [Math.cos(turned.yaw), Math.sin(turned.yaw), Math.cos(turned.pitch), Math.sin(turned.pitch)];
-  return data.state.map((_, rank) => {
-    const at = place(rank, data.axes);
-    const spot = (axis, size) => size > 1 ? (at[axis] / (size - 1) - 0.5) * (spread[axis] - 1) : 0;
-    const [x, y, z] = [spot("pp", pp), spot("tp", tp), spot("dp", dp)];
-    const [x1, z1] = [x * cy + z * sy, z * cy - x * sy];
-    return [canvas.clientWidth / 2 + x1 * scale, canvas.clientHeight / 2 + (y * cx - z1 * sx) * scale, z1 * cx + y * sx, scale];
-  });
+  // Along an axis the places repeat: each is turned once, and a rank is the sum of its three.
+  const along = (axis, size, turn) => Array.from({ length: size }, (_, at) => turn(size > 1 ? (at / (size - 1) - 0.5) * (spread[axis] - 1) : 0));
+  const x = along("pp", pp, (v) => [v * cy, v * sy * sx, -v * sy * cx]);
+  const y = along("tp", tp, (v) => [0, v * cx, v * sx]);
+  const z = along("dp", dp, (v) => [v * sy, -v * cy * sx, v * cy * cx]);
+  const [midX, midY] = [canvas.clientWidth / 2, canvas.clientHeight / 2];
+  const spots = new Array(data.world);
+  for (let rank = 0; rank < data.world; rank += 1) {
+    const group = Math.floor(rank / (tp * data.axes.cp));
+    const [a, b, c] = [x[Math.floor(group / dp)], y[rank % tp], z[group % dp]];
+    spots[rank] = [midX + (a[0] + b[0] + c[0]) * scale, midY + (a[1] + b[1] + c[1]) * scale, a[2] + b[2] + c[2]];
+  }
+  return { spots, scale };
 }
 
 function nearest(canvas, data, event) {
   const box = canvas.getBoundingClientRect();
   let [found, best] = [-1, 14];
-  centres(canvas, data).forEach(([x, y], rank) => {
+  centres(canvas, data).spots.forEach(([x, y], rank) => {
     const far = Math.hypot(x - (event.clientX - box.left), y - (event.clientY - box.top));
     if (far <= best) [found, best] = [rank, far];
   });
@@ -130,8 +134,8 @@ function paint(canvas, data) {
   const pen = canvas.getContext("2d");
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.clearRect(0, 0, width, height);
-  const spots = centres(canvas, data);
-  const side = Math.max(2, Math.min(17, 0.62 * spots[0][3] * Math.min(1, 26 / data.axes.dp)));
+  const { spots, scale } = centres(canvas, data);
+  const side = Math.max(2, Math.min(17, 0.62 * scale * Math.min(1, 26 / data.axes.dp)));
   const lines = Object.fromEntries(["tp", "dp", "pp"].map((axis) => [axis, lineOf(turned.selected, axis, data)]));
   const chosen = new Set(Object.values(lines).flat());
   const fills = Object.fromEntries(Object.entries(stateColours).map(([word, name]) => [word, colour(name)]));

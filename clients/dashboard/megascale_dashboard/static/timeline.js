@@ -20,7 +20,7 @@ const extent = (data) => {
 };
 const place = (data, changes) => {
   const url = new URL(location.href);
-  for (const [name, value] of Object.entries({ rank: data.rank, group: data.group, steps: data.steps.length || 1, step: data.steps.length ? data.steps[0].step : 0, ...changes })) url.searchParams.set(name, value);
+  for (const [name, value] of Object.entries({ rank: data.rank, group: data.group, steps: data.steps.length || 1, step: data.steps.length ? data.steps[0].step : 0, ...data.beside ? { beside: data.beside.step } : {}, ...changes })) url.searchParams.set(name, value);
   return url.pathname + url.search;
 };
 
@@ -34,6 +34,7 @@ function picks(data) {
     h("label", {}, "Steps ", h("select", { name: "steps" }, [1, 2, 3, 5, 10].map((count) =>
       h("option", { value: count, selected: count === data.steps.length }, count)))),
     h("label", {}, "from step ", h("input", { name: "step", type: "number", min: 0, value: first })),
+    h("label", {}, "beside step ", h("input", { name: "beside", type: "number", min: 0, value: data.beside ? data.beside.step : "", placeholder: "a good one" })),
     h("button", {}, "Show"),
     h("a", { class: "button", href: place(data, { step: Math.max(1, first - data.steps.length) }) }, "Earlier"),
     h("a", { class: "button", href: place(data, { step: 0 }) }, "Newest"));
@@ -51,10 +52,7 @@ export function timeline(data) {
   canvas.style.height = `${height}px`;
   const aside = h("p", { class: "chosen", "aria-live": "polite" });
   listen(canvas, data, () => { paint(canvas, data); describe(aside, data); });
-  requestAnimationFrame(() => {
-    paint(canvas, data);
-    new ResizeObserver(() => canvas.isConnected && paint(canvas, data)).observe(canvas);
-  });
+  new ResizeObserver(() => canvas.isConnected && paint(canvas, data)).observe(canvas); // also of its first size
   describe(aside, data);
   const shown = data.rows.length < data.members ? `${data.rows.length} of ${number(data.members)}` : number(data.members);
   return [
@@ -62,14 +60,28 @@ export function timeline(data) {
     h("p", { class: "under" }, `${shown} ranks of the ${names[data.group]} group of rank ${data.rank}, `,
       data.steps.map((each) => `step ${number(each.step)}: ${ms(each.for_us)}`).join("; "),
       data.left_out ? `; the ${number(data.left_out)} shortest spans are left out` : ""),
+    data.path_sentences.map((text) => h("p", {}, text)),
     picks(data),
+    compared(data),
     h("p", { class: "legend" }, data.names.map((name) => h("span", { class: "key" }, h("i", { class: `span-${toneOf(name)}` }), name)),
-      data.arrows.length ? h("span", { class: "key" }, "\u2192 what the chosen rank waits for, and who waits for it") : null),
+      data.arrows.length ? h("span", { class: "key" }, "\u2192 what the chosen rank waits for, and who waits for it") : null,
+      data.path.length ? h("span", { class: "key" }, h("i", { class: "edge" }), "critical path among these ranks") : null),
     canvas, aside,
     h("section", {}, h("h2", {}, "In figures"), table(["rank", "node", "computes", "waits in transfers", "longest span", "clock"], data.rows.map((each) => [
       h("a", { href: place(data, { rank: each.rank }) }, number(each.rank)), h("a", { href: `/nodes/${each.node}` }, each.node), percent(each.computes), percent(each.waits),
       each.longest ? `${each.longest}, ${ms(each.longest_us)}` : "", each.clock]), "the ranks of the timeline")),
   ];
+}
+
+// The same operations of an earlier step beside these, the most grown first.
+function compared(data) {
+  if (!data.beside) return null;
+  const { step, operations } = data.beside;
+  if (!operations.length || !step) return h("p", { class: "state" }, "There are no spans of the step to compare with.");
+  const signed = (value) => `${value < 0 ? "\u2212" : "+"}${ms(1000 * Math.abs(value))}`;
+  return h("section", {}, h("h2", {}, `Beside step ${number(step)}`), table(["operation", "now", "then", "grew by", "most on"], operations.map((each) => [
+    each.name, ms(1000 * each.now_ms), ms(1000 * each.then_ms), signed(each.grown_ms),
+    h("a", { href: place(data, { rank: each.most_rank }) }, `rank ${number(each.most_rank)}, ${signed(each.most_ms)}`)]), "operations beside those of the other step"));
 }
 
 function whole(data) {
@@ -193,6 +205,11 @@ function paint(canvas, data) {
     const batch = spans.batch[at] < 0 ? "" : String(spans.batch[at]);
     const fits = [`${name} ${batch}`.trim(), batch].find((each) => pen.measureText(each).width < wide - 6);
     if (fits) pen.fillText(fits, Math.max(left, GUTTER) + 4, y + LANE / 2 - 1);
+  }
+  pen.fillStyle = colour("--bad");
+  for (const [row, at, length] of data.path) {
+    const [left, right] = [x(at), x(at + length)];
+    if (right >= GUTTER && left <= width) pen.fillRect(left, HEAD + row * tall + data.lanes.length * LANE, Math.max(1, right - left), 3);
   }
   arrows(pen, data, x, tall, text);
   pen.restore();

@@ -37,6 +37,14 @@ class AttemptFolder:
         """Ring of a rank's spans."""
         return self.path / f"spans-{rank:05d}.ring"
 
+    def flight_request(self, rank: int) -> Path:
+        """Named pipe: a byte in it asks a rank for its record of NCCL's operations."""
+        return self.path / f"nccl-{rank:05d}.request"
+
+    def flight_dump(self, rank: int) -> Path:
+        """A rank's record of NCCL's operations, which it wrote when it was asked."""
+        return self.path / f"nccl_trace_rank_{rank:05d}.json"
+
     @property
     def config(self) -> Path:
         """The job as the loader reads it."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from megascale_driver.analysis.progress import suspects
+from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.core import blame, failure_rate, hang, log_roots, replicas, traffic
 from megascale_driver.core.attempt import Placement
 from megascale_driver.core.candidates import candidate, usable
@@ -383,7 +383,7 @@ def _held_up_by(state: Cluster, job: Job, now_s: float, policy: Policy) -> int |
     if not hang.stands_still(job, now_s, policy):
         return None
     found = hang.observed(state.nodes, job, policy)
-    return suspects(found.ranks, job.config.layout)[0].rank if found is not None else 0
+    return culprits(found.ranks, job.config.layout).ranks[0].rank if found is not None else 0
 
 
 def _symptom(line: Audit) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.analysis.progress import (
     Beat,
     RankStatus,
@@ -21,7 +22,6 @@ from megascale_driver.analysis.progress import (
     Standing,
     p99,
     standing,
-    suspects,
 )
 from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
@@ -89,10 +89,11 @@ def conclude(
 
     ``what``: by which sign it stands still, the first part of the message.
     """
-    guilty = suspects(found.ranks, job.config.layout)
+    guilty, lost = culprits(found.ranks, job.config.layout)
     named = "; ".join(str(view) for view in guilty[:MAX_NAMED])
     more = f" and {len(guilty) - MAX_NAMED} more" if len(guilty) > MAX_NAMED else ""
-    message = f"{what}: {named}{more}"
+    between = f"; {lost[0]}" if lost else ""
+    message = f"{what}: {named}{more}{between}"
     enforced = draft.enforced(rule)
     draft.log(
         reason, message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
@@ -149,7 +150,8 @@ def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) 
     found = observed(nodes, job, policy)
     if found is None:
         return f"{text}; not all of its nodes report the status of their ranks"
-    return f"{text} (limit {found.limit_s:.0f} s); {suspects(found.ranks, job.config.layout)[0]}"
+    guilty, lost = culprits(found.ranks, job.config.layout)
+    return f"{text} (limit {found.limit_s:.0f} s); {lost[0] if lost else guilty[0]}"
 
 
 def stands_still(job: Job, now_s: float, policy: Policy) -> bool:

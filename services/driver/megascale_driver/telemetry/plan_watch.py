@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -33,13 +33,21 @@ LEAST_WINDOW_STEPS: Final = 3
 _log = logs.get(__name__)
 
 
+Collectives = Mapping[tuple[str, str], tuple[float, float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is known of an attempt; without a comparison ``problem`` says why, with the remedy."""
+    """What is known of an attempt; without a comparison ``problem`` says why, with the remedy.
+
+    ``collectives``: of each (operation, group) seconds a step of the network, and of waiting;
+    medians.
+    """
 
     attempt: int
     comparison: Comparison | None = None
     problem: str = ""
+    collectives: Collectives = field(default_factory=dict)
 
 
 class PlanWatch:
@@ -100,6 +108,13 @@ class PlanWatch:
             if answer is not None and answer.comparison is not None:
                 yield name, answer.comparison
 
+    def collectives(self) -> Iterator[tuple[str, Collectives]]:
+        """Seconds of single collectives of each running job, by name."""
+        for name, job in self._state().jobs.items():
+            answer = self.of(job)
+            if answer is not None and answer.collectives:
+                yield name, answer.collectives
+
     async def run(self) -> None:
         """Look for ever."""
         while True:
@@ -131,10 +146,10 @@ class PlanWatch:
         except (Refused, BadCalibration) as error:
             self._answers[job.name] = Answer(job.attempt, problem=str(error))
             return
-        found = await self._compared(job, plan)
+        found, collectives = await self._compared(job, plan)
         if found is None:
             return
-        self._answers[job.name] = Answer(job.attempt, found)
+        self._answers[job.name] = Answer(job.attempt, found, collectives=collectives)
         if found.slower_by != job.current.plan.slower_by:
             self._post(
                 PlanCompared(
@@ -143,16 +158,21 @@ class PlanWatch:
                 )
             )  # fmt: skip
 
-    async def _compared(self, job: Job, plan: JobPlan) -> Comparison | None:
+    async def _compared(self, job: Job, plan: JobPlan) -> tuple[Comparison | None, Collectives]:
         before, most = job.current.plan.slower_by, self._views.most_measured_steps(job)
         window = min(RULE.window_steps, most // RULE.windows)
         if job.config.telemetry.spans == "none" or window < LEAST_WINDOW_STEPS:
             times = np.array(job.step_times[-RULE.windows * RULE.window_steps :], np.float64)
             numbers = np.arange(job.current.step - len(times) + 1, job.current.step + 1)
-            return beside(numbers, times, {}, plan, before, RULE)
+            return beside(numbers, times, {}, plan, before, RULE), {}
         found = await self._views.measured_steps(job, RULE.windows * window)
         rule = replace(RULE, window_steps=window)
-        return beside(found.steps, found.step_s, found.terms, plan, before, rule)
+        single = {
+            key: (float(np.median(network)), float(np.median(waiting)))
+            for key, (network, waiting) in found.collectives.items()
+            if len(network)
+        }
+        return beside(found.steps, found.step_s, found.terms, plan, before, rule), single
 
     def _plan(self, state: Cluster, job: Job) -> JobPlan:
         models: set[str] = set()

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from megascale.v1 import link_pb2
 from megascale_common.node import framing
+from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import (
     STACKS_SIGNAL,
     Assignment,
@@ -26,7 +27,7 @@ from megascale_common.node.messages import (
 )
 from megascale_common.service import logs
 from megascale_common.service.errors import TemplateError
-from megascale_executor.agent import stacks
+from megascale_executor.agent import flight_dumps, stacks
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.memory_kills import KillWatch, MemoryGroup, memory_group
 from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
@@ -306,11 +307,17 @@ class WorkerSet:
         ]
         for _, process, _ in still:
             process.send_signal(STACKS_SIGNAL)
+        asked: list[Path] = []
+        for worker, _, _ in still:
+            asked += flight_dumps.ask(AttemptFolder(worker.page.parent), [worker.rank])
         if still:
             await asyncio.sleep(_STACKS_S)
+        if asked:
+            found = await flight_dumps.arrived(asked)
+            _log.info("records of NCCL's operations", written=len(found), asked=len(asked))
         for worker, process, start in still:
-            found = stacks.stack_since(worker.log_path, start)
-            worker.stack = found or f"no stack: it {stacks.kernel_state(process.pid)}"
+            stack = stacks.stack_since(worker.log_path, start)
+            worker.stack = stack or f"no stack: it {stacks.kernel_state(process.pid)}"
 
     async def _close(self) -> None:
         readers = [worker.reader for worker in self.workers if worker.reader is not None]

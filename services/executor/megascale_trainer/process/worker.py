@@ -26,6 +26,7 @@ from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
+from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import (
     STACKS_SIGNAL,
     Assignment,
@@ -45,7 +46,7 @@ from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
-from megascale_trainer.process import title
+from megascale_trainer.process import flight_dump, title
 from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
 from megascale_trainer.process.descriptors import make_room
 from megascale_trainer.process.interfaces import pin_interface
@@ -196,6 +197,10 @@ class _Worker:
             os.environ.update(who.get("network", {}))
             collectives = pin_collectives(config.training.deterministic)
             print(f"NCCL: {collectives}", flush=True)
+        if (recorded := flight_dump.recorder(self._device)) is not None:
+            files = AttemptFolder(Path(who["status_page"]).parent)
+            request, out = files.flight_request(who["rank"]), files.flight_dump(who["rank"])
+            flight_dump.answer(request, out, recorded)
         prefixed = PrefixStore(f"{who['job']}/{who['attempt']}", store)
         with self._start.part("rank table"):
             compare_rank_tables(prefixed, who["rank"], who.get("rank_table", ""))

@@ -22,7 +22,7 @@ from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.clocks import clocks
 from megascale_driver.analysis.spans.decline import compared
 from megascale_driver.analysis.spans.heat import heat_map
-from megascale_driver.analysis.spans.merged import merged
+from megascale_driver.analysis.spans.merged import PATH_PROCESS, merged
 from megascale_driver.analysis.spans.outliers import slow_nodes
 from megascale_driver.analysis.spans.recorded import Recorded
 
@@ -97,7 +97,10 @@ def _timeline(found: Recorded, out: Path) -> int:
     data = json.dumps(trace, separators=(",", ":")).encode()
     out.write_bytes(gzip.compress(data, mtime=0) if out.suffix == ".gz" else data)
     errors = {node: clock.error_ns for node, clock in by_node.items()}
-    phases = [event["ph"] for event in trace["traceEvents"]]
+    phases = [event["ph"] for event in trace["traceEvents"] if event["pid"] != PATH_PROCESS]
+    for name, sentence in trace["otherData"].items():
+        if name.startswith("critical path"):
+            print(sentence, file=sys.stderr)
     counts = {"spans": phases.count("X"), "arrows": phases.count("s")}
     print(json.dumps({**counts, "clock_error_ns": errors, "bytes": out.stat().st_size}))
     return 0

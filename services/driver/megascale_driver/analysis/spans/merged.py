@@ -4,29 +4,27 @@ A process of the trace is a rank, named with its place in the layout and the err
 track of it is a kind of spans. Arrows join what depends on each other: in a collective the last
 rank to enter with those that waited for it, over a pipeline edge a send with its receive. An arrow
 is left out where the clocks' errors allow the other order.
+
+A track before those of the ranks has the critical path of each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans.ops import KINDS
 from megascale_common.node.spans.record import NO_MICRO_BATCH
 from megascale_driver.analysis.spans.clocks import Clock, aligned
+from megascale_driver.analysis.spans.critical_path import CriticalPath, critical_path
+from megascale_driver.analysis.spans.edges import receive_of_sends
 from megascale_driver.analysis.spans.instances import collectives
 from megascale_driver.analysis.spans.table import SpanTable
 
-# Of each transfer over a pipeline edge: its receive, and the way along the virtual stages.
-_EDGES = {
-    "send_activation": ("receive_activation", 1),
-    "send_gradient": ("receive_gradient", -1),
-}
 Event = dict[str, Any]
+PATH_PROCESS = 1 << 24  # beyond every rank
 
 
 def merged(table: SpanTable, found: Mapping[str, Clock]) -> dict[str, Any]:
@@ -34,7 +32,7 @@ def merged(table: SpanTable, found: Mapping[str, Clock]) -> dict[str, Any]:
 
     Returns:
         An object with traceEvents (times in microseconds since the first span), and under otherData
-        each node's clock in words.
+        the critical path of each step and each node's clock in words.
     """
     table = aligned(table, found)
     begin_ns = int(table.start_ns.min()) if len(table) else 0
@@ -47,11 +45,18 @@ def merged(table: SpanTable, found: Mapping[str, Clock]) -> dict[str, Any]:
         for place, phase, at in ((source, "s", start_ns), (target, "f", inside_ns)):
             event = _event(table, place, phase, at - begin_ns) | {"id": number, "cat": "order"}
             events.append(event | {"name": name} | ({"bp": "e"} if phase == "f" else {}))
+    paths = [critical_path(table, step) for step in np.unique(table.step).tolist()]
+    events += _path_events([path for path in paths if path is not None], begin_ns, table)
     present = {table.nodes[rank] for rank in np.unique(table.rank).tolist()}
     clocks_in_words = {
         f"clock of {node}": _words(clock) for node, clock in found.items() if node in present
     }
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": clocks_in_words}
+    sentences = {
+        f"critical path of step {path.step}": path.sentence for path in paths if path is not None
+    }
+    # Before the events, which are many: who wants the sentences alone reads the beginning.
+    other = {**sentences, **clocks_in_words}
+    return {"otherData": other, "displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _names(table: SpanTable, found: Mapping[str, Clock]) -> Iterable[Event]:
@@ -69,6 +74,29 @@ def _names(table: SpanTable, found: Mapping[str, Clock]) -> Iterable[Event]:
                 "tid": track,
                 "name": "thread_name",
                 "args": {"name": kind},
+            }
+
+
+def _path_events(paths: Iterable[CriticalPath], begin_ns: int, table: SpanTable) -> Iterable[Event]:
+    """A process of its own, whose number no rank has."""
+    named = False
+    for path in paths:
+        if not named:
+            named = True
+            args: Event = {"name": "critical path"}
+            yield {"ph": "M", "pid": PATH_PROCESS, "name": "process_name", "args": args}
+            order = {"ph": "M", "pid": PATH_PROCESS, "name": "process_sort_index"}
+            yield {**order, "args": {"sort_index": -1}}
+        for rank, name, start_ns, duration_ns in path.segments:
+            yield {
+                "ph": "X",
+                "pid": PATH_PROCESS,
+                "tid": 0,
+                "ts": (start_ns - begin_ns) / 1000,
+                "dur": duration_ns / 1000,
+                "name": f"rank {rank}: {name}",
+                "cat": "critical path",
+                "args": {"step": path.step, "rank": rank, "node": table.nodes[rank]},
             }
 
 
@@ -135,37 +163,9 @@ def _identity(table: SpanTable, place: int) -> tuple[int, ...]:
 def _edge_arrows(
     table: SpanTable, found: Mapping[str, Clock]
 ) -> Iterable[tuple[str, int, int, int]]:
-    by_place: dict[tuple[str, int, int, int, int], int] = {}
-    sends: list[tuple[int, str]] = []
-    receives = {receive for receive, _ in _EDGES.values()}
-    for place in range(len(table)):
-        name = table.ops[table.op[place]].name
-        if name in receives:
-            by_place[_at(table, place, name)] = place
-        elif name in _EDGES:
-            sends.append((place, name))
-    for place, name in sends:
-        receive, way = _EDGES[name]
-        _, rank, step, batch, chunk = _at(table, place, name)
-        neighbour = _neighbour(table.layout, rank, chunk, way)
-        target = by_place.get((receive, *neighbour[:1], step, batch, neighbour[1]))
-        if target is None:
-            continue
+    for target, place in receive_of_sends(table).items():
         error_ns = _error_ns(table, found, place, target)
         arrived_ns = int(table.start_ns[target] + table.duration_ns[target])
         if error_ns is not None and arrived_ns - int(table.start_ns[place]) > error_ns:
+            name = table.ops[table.op[place]].name
             yield name.removeprefix("send_"), place, target, arrived_ns
-
-
-def _at(table: SpanTable, place: int, name: str) -> tuple[str, int, int, int, int]:
-    """Name, rank, step, micro-batch and chunk of a transfer."""
-    columns = (table.rank, table.step, table.micro_batch, table.chunk)
-    rank, step, batch, chunk = (int(column[place]) for column in columns)
-    return name, rank, step, batch, chunk
-
-
-def _neighbour(layout: RankLayout, rank: int, chunk: int, way: int) -> tuple[int, int]:
-    """Rank and chunk of the next virtual stage, or of the one before (``way`` -1)."""
-    place = layout.coordinates(rank)
-    stage = place.pp + way
-    return layout.rank(replace(place, pp=stage % layout.pp)), chunk + stage // layout.pp

@@ -9,7 +9,7 @@ no span is the host's, or with a pipeline the wait for other stages. So the term
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,21 @@ TERMS = (
 )
 
 
+MAX_COLLECTIVES = 32  # of a job; a step has some ten operations and groups
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredSteps:
-    """Whole steps in order: their numbers, seconds, and seconds of each of TERMS; arrays [n]."""
+    """Whole steps in order: their numbers, seconds, and seconds of each of TERMS; arrays [n].
+
+    ``collectives``: of each (operation, group) the seconds a step and rank that the network takes,
+    and those that ranks wait for the last to enter; at most MAX_COLLECTIVES, the longest.
+    """
 
     steps: npt.NDArray[np.int64]
     step_s: Floats
     terms: Mapping[str, Floats]
+    collectives: Mapping[tuple[str, str], tuple[Floats, Floats]] = field(default_factory=dict)
 
 
 def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
@@ -78,7 +86,14 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     into = "pipeline" if table.layout.pp > 1 else "host"
     terms[into] = terms[into] + np.maximum(rest, 0)
     terms["compute"] = terms["compute"] + np.minimum(rest, 0)  # transfers that ran beside it
-    return MeasuredSteps(steps, step_s, terms)
+    single = {
+        (op.name, op.group): (mean_s(table.op == at, shortest), mean_s(table.op == at, late))
+        for late in (duration - shortest,)
+        for at, op in enumerate(table.ops)
+        if op.kind == "collective"
+    }
+    longest = sorted(single.items(), key=lambda one: -float(np.sum(one[1])))[:MAX_COLLECTIVES]
+    return MeasuredSteps(steps, step_s, terms, dict(longest))
 
 
 def _named(table: SpanTable, name: str) -> Bools:

@@ -1,0 +1,49 @@
+"""Writes NCCL's flight recorder to a file when the agent asks, before it ends a rank that hangs.
+
+torch records the newest operations of each communicator (2,000, on by default). A thread waits at a
+named pipe, outside the interpreter lock; a byte in it has the record written beside the pipe. Where
+a hung call holds the lock no file comes, and the agent waits no longer than it says.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+MAX_DUMP_BYTES = 64 << 20  # more is not written; a record with stacks has some 4 MiB
+NAME = "_dump_nccl_trace_json"
+
+
+def recorder(device: torch.device) -> Callable[[], bytes] | None:
+    """What returns the record as JSON; None on CPU, or where this torch has none."""
+    if device.type != "cuda":
+        return None
+    dump: Callable[[], bytes] | None = getattr(torch._C._distributed_c10d, NAME, None)
+    return dump
+
+
+def answer(pipe: Path, out: Path, dump: Callable[[], bytes]) -> threading.Thread:
+    """Start the thread: each byte in ``pipe``, which it makes, has ``out`` written anew."""
+    pipe.unlink(missing_ok=True)  # of a process of this rank that has ended
+    os.mkfifo(pipe, 0o600)
+    # Its own writing end too, so that a read waits until somebody asks.
+    descriptor = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+
+    def wait() -> None:
+        while os.read(descriptor, 1):
+            try:
+                data = dump()
+                if len(data) <= MAX_DUMP_BYTES:
+                    part = out.with_name(f".{out.name}")
+                    part.write_bytes(data)
+                    part.replace(out)
+            except (OSError, RuntimeError) as error:
+                print(f"the record of NCCL's operations was not written: {error}", flush=True)
+
+    thread = threading.Thread(target=wait, name="flight recorder", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,82 @@
+"""The agent asks a rank for NCCL's flight recorder; what comes is bounded in time and size."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.harness.waiting import until
+from tests.unit.test_flight_recorder import inside
+
+from megascale_common.node.attempt_files import AttemptFolder
+from megascale_driver.analysis import flight_recorder
+from megascale_executor.agent import flight_dumps
+from megascale_trainer.process import flight_dump
+
+CPU = torch.device("cpu")
+
+
+async def test_ranks_that_are_asked_write_what_the_analysis_reads(tmp_path: Path) -> None:
+    folder = AttemptFolder(tmp_path)
+    for rank, last in ((0, 4), (1, 4), (2, 4), (3, 3)):
+        data = inside(last)
+        flight_dump.answer(folder.flight_request(rank), folder.flight_dump(rank), lambda d=data: d)  # type: ignore[misc]
+    for _ in range(2):  # a second request replaces the first answer
+        asked = flight_dumps.ask(folder, range(5))  # rank 4 has no recorder
+        assert asked == [folder.flight_dump(rank) for rank in range(4)]
+        assert await flight_dumps.arrived(asked, wait_s=60.0) == asked
+    found = flight_recorder.verdict(flight_recorder.read_folder(tmp_path))
+    assert found.culprits == (3,)
+
+
+async def test_nobody_waits_for_a_rank_that_cannot_answer(tmp_path: Path) -> None:
+    folder = AttemptFolder(tmp_path)
+    assert flight_dumps.ask(folder, [0]) == []  # on a CPU there is no pipe
+    os.mkfifo(folder.flight_request(1))
+    assert flight_dumps.ask(folder, [1]) == []  # its rank has ended: nobody reads the pipe
+    reader = os.open(folder.flight_request(1), os.O_RDWR)  # it hangs with the interpreter lock
+    folder.flight_dump(1).write_text("of an earlier hang")
+    began_s = time.monotonic()
+    asked = flight_dumps.ask(folder, [1])
+    assert await flight_dumps.arrived(asked, wait_s=0.2) == [] and len(asked) == 1
+    assert time.monotonic() - began_s >= 0.2
+    os.close(reader)
+    assert flight_dumps.WAIT_S <= 2.0  # it delays the restart
+
+
+def test_a_record_that_is_too_long_or_fails_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(flight_dump, "MAX_DUMP_BYTES", 10)
+    answers = [b"x" * 11, RuntimeError("no communicator"), b"short"]
+
+    def dump() -> bytes:
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    pipe, out = tmp_path / "request", tmp_path / "out"
+    flight_dump.answer(pipe, out, dump)
+    seen = []
+    for left in (2, 1, 0):
+        with pipe.open("wb") as request:
+            request.write(b"1")
+        until(lambda left=left: len(answers) == left, "it is answered")  # type: ignore[misc]
+        seen.append(out.exists())
+    until(out.exists, "the third is written")
+    assert seen[:2] == [False, False] and out.read_bytes() == b"short"
+    assert "no communicator" in capfd.readouterr().out
+
+
+def test_only_a_device_with_nccl_has_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flight_dump.recorder(CPU) is None
+    cuda = torch.device("cuda", 0)
+    monkeypatch.delattr(torch._C._distributed_c10d, flight_dump.NAME, raising=False)
+    assert flight_dump.recorder(cuda) is None  # a torch without one
+    monkeypatch.setattr(torch._C._distributed_c10d, flight_dump.NAME, lambda: b"{}", raising=False)
+    found = flight_dump.recorder(cuda)
+    assert found is not None and found() == b"{}"
