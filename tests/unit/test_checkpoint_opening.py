@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.unit.test_checkpoint_log_holes import opened, prepared
 
 from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit_record import Record
 from megascale_checkpoint.committer import Committer
-from megascale_checkpoint.opening import Opening
+from megascale_checkpoint.opening import HELD, Opening, holders_in, runs_of
+from megascale_checkpoint.restore_decision import SealedStep
 from megascale_checkpoint.storage import FileStorage
-from megascale_common.service.errors import RequestError, SupersededError
+from megascale_common.service.errors import ForbiddenError, RequestError, SupersededError
 
 
 def committer() -> Committer:
@@ -63,3 +67,37 @@ async def test_a_job_that_is_submitted_again_does_not_start_over_from_its_first_
     with pytest.raises(SupersededError, match="has committed") as refused:
         await opened(committer(), tmp_path, 1)
     assert refused.value.metadata == {"attempt": "1"}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_daemon_reports_its_own_ranks_alone_also_to_a_committer_that_was_restarted(
+    tmp_path: Path, restarted: bool
+) -> None:
+    """Before, one that was restarted within the attempt took in the ranks of any node."""
+    uri = str(tmp_path)
+    wanted = Opening("job", uri, 1, holders={0: "n1"})
+    first = committer()
+    await first.open_attempt(wanted, 1, SealedStep(0, 0), frozenset(), (1, 1))
+    worker: Any = SimpleNamespace(attempt=1, uri=uri, world_size=1, layout_info={})
+    asked = Committer(lambda job: worker) if restarted else first
+    report = prepared(tmp_path, 10)
+    with pytest.raises(ForbiddenError, match="node n2 holds no rank 0") as refused:
+        await asked.report(report, "n2")
+    assert refused.value.reason == "NOT_ITS_JOB"
+    assert await asked.report(report, "n1")
+
+
+async def test_an_attempt_that_an_earlier_build_opened_goes_on_under_this_one(
+    tmp_path: Path,
+) -> None:
+    await opened(committer(), tmp_path, 1)  # which did not write who holds which rank
+    worker: Any = SimpleNamespace(attempt=1, uri=str(tmp_path), world_size=1, layout_info={})
+    assert await Committer(lambda job: worker).report(prepared(tmp_path, 10), "n1")
+
+
+def test_which_node_holds_which_ranks_is_kept_as_runs() -> None:
+    holders = {0: "n1", 1: "n1", 2: "n2", 3: "n1"} | {4 + rank: "n3" for rank in range(8)}
+    runs = runs_of(holders)
+    assert runs == {"n1": [[0, 1], [3, 3]], "n2": [[2, 2]], "n3": [[4, 11]]}
+    assert holders_in(Record(1, "OPEN", 1, {HELD: runs})) == holders
+    assert holders_in(Record(1, "OPEN", 1, {})) == holders_in(None) == {}

@@ -21,10 +21,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from megascale.v1 import driver_pb2
 from megascale_cli.completion import job_names
 from megascale_cli.exits import with_client
 from megascale_cli.options import MAX_NUMBER, Cluster, JobName, Json
-from megascale_cli.output import console, local_time, print_json, print_table, size_text
+from megascale_cli.output import console, local_time, print_items, print_json, size_text
 from megascale_cli.plugins import CHECKPOINT, load_function, run_plugin
 from megascale_client import AsyncClient
 
@@ -50,25 +51,13 @@ def list_checkpoints(
         run_plugin("checkpoint", CHECKPOINT, arguments, context.command_path.rsplit(" ", 1)[0])
 
     async def action(client: AsyncClient) -> None:
-        listed = [checkpoint async for checkpoint in client.checkpoints(name)]
-        if as_json:
-            for checkpoint in listed:
-                print_json(checkpoint)
-            return
-        columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "COMMITTED", "MANIFEST", "PIN")
-        rows = [
-            (
-                str(item.step),
-                str(item.attempt),
-                str(item.world_size),
-                size_text(item.size_bytes),
-                local_time(item.committed_at),
-                escape(item.manifest_uri),
-                escape(item.pin),
-            )
-            for item in listed
-        ]
-        print_table(columns, rows, empty=f"job {name} has no complete checkpoint")
+        print_items(
+            [checkpoint async for checkpoint in client.checkpoints(name)],
+            ("STEP", "ATTEMPT", "RANKS", "SIZE", "COMMITTED", "MANIFEST", "PIN"),
+            _row,
+            empty=f"job {name} has no complete checkpoint",
+            as_json=as_json,
+        )
 
     with_client(action, cluster, as_json)
 
@@ -120,6 +109,18 @@ def fetch(
         )
 
     with_client(action, cluster, as_json)
+
+
+def _row(checkpoint: driver_pb2.Checkpoint) -> tuple[str, ...]:
+    return (
+        str(checkpoint.step),
+        str(checkpoint.attempt),
+        str(checkpoint.world_size),
+        size_text(checkpoint.size_bytes),
+        local_time(checkpoint.committed_at),
+        escape(checkpoint.manifest_uri),
+        escape(checkpoint.pin),
+    )
 
 
 def _open_storage(uri: str) -> Any:

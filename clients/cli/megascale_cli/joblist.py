@@ -20,6 +20,7 @@ from megascale_cli.output import (
     on_a_terminal,
     percent,
     phase_text,
+    print_items,
     print_json,
     print_table,
     remaining_s,
@@ -74,12 +75,7 @@ def jobs(
         if watch:
             await _refresh(lambda: read(client), as_json, empty)
             return
-        listed = await read(client)
-        if as_json:
-            for job in listed:
-                print_json(job)
-        else:
-            print_table(COLUMNS, map(_row, listed), empty=empty)
+        print_items(await read(client), COLUMNS, _row, empty=empty, as_json=as_json)
 
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if watch else RETRY_FOR_S)
 

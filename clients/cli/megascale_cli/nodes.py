@@ -11,7 +11,15 @@ from rich.markup import escape
 from megascale_cli.completion import node_names
 from megascale_cli.exits import FAILED, OK, RETRY_FOR_S, with_client
 from megascale_cli.options import Check, Cluster, Json, NodeName, Reason
-from megascale_cli.output import age, console, local_time, print_json, print_table, short
+from megascale_cli.output import (
+    age,
+    console,
+    local_time,
+    print_items,
+    print_json,
+    print_table,
+    short,
+)
 from megascale_client import AsyncClient, CheckResult, CheckVerdict, Node
 from megascale_client.messages import (
     CordonNodeResponse,
@@ -29,11 +37,6 @@ def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
     """
 
     async def action(client: AsyncClient) -> None:
-        listed = [node async for node in client.nodes()]
-        if as_json:
-            for node in listed:
-                print_json(node)
-            return
         columns = (
             "NAME",
             "LIVENESS",
@@ -46,10 +49,12 @@ def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
             "BEAT",
             "WHY",
         )
-        print_table(
+        print_items(
+            [node async for node in client.nodes()],
             columns,
-            map(_row, listed),
+            _row,
             empty="no nodes yet; each node's agent connects to the driver when it starts",
+            as_json=as_json,
         )
 
     with_client(action, cluster, as_json)

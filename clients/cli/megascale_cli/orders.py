@@ -19,7 +19,7 @@ from megascale_cli.options import (
     NodeName,
     Reason,
 )
-from megascale_cli.output import console, phase_text, print_json, print_table, short
+from megascale_cli.output import console, phase_text, print_items, print_json, short
 from megascale_client import AsyncClient, InvalidJob, Job, PolicyMode, load_job
 
 Now = Annotated[bool, typer.Option("--now", help="Stop at once instead of saving first.")]
@@ -157,13 +157,13 @@ def policy(
 
 
 async def _list_rules(client: AsyncClient, as_json: bool) -> None:
-    rules = (await client.cluster_info()).rules
-    if as_json:
-        for each in rules:
-            print_json(each)
-        return
-    rows = ((each.name, short(PolicyMode(each.mode)), escape(each.effect)) for each in rules)
-    print_table(("RULE", "MODE", "WHEN ENFORCED"), rows, empty="the driver has no rules")
+    print_items(
+        (await client.cluster_info()).rules,
+        ("RULE", "MODE", "WHEN ENFORCED"),
+        lambda rule: (rule.name, short(PolicyMode(rule.mode)), escape(rule.effect)),
+        empty="the driver has no rules",
+        as_json=as_json,
+    )
 
 
 def quota(
@@ -203,16 +203,15 @@ def quota(
 
 
 async def _list_tenants(client: AsyncClient, as_json: bool) -> None:
-    tenants = (await client.cluster_info()).tenants
-    if as_json:
-        for each in tenants:
-            print_json(each)
-        return
-    rows = (
-        (each.name, _devices(each), str(each.devices_held), "set" if each.set else "default")
-        for each in tenants
-    )
-    print_table(("TENANT", "QUOTA", "HELD", "FROM"), rows, empty="no tenant has a quota or a job")
+    print_items(
+        (await client.cluster_info()).tenants,
+        ("TENANT", "QUOTA", "HELD", "FROM"),
+        lambda one: (
+            one.name, _devices(one), str(one.devices_held), "set" if one.set else "default"
+        ),
+        empty="no tenant has a quota or a job",
+        as_json=as_json,
+    )  # fmt: skip
 
 
 def _devices(tenant: driver_pb2.Tenant) -> str:

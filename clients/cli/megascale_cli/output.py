@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -20,6 +20,8 @@ from rich.text import Text
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import Job, JobCondition, JobPhase
 from megascale_client.views import View
+
+Item = TypeVar("Item", bound=Message | View)
 
 MAX_MESSAGE_CHARACTERS = 160  # of an event, on a terminal
 
@@ -65,6 +67,22 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty:
     else:
         for line in table_lines(columns, listed):
             print(line)
+
+
+def print_items(
+    items: Iterable[Item],
+    columns: Sequence[str],
+    row: Callable[[Item], Sequence[str]],
+    *,
+    empty: str,
+    as_json: bool,
+) -> None:
+    """Print what a command lists: one JSON object a line, or a table of their ``row``."""
+    if as_json:
+        for item in items:
+            print_json(item)
+    else:
+        print_table(columns, map(row, items), empty=empty)
 
 
 def on_a_terminal() -> bool:

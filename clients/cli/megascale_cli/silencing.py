@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from megascale_cli.exits import with_client
 from megascale_cli.options import Check, Cluster, Json
-from megascale_cli.output import console, print_json, print_table
+from megascale_cli.output import console, print_items, print_json
 from megascale_client import AsyncClient
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -75,16 +75,15 @@ def silence(
 
 
 async def _list(client: AsyncClient, as_json: bool) -> None:
-    silences = (await client.cluster_info()).silences
-    if as_json:
-        for each in silences:
-            print_json(each)
-        return
-    rows = (
-        (each.subject, _when(each.until.ToNanoseconds() / 1e9), each.actor, escape(each.reason))
-        for each in silences
-    )
-    print_table(("SUBJECT", "UNTIL", "BY", "REASON"), rows, empty="no alerts are silenced")
+    print_items(
+        (await client.cluster_info()).silences,
+        ("SUBJECT", "UNTIL", "BY", "REASON"),
+        lambda one: (
+            one.subject, _when(one.until.ToNanoseconds() / 1e9), one.actor, escape(one.reason)
+        ),
+        empty="no alerts are silenced",
+        as_json=as_json,
+    )  # fmt: skip
 
 
 def _when(seconds: float) -> str:

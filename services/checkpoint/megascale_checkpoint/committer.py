@@ -21,7 +21,7 @@ from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.commit_writer import LogWriters
 from megascale_checkpoint.concurrency import Signal
 from megascale_checkpoint.manifest import File, Manifest
-from megascale_checkpoint.opening import BY_HAND, Opening, refuse_foreign, refuse_used
+from megascale_checkpoint.opening import BY_HAND, Opening, holders_in, refuse_foreign, refuse_used
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep
 from megascale_checkpoint.retention.collector import Collector, Run
@@ -60,7 +60,8 @@ class _Attempt:
     number: int
     uri: str
     world_size: int
-    holders: Mapping[int, str] = field(default_factory=dict)
+    # None: this daemon was restarted within the attempt, and has not read who holds which rank.
+    holders: Mapping[int, str] | None = None
     layout: dict[str, int] = field(default_factory=dict)
     reports: dict[int, dict[int, Report]] = field(default_factory=dict)
     committing: dict[int, asyncio.Task[str]] = field(default_factory=dict)
@@ -190,6 +191,8 @@ class Committer:
             ServiceError, OSError: the commit failed; the same report may be sent again.
         """
         attempt = self._attempt_of(report)
+        if reporter and attempt.holders is None:
+            attempt.holders = await self._holders_of(attempt)
         if reporter and attempt.holders and attempt.holders.get(report.rank) != reporter:
             text = f"node {reporter} holds no rank {report.rank} of job {report.job}"
             raise ForbiddenError(text, reason="NOT_ITS_JOB")
@@ -277,6 +280,15 @@ class Committer:
             del attempt.reports[step]
         self.changed.notify()
         return manifest_uri
+
+    async def _holders_of(self, attempt: _Attempt) -> Mapping[int, str]:
+        """Who holds which rank, by the OPEN record of the attempt; empty where it does not say."""
+
+        def read(commit_log: CommitLog) -> Mapping[int, str]:
+            commit_log.refresh()
+            return holders_in(commit_log.find_open(attempt.number))
+
+        return await self._readers.of(attempt.uri).call(read, COMMIT_S, anew=True)
 
     def _attempt_of(self, report: Report) -> _Attempt:
         known = self._attempts.get(report.job)

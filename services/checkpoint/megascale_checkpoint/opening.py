@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit_record import Record
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.retention import loads
 from megascale_checkpoint.retention.policy import Retention
@@ -19,6 +20,7 @@ from megascale_checkpoint.storage import open_storage
 from megascale_common.service.errors import RequestError, SupersededError
 
 BY_HAND = "by_hand"  # field of the OPEN records of runs without a driver
+HELD = "held"  # field of the OPEN records that say which node holds which ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,9 @@ class Opening:
         # call is repeated after the storage has changed.
         decision = self.decision(commit_log, sealed, refused)
         loads.hold(self.job, self.load_uri, decision.plan)
+        held = {HELD: runs_of(self.holders)} if self.holders else {}
         return {
+            **held,
             "job": self.job,
             "world_size": self.world_size,
             "epoch": list(epoch),
@@ -111,3 +115,26 @@ def refuse_used(commit_log: CommitLog, attempt: int) -> None:
             f"attempt {attempt} {how}: an attempt behind {commit_log.state.attempt} may be opened",
             metadata={"attempt": str(commit_log.state.attempt)},
         )
+
+
+def holders_in(record: Record | None) -> dict[int, str]:
+    """The node of each rank by an OPEN record; empty where it says nothing."""
+    held = record.values.get(HELD, {}) if record is not None else {}
+    return {
+        rank: node
+        for node, runs in held.items()
+        for first, last in runs
+        for rank in range(first, last + 1)
+    }
+
+
+def runs_of(holders: Mapping[int, str]) -> dict[str, list[list[int]]]:
+    """The ranks of each node as runs from first to last: those of a node mostly are one."""
+    found: dict[str, list[list[int]]] = {}
+    for rank, node in sorted(holders.items()):
+        runs = found.setdefault(node, [])
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return found

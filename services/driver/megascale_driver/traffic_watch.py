@@ -77,7 +77,7 @@ class TrafficWatch:
         alive = {job.name for job in running}
         self._watched = {name: one for name, one in self._watched.items() if name in alive}
         for job in running:
-            if _hosts(job, state) >= 2:
+            if _on_several_hosts(job, state):
                 await self._look_at(job)
 
     async def _look_at(self, job: Job) -> None:
@@ -142,13 +142,20 @@ def bytes_of(beat: link_pb2.Heartbeat, at_s: float) -> Bytes:
     return counted(at_s, ((each.name, each.value) for each in beat.host.counters))
 
 
-def _hosts(job: Job, state: Cluster) -> int:
-    """On how many machines the job runs; executors of one share its ports."""
-    found = set()
+def _on_several_hosts(job: Job, state: Cluster) -> bool:
+    """Whether the job runs on several machines; executors of one share its ports.
+
+    Of a large job the first two nodes mostly say so: the others are not looked at every second.
+    """
+    first = None
     for slot in job.slots:
         node = state.nodes.get(slot.node)
-        found.add((node.identity.boot_id or slot.node) if node is not None else slot.node)
-    return len(found)
+        host = (node.identity.boot_id or slot.node) if node is not None else slot.node
+        if first is None:
+            first = host
+        elif host != first:
+            return True
+    return False
 
 
 def _look(now_s: float, job: Job, newest: _Newest) -> Look:

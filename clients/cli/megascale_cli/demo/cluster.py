@@ -25,6 +25,8 @@ MARK_VARIABLE = "MEGASCALE_DEMO_ID"
 PARENT_PID_VARIABLE = "MEGASCALE_PARENT_PID"
 _MARKER_FILE = ".megascale-demo"
 
+Echo = Callable[[str], None]  # prints rich markup
+
 
 class ClusterPlan(Protocol):
     """What a cluster is started with."""
@@ -104,7 +106,7 @@ class DemoCluster:
         self,
         plan: ClusterPlan,
         folder: Path,
-        echo: Callable[[str], None],
+        echo: Echo,
         *options: str,
         dashboard: bool = False,
     ) -> None:

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from megascale_cli.demo.claims import DemoReport
-from megascale_cli.demo.cluster import DemoFailed, run_command
+from megascale_cli.demo.cluster import DemoFailed, Echo, run_command
 from megascale_cli.demo.fault_demo import Fault, FaultDemo, FaultReport
 from megascale_cli.demo.plan import MAX_STEPS, DemoPlan, PlanError, Sabotage, choose_plan
-from megascale_cli.demo.run import Demo, Echo
+from megascale_cli.demo.run import Demo
 from megascale_cli.exits import FAILED, INTERRUPTED, fail
 from megascale_cli.output import print_json
 from megascale_client import MegascaleError

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
-from megascale_cli.demo.cluster import run_command
+from megascale_cli.demo.cluster import Echo, run_command
 
 CORPUS_BYTES = 2 << 20
 
 
-async def tokenise(folder: Path, echo: Callable[[str], None]) -> Path:
+async def tokenise(folder: Path, echo: Echo) -> Path:
     """Write the corpus below ``folder``; returns its prefix. Raises DemoFailed."""
     prefix, stdlib = folder / "corpus" / "stdlib", sysconfig.get_path("stdlib")
     arguments = ["data", "tokenize", stdlib, "--output", str(prefix), "--tokenizer", "bytes"]

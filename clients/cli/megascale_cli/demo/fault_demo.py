@@ -21,18 +21,18 @@ from rich.markup import escape
 
 from megascale.v1 import types_pb2
 from megascale_cli.demo.claims import Claim
-from megascale_cli.demo.cluster import DemoCluster, DemoFailed, fresh_folder, node_processes
+from megascale_cli.demo.cluster import DemoCluster, DemoFailed, Echo, fresh_folder, node_processes
 from megascale_cli.demo.corpus import tokenise
 from megascale_cli.demo.fault import RUN_S, go_on, slowed, stop
 from megascale_cli.demo.page import Dashboard
 from megascale_cli.demo.plan import FaultPlan
 from megascale_cli.demo.recording import Recording, seconds
+from megascale_cli.demo.render import require, require_nothing_left
 from megascale_cli.output import event_text
 from megascale_client import AsyncClient, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
 
 Fault = Literal["hang", "straggler"]
-Echo = Callable[[str], None]
 
 CULPRIT = 2  # a rank in the middle of both layouts
 STEPS_BEFORE = 40  # the job's pace is known then
@@ -105,9 +105,7 @@ class FaultDemo:
                 report = await self._show(client, page, corpus)
         finally:
             left = await cluster.stop()
-        self._require(
-            [Claim("nothing is left running", left == 0, f"{left} processes had to be killed")]
-        )
+        require_nothing_left(left, self._echo)
         return report
 
     async def _show(self, client: AsyncClient, page: Dashboard | None, corpus: Path) -> FaultReport:
@@ -125,7 +123,7 @@ class FaultDemo:
             file = self._folder / "report.json"
             file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
             self._echo(f"report: {file}")
-            self._require(self._claims(report, page))
+            require(self._claims(report, page), self._echo)
             await client.cancel(name, reason="the demo is over")
         finally:
             following.cancel()
@@ -304,14 +302,6 @@ class FaultDemo:
         except MegascaleError as error:
             explanation = str(error)
         raise DemoFailed(f"{why} within {self._timeout_s:g} s: {explanation}")
-
-    def _require(self, claims: list[Claim]) -> None:
-        for claim in claims:
-            mark = "[green]yes[/green]" if claim.holds else "[bold red]NO[/bold red] "
-            self._echo(f"  {mark} {escape(str(claim))}")
-        failed = [claim for claim in claims if not claim.holds]
-        if failed:
-            raise DemoFailed(f"not observed: {failed[0]}")
 
 
 def _pace_s(run: Recording) -> float:

@@ -1,16 +1,41 @@
-"""The demo's output: the timeline, and the loss curve as text and as a picture."""
+"""The demo's output: its claims, the timeline, and the loss curve as text and as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megascale_cli.demo.claims import Kill
+from rich.markup import escape
+
+from megascale_cli.demo.claims import Claim, Kill
+from megascale_cli.demo.cluster import DemoFailed, Echo
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_cli.output import clipped
 
 CURVE_WIDTH = 72
 CURVE_HEIGHT = 12
+
+
+def require(claims: Iterable[Claim], echo: Echo) -> None:
+    """Print which claims hold.
+
+    Raises:
+        DemoFailed: one does not; the message has the first of them.
+    """
+    failed = []
+    for claim in claims:
+        mark = "[green]yes[/green]" if claim.holds else "[bold red]NO[/bold red] "
+        echo(f"  {mark} {escape(str(claim))}")
+        if not claim.holds:
+            failed.append(claim)
+    if failed:
+        raise DemoFailed(f"not observed: {failed[0]}")
+
+
+def require_nothing_left(processes: int, echo: Echo) -> None:
+    """Require that no process of a cluster had to be killed at its end; raises as `require`."""
+    seen = f"{processes} processes had to be killed"
+    require([Claim("nothing is left running", processes == 0, seen)], echo)
 
 
 def timeline(run: Recording, kill: Kill | None) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,17 +17,17 @@ from megascale_cli.demo.claims import (
     FIRST,
     MIN_COMMITS_BEFORE_KILL,
     SECOND,
-    Claim,
     DemoReport,
     Kill,
     make_report,
     recovery_claims,
     twin_claims,
 )
-from megascale_cli.demo.cluster import DemoCluster, DemoFailed, fresh_folder
+from megascale_cli.demo.cluster import DemoCluster, DemoFailed, Echo, fresh_folder
 from megascale_cli.demo.corpus import tokenise
 from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording
+from megascale_cli.demo.render import require, require_nothing_left
 from megascale_cli.output import event_text, step_text
 from megascale_client import AsyncClient, MegascaleError, NodeLiveness, parse_job
 from megascale_client.messages import WatchJobResponse
@@ -41,7 +41,6 @@ COMMIT_POLL_S = 0.1
 SHOW_EVERY_STEPS = 4
 
 Result = TypeVar("Result")
-Echo = Callable[[str], None]
 
 
 class Demo:
@@ -77,16 +76,14 @@ class Demo:
                 report = await self._train(client, cluster)
         finally:
             left = await cluster.stop()
-        self._require(
-            [Claim("nothing is left running", left == 0, f"{left} processes had to be killed")]
-        )
+        require_nothing_left(left, self._echo)
         return report
 
     async def _train(self, client: AsyncClient, cluster: DemoCluster) -> DemoReport:
         run = Recording(self.name)
         kill = await self._interrupted(client, cluster, run)
         warm = await _incarnations(client)
-        self._require(recovery_claims(self.plan, run, kill))
+        require(recovery_claims(self.plan, run, kill), self._echo)
         twin = Recording(f"{self.name}-twin")
         self._echo(f"now the uninterrupted twin {twin.name} on the same nodes")
         await self._submit(client, twin.name)
@@ -102,7 +99,7 @@ class Demo:
         nodes = [node.name async for node in client.nodes()]
         report = make_report(self.plan, run, twin, kill, nodes, time.monotonic() - self._started)
         self._show_results(run, twin, kill, report)
-        self._require(twin_claims(self.plan, run, twin, same_nodes))
+        require(twin_claims(self.plan, run, twin, same_nodes), self._echo)
         return report
 
     async def _interrupted(
@@ -214,14 +211,6 @@ class Demo:
         problem = render.write_png(picture, run, twin, killed_at_step)
         self._echo(f"no picture: {problem}" if problem else f"picture: {picture}")
         self._echo(f"report: {file}\n")
-
-    def _require(self, claims: list[Claim]) -> None:
-        for claim in claims:
-            mark = "[green]yes[/green]" if claim.holds else "[bold red]NO[/bold red] "
-            self._echo(f"  {mark} {escape(str(claim))}")
-        failed = [claim for claim in claims if not claim.holds]
-        if failed:
-            raise DemoFailed(f"not observed: {failed[0]}")
 
 
 async def _incarnations(client: AsyncClient) -> dict[str, str]:

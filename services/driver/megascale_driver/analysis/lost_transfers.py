@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megascale_common.job.rank_layout import RankLayout
-from megascale_driver.analysis.progress import OperationCount, RankView, suspects
+from megascale_driver.analysis.progress import OperationCount, RankRow, RankView, suspects
 
 # As the trainer names pipeline edges. Activations go from the first stage to the second, gradients
 # back.
@@ -46,15 +46,15 @@ class Culprits(NamedTuple):
     lost: tuple[LostTransfer, ...]
 
 
-def culprits(views: Sequence[RankView], layout: RankLayout) -> Culprits:
+def culprits(rows: Sequence[RankRow], layout: RankLayout) -> Culprits:
     """The suspects of :func:`megascale_driver.analysis.progress.suspects`, and what was lost.
 
     Of a transfer that was sent and has not arrived, both ends are among them.
     """
-    found = suspects(views, layout)
+    found = suspects(rows, layout)
     if not any(_edges(view) for view in found):
         return Culprits(found, ())
-    by_rank = {view.rank: view for view in views}
+    by_rank = {row[0]: row for row in rows}
     lost = dict.fromkeys(
         transfer
         for view in found
@@ -75,7 +75,7 @@ def _edges(view: RankView) -> list[OperationCount]:
 
 
 def _lost(
-    view: RankView, count: OperationCount, by_rank: dict[int, RankView], layout: RankLayout
+    view: RankView, count: OperationCount, by_rank: dict[int, RankRow], layout: RankLayout
 ) -> LostTransfer | None:
     """The transfer of an edge, if its receiver waits for one that its sender has entered."""
     edge = _EDGE.fullmatch(count.group)
@@ -84,7 +84,10 @@ def _lost(
     line = layout.group_of(view.rank, ["pp"])
     if max(low, high) >= len(line):
         return None
-    first, second = (by_rank.get(line[stage]) for stage in (low, high))
+    first, second = (
+        RankView._make(row) if (row := by_rank.get(line[stage])) is not None else None
+        for stage in (low, high)
+    )
     source, target = (first, second) if edge[3] == "activation" else (second, first)
     if source is None or target is None:
         return None

@@ -9,7 +9,6 @@ A rank for which others wait, and which waits for none itself, holds the job up 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,13 +109,22 @@ class RankView(NamedTuple):
         return f"rank {self.rank} on node {self.node} {where}"
 
 
+# A RankView, or a plain tuple of its values: a verdict goes through ten thousand within 50 ms.
+RankRow = tuple[int, str, float, RankStatus | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """For how long no rank has advanced, and the limit; ``ranks`` are those that are not done."""
+    """For how long no rank has advanced, and the limit; ``rows``: the ranks that are not done."""
 
     still_s: float
     limit_s: float
-    ranks: tuple[RankView, ...]
+    rows: Sequence[RankRow]
+
+    @property
+    def ranks(self) -> tuple[RankView, ...]:
+        """The rows with names."""
+        return tuple(map(RankView._make, self.rows))
 
     @property
     def hangs(self) -> bool:
@@ -143,7 +151,7 @@ def standing(
     of the heartbeats. What a node's ranks did after its newest heartbeat is not known, so a node
     that stops sending them stops this clock, and silence decides about it instead.
     """
-    views: list[RankView] = []
+    rows: list[RankRow] = []
     newest_s = since_s
     phases: set[str] = set()
     for beat in beats:
@@ -154,22 +162,23 @@ def standing(
         for rank in beat.ranks:
             status = known.get(rank)
             if status is None:
-                views.append(RankView(rank, node, -math.inf, None))
+                rows.append((rank, node, -math.inf, None))
                 continue
             # The page's age, measured on the node, against the arrival of the heartbeat: the clocks
             # of nodes and driver are never compared.
             written_at_s = at_s - status.age_s
-            newest_s = max(newest_s, written_at_s)
-            if status.phase != DONE:
-                phases.add(status.phase)
-                views.append(RankView(rank, node, written_at_s, status))
+            if written_at_s > newest_s:  # noqa: PLR1730 - max() would be a call for each rank
+                newest_s = written_at_s
+            if (phase := status.phase) != DONE:
+                phases.add(phase)
+                rows.append((rank, node, written_at_s, status))
     if not phases:
         return None
     still_s = max(0.0, min(beat.at_s for beat in beats) - newest_s)
-    return Standing(still_s, max(limits.of(phase, step_times) for phase in phases), tuple(views))
+    return Standing(still_s, max(limits.of(phase, step_times) for phase in phases), rows)
 
 
-def suspects(views: Sequence[RankView], layout: RankLayout) -> tuple[RankView, ...]:
+def suspects(rows: Sequence[RankRow], layout: RankLayout) -> tuple[RankView, ...]:
     """The ranks that hold the others up, the most likely first.
 
     These are the ranks without a readable page; if there are none, those for which others wait and
@@ -178,62 +187,75 @@ def suspects(views: Sequence[RankView], layout: RankLayout) -> tuple[RankView, .
     operations do not single out some of the ranks, those at the lowest step that stopped writing
     first: a device that hangs is the first to complete nothing.
     """
-    silent = tuple(view for view in views if view.status is None)
+    silent = [row for row in rows if row[3] is None]
     if silent:
-        return silent
-    stands = _standing(views, layout)
-    found = [view for view in views if stands[view.rank] is _Stands.HOLDS_UP]
+        return tuple(map(RankView._make, silent))
+    pages = [(rank, status) for rank, _, _, status in rows if status is not None]
+    hold_up, joined = _ends_of_waiting(pages, layout)
+    found = [row for row in rows if hold_up[row[0]]]
     if not found:
-        found = [view for view in views if stands[view.rank] is _Stands.JOINED]
-    elif len(found) == len(views):
+        found = [row for row in rows if joined[row[0]]]
+    elif len(found) == len(rows):
         found = []
     if not found:
-        lowest = min(view.status.step for view in views if view.status is not None)
-        found = [view for view in views if view.status is not None and view.status.step == lowest]
-        oldest_s = min(view.written_at_s for view in found)
-        found = [view for view in found if view.written_at_s <= oldest_s + SAME_TIME_S]
-    return tuple(sorted(found, key=lambda view: (view.written_at_s, view.rank)))
+        lowest = min(status.step for _, status in pages)
+        steps = dict(pages)
+        found = [row for row in rows if steps[row[0]].step == lowest]
+        oldest_s = min(row[2] for row in found)
+        found = [row for row in found if row[2] <= oldest_s + SAME_TIME_S]
+    return tuple(map(RankView._make, sorted(found, key=lambda row: (row[2], row[0]))))
 
 
-class _Stands(enum.Enum):
-    """How a rank stands in the chains of waiting.
-
-    HOLDS_UP is the end of one: a rank inside no operation, or inside one that all members of its
-    group have entered, if others wait for it elsewhere. JOINED is in such an operation alone, and
-    nobody waits for it; a host that is ahead of its device would be in several.
-    """
-
-    HOLDS_UP = enum.auto()
-    JOINED = enum.auto()
-    OTHER = enum.auto()
-
-
-def _standing(views: Sequence[RankView], layout: RankLayout) -> dict[int, _Stands]:
-    """How each rank stands.
+def _ends_of_waiting(
+    pages: Sequence[tuple[int, RankStatus]], layout: RankLayout
+) -> tuple[bytearray, bytearray]:
+    """For each rank, whether it holds others up, and whether it joined what hangs by itself.
 
     In a group, a rank inside operation n waits for the members that have entered fewer. So the
     least count, and the highest operation that somebody is inside of, show for each member by
     itself whether it waits and whether it is waited for: linear in ranks.
+
+    The first are the ends of the chains: a rank inside no operation, or inside one that all members
+    of its group have entered, if others wait for it elsewhere. The second are inside such an
+    operation alone, and nobody waits for them; a host that is ahead of its device would be in
+    several.
     """
-    # Of the names that nobody is inside of an operation of, no rank waits: most of them.
-    names = {
-        count.group
-        for view in views
-        if view.status is not None
-        for count in view.status.operations
+    # Nobody waits in the groups that nobody is inside an operation of: most of them.
+    counts: dict[str, list[tuple[int, int, int]]] = {
+        count.group: []
+        for _, status in pages
+        for count in status.operations
         if count.completed < count.entered
     }
-    groups = {name: NamedGroups(name, layout) for name in names}
-    for rank, _, _, status in views:
-        for count in status.operations if status is not None else ():
-            if (named := groups.get(count.group)) is None:
-                continue
-            key, entered = named.key(rank), count.entered
-            if entered < named.least.get(key, math.inf):
-                named.least[key] = entered
-            if count.completed < entered and entered > named.highest.get(key, 0):
-                named.highest[key] = entered
-    return {view.rank: _stands(view, groups) for view in views}
+    for rank, status in pages:
+        for count in status.operations:
+            if (group := count.group) in counts:
+                counts[group].append((rank, count.entered, count.completed))
+    size = layout.world_size
+    waits, waited_for, inside = bytearray(size), bytearray(size), [0] * size
+    for name, found in counts.items():
+        least, highest = [-1] * size, [0] * size  # entered; that a member is inside of: by group
+        keys = NamedGroups(name, layout).keys([rank for rank, _, _ in found])
+        for key, (_, entered, completed) in zip(keys, found, strict=True):
+            if not 0 <= least[key] <= entered:
+                least[key] = entered
+            if completed < entered and entered > highest[key]:
+                highest[key] = entered
+        for key, (rank, entered, completed) in zip(keys, found, strict=True):
+            if completed < entered:
+                inside[rank] += entered - completed
+                if least[key] < entered:
+                    waits[rank] = True
+            if entered < highest[key]:
+                waited_for[rank] = True
+    hold_up, joined = bytearray(size), bytearray(size)
+    for rank, _ in pages:
+        if not waits[rank]:
+            if waited_for[rank] or not inside[rank]:
+                hold_up[rank] = True
+            elif inside[rank] == 1:
+                joined[rank] = True
+    return hold_up, joined
 
 
 class NamedGroups:
@@ -242,11 +264,9 @@ class NamedGroups:
     Pipeline edges are named by their stages, so the ranks of a pipeline are a group here.
     """
 
-    __slots__ = ("_inner", "_outer", "highest", "least")
+    __slots__ = ("_inner", "_outer")
 
     def __init__(self, name: str, layout: RankLayout) -> None:
-        self.least: dict[int, int] = {}  # operations entered
-        self.highest: dict[int, int] = {}  # operation that a member is inside of
         self._inner, self._outer = 1, layout.world_size
         if name == "tp":
             self._outer = layout.tp
@@ -260,20 +280,7 @@ class NamedGroups:
         """The same number for all members of a group."""
         return rank % self._inner + rank // self._outer * self._inner
 
-
-def _stands(view: RankView, groups: dict[str, NamedGroups]) -> _Stands:
-    rank = view.rank
-    waited_for, inside = False, 0
-    for count in view.status.operations if view.status is not None else ():
-        if (named := groups.get(count.group)) is None:
-            continue
-        key, entered = named.key(rank), count.entered
-        if count.completed < entered:
-            if named.least[key] < entered:
-                return _Stands.OTHER
-            inside += entered - count.completed
-        if entered < named.highest.get(key, 0):
-            waited_for = True
-    if waited_for or not inside:
-        return _Stands.HOLDS_UP
-    return _Stands.JOINED if inside == 1 else _Stands.OTHER
+    def keys(self, ranks: Sequence[int]) -> list[int]:
+        """The key of each of many ranks."""
+        inner, outer = self._inner, self._outer
+        return [rank % inner + rank // outer * inner for rank in ranks]

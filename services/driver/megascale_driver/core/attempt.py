@@ -14,7 +14,7 @@ from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.group_search import Answer, Search, Taken
 from megascale_driver.core.overlay import changed_keys
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
-from megascale_driver.core.storing import RIDES, VOLATILE, stored_as
+from megascale_driver.core.storing import RIDES, VOLATILE, added_members, stored_as
 from megascale_driver.planner.placement_cost import Score
 
 
@@ -46,7 +46,10 @@ class FaultKind(enum.StrEnum):
 class Fault:
     """Something that broke the current attempt. ``hard``: a fact, not an inference."""
 
-    kind: FaultKind
+    # Earlier builds find what the kernel logs say once the attempt has ended for a worker.
+    kind: FaultKind = field(
+        metadata=added_members({FaultKind.KERNEL_FAULT: FaultKind.WORKER_EXITED})
+    )
     node: str
     at_s: float
     message: str

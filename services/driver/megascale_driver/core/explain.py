@@ -383,7 +383,7 @@ def _held_up_by(state: Cluster, job: Job, now_s: float, policy: Policy) -> int |
     if not hang.stands_still(job, now_s, policy):
         return None
     found = hang.observed(state.nodes, job, policy)
-    return culprits(found.ranks, job.config.layout).ranks[0].rank if found is not None else 0
+    return culprits(found.rows, job.config.layout).ranks[0].rank if found is not None else 0
 
 
 def _symptom(line: Audit) -> bool:

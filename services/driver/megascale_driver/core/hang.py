@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain, islice
 
 from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.analysis.progress import (
@@ -89,7 +90,7 @@ def conclude(
 
     ``what``: by which sign it stands still, the first part of the message.
     """
-    guilty, lost = culprits(found.ranks, job.config.layout)
+    guilty, lost = culprits(found.rows, job.config.layout)
     named = "; ".join(str(view) for view in guilty[:MAX_NAMED])
     more = f" and {len(guilty) - MAX_NAMED} more" if len(guilty) > MAX_NAMED else ""
     between = f"; {lost[0]}" if lost else ""
@@ -150,7 +151,7 @@ def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) 
     found = observed(nodes, job, policy)
     if found is None:
         return f"{text}; not all of its nodes report the status of their ranks"
-    guilty, lost = culprits(found.ranks, job.config.layout)
+    guilty, lost = culprits(found.rows, job.config.layout)
     return f"{text} (limit {found.limit_s:.0f} s); {lost[0] if lost else guilty[0]}"
 
 
@@ -178,9 +179,9 @@ def since_s(job: Job) -> float:
 def _evidence(guilty: tuple[RankView, ...], found: Standing) -> tuple[Evidence, ...]:
     """Status of the suspects, then of the other ranks, up to MAX_EVIDENCE."""
     suspected = {view.rank for view in guilty}
-    others = tuple(view for view in found.ranks if view.rank not in suspected)
+    others = (RankView._make(row) for row in found.rows if row[0] not in suspected)
     lines = []
-    for view in (*guilty, *others)[:MAX_EVIDENCE]:
+    for view in islice(chain(guilty, others), MAX_EVIDENCE):
         digest = "no readable status page"
         if view.status is not None:
             digest = _digest(view.status)

@@ -21,6 +21,21 @@ INLINE: Mapping[str, bool] = {"inline": True}
 Field = dataclasses.Field[Any]
 
 
+def added_members(forms: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """The field has members that earlier builds do not know: each is stored as one that they read.
+
+    What it is stands beside that, under a key that they ignore. So they read the row of a job which
+    they would refuse as a whole, and may lead it.
+    """
+    return {"added": forms}
+
+
+def added_to(field: Field) -> Mapping[Any, Any]:
+    """The members of the field that earlier builds do not know, and their forms."""
+    found: Mapping[Any, Any] = field.metadata.get("added", {})
+    return found
+
+
 def stored_as(key: str) -> Mapping[str, str]:
     """The field is stored under ``key``, the name that it had in older builds."""
     return {"key": key}

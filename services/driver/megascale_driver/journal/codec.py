@@ -10,6 +10,7 @@ each of ten thousand nodes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.storing import key_of, stored_fields
+from megascale_driver.core.storing import added_to, key_of, stored_fields
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,6 +33,7 @@ Loader = Callable[[Any], Any]
 BASIC_VERSION = 1
 PARTS_VERSION = 2
 SCHEMA_VERSION = 3
+BESIDE = "_added"  # behind the key of a field: its member, where earlier builds read another there
 
 
 def _per_type(function: Callable[[Any], R]) -> Callable[[Any], R]:
@@ -124,7 +126,7 @@ def plain(value: Any) -> Any:
                 stored.update(found)
             else:
                 stored[key] = found
-        return stored
+        return {**stored, **in_earlier_form(value)} if _added(kind) else stored
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -132,6 +134,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     return value
+
+
+def in_earlier_form(value: Any) -> dict[str, str]:
+    """Of a dataclass what earlier builds read of members that they do not know, and what it is."""
+    stored: dict[str, str] = {}
+    for name, key, forms, _ in _added(type(value)):
+        member = getattr(value, name)
+        if member in forms:
+            stored |= {key: forms[member].value, key + BESIDE: member.value}
+    return stored
 
 
 @_per_type
@@ -147,6 +159,7 @@ def keys(kind: Any) -> frozenset[str]:
     """The keys under which fields of a value are stored."""
     hints = typing.get_type_hints(kind)
     own = {key for _, key, inline in names(kind) if not inline}
+    own |= {key + BESIDE for _, key, _, _ in _added(kind)}
     return frozenset(own).union(*(keys(hints[name]) for name, _, inline in names(kind) if inline))
 
 
@@ -154,6 +167,16 @@ def keys(kind: Any) -> frozenset[str]:
 def _fields(kind: Any) -> tuple[tuple[str, str, bool, Loader], ...]:
     hints = typing.get_type_hints(kind)
     return tuple((name, key, inline, _loader(hints[name])) for name, key, inline in names(kind))
+
+
+@_per_type
+def _added(kind: Any) -> tuple[tuple[str, str, Mapping[Any, Any], Loader], ...]:
+    """The fields with members that earlier builds do not know."""
+    fields = [field for field in stored_fields(kind) if added_to(field)]
+    hints = typing.get_type_hints(kind) if fields else {}
+    return tuple(
+        (field.name, key_of(field), added_to(field), _loader(hints[field.name])) for field in fields
+    )
 
 
 def _with_separate(kind: type[Any], values: Any, separate: Mapping[str, Any]) -> Any:
@@ -174,6 +197,11 @@ def _read_fields(kind: type[Any], values: Any) -> dict[str, Any]:
             except _WrongError as error:
                 error.path.append(key)
                 raise
+    for name, key, _, loader in _added(kind):
+        # A member of a later build is not known here: its earlier form is.
+        with contextlib.suppress(_WrongError):
+            if key + BESIDE in values:
+                built[name] = loader(values[key + BESIDE])
     return built
 
 

@@ -116,7 +116,7 @@ class PartEncoder:
             else:
                 self._known.pop((owner, where), None)
                 values[key] = codec.plain(item)
-        return values
+        return values | codec.in_earlier_form(value)
 
     def _field(self, owner: str, folder: str, where: str, value: Any) -> _Known:
         before = self._known.get((owner, where))
