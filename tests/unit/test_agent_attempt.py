@@ -68,35 +68,6 @@ def test_happy_path_and_idempotence() -> None:
     assert carry_out(state) == [AttemptAction.STOP] and state.phase == attempt.IDLE
 
 
-@pytest.mark.parametrize(
-    ("phase", "ordered", "passing"),
-    [
-        (attempt.IDLE, desired("IDLE"), False),
-        (attempt.IDLE, desired("PREPARE"), True),
-        (attempt.PREPARING, desired("PREPARE"), True),
-        (attempt.PREPARING, desired("IDLE"), True),
-        (attempt.PREPARED, desired("PREPARE"), False),
-        (attempt.PREPARED, desired("START"), True),
-        (attempt.PREPARED, desired("IDLE"), True),
-        (attempt.STARTING, desired("START"), True),
-        (attempt.RUNNING, desired("START"), False),
-        (attempt.RUNNING, desired("IDLE"), True),
-        (attempt.RUNNING, desired("PREPARE", 2), True),
-        # What an attempt ended with is news also while it is stopped.
-        (attempt.FAILED, desired("START"), False),
-        (attempt.FAILED, desired("IDLE"), False),
-        (attempt.FINISHED, desired("IDLE"), False),
-    ],
-)
-def test_a_node_on_its_way_is_no_news(
-    phase: attempt.Phase, ordered: link_pb2.DesiredState, passing: bool
-) -> None:
-    state = AttemptState(desired=ordered, phase=phase)
-    if phase != attempt.IDLE:
-        state.key = AttemptKey("job", 1)
-    assert state.passing is passing
-
-
 def test_a_node_that_finishes_reports_why_the_last_step_is_not_saved() -> None:
     state = AttemptState()
     state.accept(desired("PREPARE", version=1))

@@ -69,9 +69,8 @@ class ExecutorLinkServiceServicer(object):
     def Connect(self, request_iterator, context):
         """Links a node to the driver. The first message each way is a hello. Afterwards the driver sends
         the desired state of the node on connect and on every change (level-triggered); the agent sends
-        heartbeats at the interval that the driver's hello names (5 s by default), and at once on a
-        change that a decision waits for: that it prepares, starts or stops can wait for the interval.
-        A heartbeat of more than 64 KiB is acknowledged and dropped.
+        heartbeats at the interval that the driver's hello names (5 s by default), and at once on
+        change. A heartbeat of more than 64 KiB is acknowledged and dropped.
 
         Callers: node agent
         Errors:

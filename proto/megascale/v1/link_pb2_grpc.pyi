@@ -117,9 +117,8 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
     Connect: _ExecutorLinkServiceConnectType
     """Links a node to the driver. The first message each way is a hello. Afterwards the driver sends
     the desired state of the node on connect and on every change (level-triggered); the agent sends
-    heartbeats at the interval that the driver's hello names (5 s by default), and at once on a
-    change that a decision waits for: that it prepares, starts or stops can wait for the interval.
-    A heartbeat of more than 64 KiB is acknowledged and dropped.
+    heartbeats at the interval that the driver's hello names (5 s by default), and at once on
+    change. A heartbeat of more than 64 KiB is acknowledged and dropped.
 
     Callers: node agent
     Errors:
@@ -186,9 +185,8 @@ class ExecutorLinkServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[megascale.v1.link_pb2.ConnectResponse], collections.abc.AsyncIterator[megascale.v1.link_pb2.ConnectResponse]]:
         """Links a node to the driver. The first message each way is a hello. Afterwards the driver sends
         the desired state of the node on connect and on every change (level-triggered); the agent sends
-        heartbeats at the interval that the driver's hello names (5 s by default), and at once on a
-        change that a decision waits for: that it prepares, starts or stops can wait for the interval.
-        A heartbeat of more than 64 KiB is acknowledged and dropped.
+        heartbeats at the interval that the driver's hello names (5 s by default), and at once on
+        change. A heartbeat of more than 64 KiB is acknowledged and dropped.
 
         Callers: node agent
         Errors:

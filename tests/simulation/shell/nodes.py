@@ -384,23 +384,9 @@ class SimNode:
 
     # --- heartbeats
 
-    @property
-    def passing(self) -> bool:
-        """Whether no decision waits for what it does, so that no heartbeat is sent at once.
-
-        As an agent has it (Note [Passing] of :mod:`megascale_executor.agent.attempt`).
-        """
-        if self.phase in (PREPARING, STARTING):
-            return True
-        wanted = self._wanted
-        stops = wanted is not None and wanted.phase == link_pb2.DESIRED_PHASE_IDLE
-        return stops and self.phase in (PREPARED, RUNNING)
-
     def changed(self) -> None:
-        """Send a heartbeat at once, unless what it has is passing."""
+        """Send a heartbeat at once."""
         self.rest.end()
-        if self.passing:
-            return
         link = self.link
         if link is not None and link.greeted and not link.beat_waits:
             link.beat_waits = True

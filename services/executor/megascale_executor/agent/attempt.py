@@ -20,14 +20,6 @@ Note [Fencing]
 Desired states carry the leader's epoch and a version. A lower epoch is a superseded leader's, a
 lower version of the same epoch was overtaken: both are refused. A higher epoch resets the version,
 because each leader counts its own from 1.
-
-Note [Passing]
-~~~~~~~~~~~~~~
-A node that prepares, starts or is being stopped is on its way: the driver waits for the end of that
-and takes no decision before (:mod:`megascale_driver.presence.lane` leaves such a heartbeat out). So
-the node sends none at once for it, and where an attempt moves on a fleet the driver reads half as
-many. Heartbeats at the interval show it if it lasts. FAILED and FINISHED are never passing: what an
-attempt ended with is news while it is stopped, too.
 """
 
 from __future__ import annotations
@@ -166,14 +158,6 @@ class AttemptState:
         if self.desired.phase == link_pb2.DESIRED_PHASE_START and self.phase == PREPARED:
             return AttemptAction.START
         return AttemptAction.NOTHING
-
-    @property
-    def passing(self) -> bool:
-        """Whether no decision waits for the state, but for what it leads to; see Note [Passing]."""
-        if self.phase in (PREPARING, STARTING):
-            return True
-        steady = self.phase in (IDLE, PREPARED, RUNNING)
-        return steady and self.next_action() is not AttemptAction.NOTHING
 
     def begin(self, phase: Phase) -> None:
         """An action on the wanted attempt begins; ``phase`` is PREPARING or STARTING."""

@@ -63,11 +63,7 @@ _WORKERS_REPORT_FIRST_S = 1.0
 
 
 class AttemptRunner:
-    """This node's part in attempts.
-
-    ``changed`` is called whenever the next heartbeat has news, ``passing`` when it is no news that
-    a decision waits for (Note [Passing] of :mod:`megascale_executor.agent.attempt`).
-    """
+    """This node's part in attempts. ``changed`` is called whenever the next heartbeat has news."""
 
     def __init__(
         self,
@@ -80,7 +76,6 @@ class AttemptRunner:
         socket_folder: Path,
         preparation: Preparation,
         changed: Callable[[], None],
-        passing: Callable[[], None],
     ) -> None:
         self.state = AttemptState()
         self.scanner = LogScanner(KernelLog(config.kernel_log), changed)
@@ -97,7 +92,7 @@ class AttemptRunner:
             registry, devices, config.node_folder, templates, daemon, self._peers
         )
         self._preparation = preparation
-        self._socket_folder, self._changed, self._passing = socket_folder, changed, passing
+        self._socket_folder, self._changed = socket_folder, changed
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
         self._store: socket.socket | None = None
@@ -151,11 +146,7 @@ class AttemptRunner:
 
     def _wake_and_report(self) -> None:
         self._wake.set()
-        self._state_changed()
-
-    def _state_changed(self) -> None:
-        """Report at once what the node does, if a decision waits for it."""
-        (self._passing if self.state.passing else self._changed)()
+        self._changed()
 
     def _profile(self) -> None:
         """Pass the desired state's profile, or its end, to the workers once all of them run."""
@@ -193,7 +184,7 @@ class AttemptRunner:
             self.state.fail(
                 "this agent has not prepared the attempt that it is to start: it was restarted"
             )
-        self._state_changed()
+        self._changed()
 
     async def _guard(self, activity: Coroutine[Any, Any, None]) -> None:
         """Run a preparation or a start; a failure fails the attempt and ends its processes."""
@@ -276,7 +267,7 @@ class AttemptRunner:
             all_finished=self._on_finished,
             step=self._on_step,
             failed=self._on_failed,
-            exited=self._state_changed,
+            exited=self._changed,
             profiled=self.profiles.take,
             not_left=self._on_not_left,
         )
@@ -364,7 +355,7 @@ class AttemptRunner:
         self.leave.forget()
         self._checks.attempt_ended(well=self.state.phase == attempt.FINISHED)
         self.state.stopped()
-        self._state_changed()
+        self._changed()
 
     async def _kill_processes(self) -> bool:
         """SIGKILL to workers and loader; False when a worker is still there."""

@@ -2,7 +2,7 @@
 
 A lost link never affects the workers. Each session begins with a hello in both directions. Then the
 driver sends desired states, and the node sends heartbeats: one per interval that the driver asked
-for, and at once on a change that a decision waits for, but at most 20 per second.
+for, and at once on change, but at most 20 per second.
 """
 
 from __future__ import annotations

@@ -109,7 +109,6 @@ class NodeAgent:
             self._sockets,
             preparation,
             self._changed,
-            self._write_pids,
         )
         side = NodeSide(
             hello=self._hello,
