@@ -100,7 +100,7 @@ class GraphedStage:
         self._tp, self._transfers, self.last = tp, transfers, stage.last
         self._empty_hidden, self._slots = empty_hidden, slots
         self._steps = 0  # begun
-        self._room = 0  # documents that a slot holds; 0: none are told apart
+        self._room = 0  # documents that a slot holds; 0: each sequence is one
         self._free: list[_Slot] = []
         self._stream: torch.cuda.Stream | None = None
 
