@@ -100,7 +100,7 @@ def test_ranks_in_a_longer_phase_and_ranks_that_are_done() -> None:
     assert found is not None and found.limit_s == LIMITS.evaluation_s
     beat = Beat("n0", 1000.0, (0, 1), (status(0, 100.0, phase="DONE"), status(1, 100.0)))
     found = standing([beat], PACE, 0.0, LIMITS)
-    assert found is not None and [view.rank for view in found.ranks] == [1] and found.hangs
+    assert found is not None and [row[0] for row in found.rows] == [1] and found.hangs
     done = Beat("n0", 1000.0, (0,), (status(0, 100.0, phase="DONE"),))
     assert standing([done], PACE, 0.0, LIMITS) is None
     assert standing([Beat("n0", 1000.0, (0,), ())], PACE, 0.0, LIMITS) is None
@@ -151,7 +151,7 @@ def test_a_page_that_cannot_be_read_is_suspected_first() -> None:
     beat = Beat("n0", 1000.0, (0, 1), (status(0, 100.0),))
     found = standing([beat], PACE, 0.0, LIMITS)
     assert found is not None and found.hangs
-    assert [view.rank for view in suspects(found.ranks, RankLayout(dp=2))] == [1]
+    assert [view.rank for view in suspects(found.rows, RankLayout(dp=2))] == [1]
 
 
 def test_the_status_page_reaches_the_driver_with_its_operations_once_it_stands_still(

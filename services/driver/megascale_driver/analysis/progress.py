@@ -122,11 +122,6 @@ class Standing:
     rows: Sequence[RankRow]
 
     @property
-    def ranks(self) -> tuple[RankView, ...]:
-        """The rows with names."""
-        return tuple(map(RankView._make, self.rows))
-
-    @property
     def hangs(self) -> bool:
         """Whether the limit is reached."""
         return self.still_s >= self.limit_s

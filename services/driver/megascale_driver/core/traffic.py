@@ -39,7 +39,7 @@ def stood(draft: Draft, event: TrafficStood) -> None:
     if not enforced and job.current.traffic.stood_since_s == since_s:
         return
     found = hang.observed(draft.nodes, job, draft.policy, {one.node: one for one in event.pages})
-    if found is None or not found.ranks:
+    if found is None or not found.rows:
         return  # a node is silent: that decides
     hang.conclude(draft, job, found, event.sentence, reason="TRAFFIC_STOPPED", rule=TRAFFIC)
     seen = replace(draft.jobs[job.name].current.traffic, stood_since_s=since_s)
