@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -30,3 +31,9 @@ def pool() -> Iterator[RankPool]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with rank_pool(resident=True) as ready:
         yield ready
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure when it happens: a run that its time limit ends says nothing afterwards."""
+    if report.failed:
+        print(f"\n{report.nodeid} ({report.when}):\n{report.longreprtext}", file=sys.stderr)

@@ -33,7 +33,7 @@ def tiny_job(
 ) -> dict[str, Any]:
     """Plain values of a job of some 0.2 M parameters; arguments override fields of sections.
 
-    Nothing is fused, on GPUs either, unless it is asked for.
+    Nothing is fused or overlapped, on GPUs either, unless it is asked for.
     """
     base: dict[str, Any] = {
         "name": "tiny",
@@ -50,7 +50,8 @@ def tiny_job(
         "optimizer": {"learning_rate": 3e-3},
         "loss": {"z_loss": 1e-3},
     }
-    overrides = {"model": model or {}, "parallelism": parallelism or {}, **sections}
+    sizes = {**hiding(), **(parallelism or {})}
+    overrides = {"model": model or {}, "parallelism": sizes, **sections}
     return {
         **base,
         **{name: {**base.get(name, {}), **fields} for name, fields in overrides.items()},
@@ -58,8 +59,8 @@ def tiny_job(
 
 
 def hiding(*axes: str) -> dict[str, Any]:
-    """The field of ``parallelism`` that overlaps these dimensions."""
-    return {"overlap": dict.fromkeys(axes, True)}
+    """The field of ``parallelism`` that overlaps these dimensions alone."""
+    return {"overlap": {axis: axis in axes for axis in ("tp", "pp", "dp")}}
 
 
 def sample(config: JobConfig, index: int) -> dict[str, np.ndarray[Any, Any]]:

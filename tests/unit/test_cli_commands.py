@@ -205,13 +205,14 @@ def test_init_and_plan_lead_from_nothing_to_what_a_job_needs(runner: CliRunner) 
     ]
     for words in (*lines, "pipeline stage 1: parameters", "checkpoint   9.8 MiB"):
         assert words in shown.output
-    assert "peer memory" not in shown.output
-    overlapped = Path("First Try.yaml").read_text().replace("#tp: false", "tp: true")
-    Path("overlapped.yaml").write_text(overlapped)
-    shown = runner.invoke(build_app(), ["plan", "overlapped.yaml"], env={"COLUMNS": "200"})
     assert shown.output.count(", peer memory 256.0 KiB") == 2, (
         "128 tokens, 2 sequences, 128 columns, fp32, two slots"
     )
+    text = Path("First Try.yaml").read_text()
+    assert "#tp: true" in text, "the file shows the default"
+    Path("plain.yaml").write_text(text.replace("#tp: true", "tp: false"))
+    shown = runner.invoke(build_app(), ["plan", "plain.yaml"], env={"COLUMNS": "200"})
+    assert shown.exit_code == exits.OK and "peer memory" not in shown.output
     as_json = json.loads(runner.invoke(build_app(), ["plan", "First Try.yaml", "--json"]).output)
     assert (as_json["parameters"], as_json["refused"]) == (853_504, [])
     on_stdout = runner.invoke(build_app(), ["init", "--output", "-", "--name", "first-try"]).output

@@ -146,6 +146,21 @@ def test_a_step_with_more_documents_has_its_slots_captured_before_it(rooms: list
         assert rooms == captured
 
 
+def test_a_capture_that_fails_names_the_field_to_set(
+    rooms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> graphs._Slot:
+        raise torch.OutOfMemoryError("no memory for the pool")
+
+    trainer = _trainer(_config(document_attention=False), replayed=True)
+    monkeypatch.setattr(_RecordedCapture, "slot", failing)
+    _losses(trainer, range(2))
+    with pytest.raises(torch.OutOfMemoryError) as found:
+        _losses(trainer, range(2, 3))
+    [note] = found.value.__notes__
+    assert "set trainer.training.cuda_graphs to false" in note
+
+
 def _with_documents(config: JobConfig, number: int) -> list[MicroBatch]:
     """Micro-batches of so many documents each."""
     batches = []

@@ -51,7 +51,7 @@ def job(**overlap: bool) -> JobConfig:
 
 
 def test_the_plan_of_a_job_is_the_planners_prediction_by_the_terms_of_its_spans() -> None:
-    config = job(tp=True, pp=True, dp=True)
+    config = job()
     plan = plan_of(config, "NVIDIA H200", 8, {})
     row = {"gpu": "h200", "layers": 32, "hidden": 4096, "heads": 32, "sequence": 64}
     row |= {"tp": 2, "pp": 2, "dp": 2, "global_batch": 16}
@@ -62,7 +62,7 @@ def test_the_plan_of_a_job_is_the_planners_prediction_by_the_terms_of_its_spans(
     named = [part for parts in PARTS.values() for part in parts]
     assert sorted(named) == sorted(StepTime.__dataclass_fields__)
     # What a job does not overlap it exposes.
-    plain = plan_of(job(), "NVIDIA H200", 8, {})
+    plain = plan_of(job(tp=False, pp=False, dp=False), "NVIDIA H200", 8, {})
     for term, hidden in (("tensor_parallel", 0.75), ("data_parallel", 0.8)):
         assert plan.terms[term] == pytest.approx((1 - hidden) * plain.terms[term])
 

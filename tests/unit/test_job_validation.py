@@ -423,8 +423,12 @@ def test_a_section_given_twice_is_refused() -> None:
 
 
 def test_a_job_that_an_earlier_version_stored_is_read() -> None:
+    """It keeps the defaults that it was stored with, such as no overlap."""
     stored = job_config.from_json(STORED_BY_0_1)
-    assert stored == job(labels={"team": "a"}, parallelism__stage_layers=[1, 3])
+    plain = {"tp": False, "pp": False, "dp": False}
+    assert stored == job(
+        labels={"team": "a"}, parallelism__stage_layers=[1, 3], parallelism__overlap=plain
+    )
 
 
 def test_the_wire_form_of_a_config_is_read_back_equal() -> None:

@@ -958,14 +958,14 @@ class OverlapSpec(google.protobuf.message.Message):
     PP_FIELD_NUMBER: builtins.int
     DP_FIELD_NUMBER: builtins.int
     tp: builtins.bool
-    """All-gathers and reduce-scatters of sequence parallelism, in chunks beside their GEMMs; default
-    false.
+    """All-gathers and reduce-scatters of sequence parallelism, in chunks beside their GEMMs; plain where
+    the ranks cannot reach each other's memory; default true.
     """
     pp: builtins.bool
-    """Pipeline receives posted one computation ahead; default false."""
+    """Pipeline receives posted one computation ahead; default true."""
     dp: builtins.bool
     """Gradient buckets reduced during the last backward, parameters gathered during forward; default
-    false.
+    true.
     """
     def __init__(
         self,

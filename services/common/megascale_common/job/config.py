@@ -147,11 +147,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapConfig:
-    """Which dimensions overlap their communication with computation; the losses stay the same."""
+    """Which dimensions overlap their communication with computation; the losses stay the same.
 
-    tp: bool = False
-    pp: bool = False
-    dp: bool = False
+    Ranks that cannot reach each other's memory train with plain tensor parallelism and say so.
+    """
+
+    tp: bool = True
+    pp: bool = True
+    dp: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

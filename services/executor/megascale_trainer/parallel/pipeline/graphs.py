@@ -108,6 +108,9 @@ class GraphedStage:
         """Have slots for a step of ``batches``; captures them when there are none that hold these.
 
         Between steps, because it waits for the device: a receive that is posted would never end.
+
+        Raises:
+            RuntimeError: a capture failed, for want of memory or in an operator that waits.
         """
         self._steps += 1
         if self._steps <= EAGER_STEPS:
@@ -129,9 +132,15 @@ class GraphedStage:
         # The activations of steps without graphs have left memory that a graph's pool cannot take.
         torch.cuda.synchronize(copies.tokens.device)
         torch.cuda.empty_cache()
-        for _ in range(self._slots):
-            capture = _Capture(self._stage, self._stream, self._tp, self._even)
-            self._free.append(capture.slot(self._empty_hidden(), self._copies(batches[0])))
+        try:
+            for _ in range(self._slots):
+                capture = _Capture(self._stage, self._stream, self._tp, self._even)
+                self._free.append(capture.slot(self._empty_hidden(), self._copies(batches[0])))
+        except RuntimeError as problem:  # of torch and of CUDA
+            problem.add_note(
+                "CUDA graphs could not be captured: set trainer.training.cuda_graphs to false"
+            )
+            raise
 
     def release(self) -> None:
         """Free the graphs, between steps."""
