@@ -38,7 +38,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
     torch.cuda.synchronize()
     if rank == 0:
         dist.all_reduce(tensor)
-    (files.path / f"still-{rank}").touch()
+    (files.path / f"{rank}.still").touch()  # no name of a dump
     if rank == 0:
         torch.cuda.synchronize()  # hangs: its wait is outside the interpreter lock
     time.sleep(600)
@@ -53,7 +53,7 @@ async def test_the_rank_that_did_not_enter_a_collective_is_named(tmp_path: Path)
     context = processes.spawn(_rank, (port, str(tmp_path)), nprocs=2, join=False)
     try:
         until_s = time.monotonic() + 120
-        while not all((tmp_path / f"still-{rank}").exists() for rank in (0, 1)):
+        while not all((tmp_path / f"{rank}.still").exists() for rank in (0, 1)):
             assert time.monotonic() < until_s, "the ranks do not meet"
             context.join(timeout=0.2)  # raises what a rank has raised
         await asyncio.sleep(2)  # torch looks once a second what has completed
