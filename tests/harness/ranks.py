@@ -219,6 +219,7 @@ def _live(rank: int, template: int, requests: int, answers: int) -> None:
     ``os._exit`` avoids the interpreter's teardown: seconds after torch.
     """
     arm_parent_death(expected_parent_pid=template)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the template answers on its own
     with os.fdopen(requests) as lines:
         for line in lines:
             good = _do(json.loads(line), rank)

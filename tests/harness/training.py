@@ -33,7 +33,7 @@ def tiny_job(
 ) -> dict[str, Any]:
     """Plain values of a job of some 0.2 M parameters; arguments override fields of sections.
 
-    Nothing is fused or overlapped, on GPUs either, unless it is asked for.
+    Nothing is fused, overlapped or launched from graphs, on GPUs either, unless it is asked for.
     """
     base: dict[str, Any] = {
         "name": "tiny",
@@ -45,7 +45,13 @@ def tiny_job(
             "sequence_length": 32,
             "bias": True,
         },
-        "training": {"steps": 20, "global_batch_size": 8, "precision": "fp32", "kernels": "torch"},
+        "training": {
+            "steps": 20,
+            "global_batch_size": 8,
+            "precision": "fp32",
+            "kernels": "torch",
+            "cuda_graphs": False,
+        },
         "schedule": {"warmup_steps": 3},
         "optimizer": {"learning_rate": 3e-3},
         "loss": {"z_loss": 1e-3},

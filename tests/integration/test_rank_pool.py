@@ -29,6 +29,12 @@ def meet(rank: int, world_size: int, folder: Path) -> tuple[int, float]:
     return os.getpid(), total.item()
 
 
+def talk(rank: int, world_size: int, folder: Path) -> int:
+    """Program of one rank: it prints a line and returns its number."""
+    print(f"rank {rank} of {world_size} has something to say", flush=True)
+    return rank
+
+
 def trip(rank: int, world_size: int, folder: Path, *, how: str) -> None:
     """Program of one rank: the last rank raises or dies, the others wait for it in vain."""
     if rank < world_size - 1:
@@ -82,3 +88,7 @@ def test_an_interrupted_run_leaves_no_answer_to_the_next(
     with pytest.raises((RankFailed, BrokenPipeError)):
         pool.run(f"{PROGRAMS}:meet", 2, tmp_path / "dead")
     assert [total for _, total in pool.run(f"{PROGRAMS}:meet", 2, tmp_path / "again")] == [3.0] * 2
+
+
+def test_what_ranks_print_is_not_the_answer_of_the_pool(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(f"{PROGRAMS}:talk", 2, tmp_path) == [0, 1]

@@ -1018,8 +1018,9 @@ class TrainingSpec(google.protobuf.message.Message):
     kernels: Global___Kernels.ValueType
     """Implementation of norms, activations, rotary embedding, loss and optimizer; default auto."""
     cuda_graphs: builtins.bool
-    """Launch the kernels of a layer together, from CUDA graphs: for models and batches so small that the
-    host is slower than the device. Without effect on CPUs; default false.
+    """Launch the kernels of a layer together, from CUDA graphs, from the third step on: a host that is
+    slower than its device no longer holds it up. The numbers stay the same. Without effect on CPUs;
+    default true.
     """
     @property
     def fp8(self) -> Global___Fp8Spec:
@@ -1037,12 +1038,14 @@ class TrainingSpec(google.protobuf.message.Message):
         bucket_mib: builtins.int | None = ...,
         kernels: Global___Kernels.ValueType = ...,
         fp8: Global___Fp8Spec | None = ...,
-        cuda_graphs: builtins.bool = ...,
+        cuda_graphs: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "fp8", b"fp8", "micro_batch_size", b"micro_batch_size", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "cuda_graphs", b"cuda_graphs", "deterministic", b"deterministic", "fp8", b"fp8", "global_batch_size", b"global_batch_size", "kernels", b"kernels", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_cuda_graphs", b"_cuda_graphs", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "cuda_graphs", b"cuda_graphs", "deterministic", b"deterministic", "fp8", b"fp8", "micro_batch_size", b"micro_batch_size", "seed", b"seed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_cuda_graphs", b"_cuda_graphs", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "cuda_graphs", b"cuda_graphs", "deterministic", b"deterministic", "fp8", b"fp8", "global_batch_size", b"global_batch_size", "kernels", b"kernels", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bucket_mib", b"_bucket_mib"]) -> typing.Literal["bucket_mib"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cuda_graphs", b"_cuda_graphs"]) -> typing.Literal["cuda_graphs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deterministic", b"_deterministic"]) -> typing.Literal["deterministic"] | None: ...
     @typing.overload

@@ -212,7 +212,7 @@ class TrainingConfig:
     bucket_mib: int = 64
     kernels: Kernels = "auto"
     fp8: Fp8Config = field(default_factory=Fp8Config)
-    cuda_graphs: bool = field(default=False, metadata=ADDED)
+    cuda_graphs: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

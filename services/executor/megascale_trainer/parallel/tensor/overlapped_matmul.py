@@ -33,10 +33,9 @@ def tensor_parallel(
     Raises:
         RuntimeError, OSError: there is not enough memory to share.
     """
-    if not config.parallelism.overlap.tp:
+    if not config.parallelism.overlap.tp or group.handle is None:  # not wanted, or one rank
         return plain_tensor_parallel(group)
-    reason = "it has one rank" if group.handle is None else why_unreachable(group.handle, device)
-    if group.handle is None or reason:
+    if reason := why_unreachable(group.handle, device):
         print(
             "the tensor-parallel group is not overlapped (trainer.parallelism.overlap.tp): "
             f"{reason}",
