@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tests.harness.desk import POLICY, Desk
 
 from megascale.v1 import link_pb2
+from megascale_driver import deciding, traffic_watch
 from megascale_driver.analysis.traffic import (
     Bytes,
     Change,
@@ -26,6 +28,7 @@ from megascale_driver.core.explain import explain
 from megascale_driver.core.severities import severity_of
 from megascale_driver.core.state import JobPhase
 from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
+from megascale_driver.presence import reports
 from megascale_driver.presence.intake import Seat
 from megascale_driver.traffic_watch import STALE_INTERVALS, TrafficWatch
 from megascale_executor.agent.heartbeat import host_counters
@@ -372,6 +375,61 @@ async def test_counters_of_a_synthetic_host_lead_from_heartbeats_to_the_event(
     desk.now_s += STALE_INTERVALS * POLICY.heartbeat_interval_s + 1
     await watch.look()
     assert not posted, "heartbeats that are old say nothing of now"
+
+
+class Counting(TrafficTrack):
+    """Notes the threads in which it looks."""
+
+    threads: ClassVar[list[int]] = []
+
+    def look(self, look: Look) -> tuple[Change, ...]:
+        """Take in the newest heartbeats."""
+        self.threads.append(threading.get_ident())
+        return super().look(look)
+
+
+async def test_a_look_at_a_job_that_trains_reads_no_status_page_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12,288 ranks they took a third of a second every interval, and a piece of it at once."""
+    desk, read, pages = running("n1", "n2"), list[str](), reports.pages
+
+    def pages_read(beat: link_pb2.Heartbeat) -> Any:
+        read.append(beat.job)
+        return pages(beat)
+
+    monkeypatch.setattr(reports, "pages", pages_read)
+    monkeypatch.setattr(traffic_watch, "TrafficTrack", Counting)
+    monkeypatch.setattr(deciding, "LARGE_NODES", 2)
+    monkeypatch.setattr(Counting, "threads", [])
+    seats, posted = dict[str, Seat](), list[Event]()
+    watch = TrafficWatch(lambda: desk.state, seats.get, lambda: desk.now_s, posted.append, POLICY)
+    job = replace(desk.job(), step_times=(1.0,) * 8)
+    desk.state = replace(desk.state, jobs={"a": job})
+    for beat in range(80):
+        desk.now_s += BEAT_S
+        sent = int(RATE * BEAT_S * min(beat, 60))
+        seats.update({seat.node: seat for seat in beats(tmp_path, desk, "STEP", sent)})
+        await watch.look()
+        assert bool(read) == bool(posted), "only of a standstill"
+    assert isinstance(posted[0], TrafficStood) and len(posted[0].pages) == 2
+    assert len(Counting.threads) == 80 and threading.get_ident() not in Counting.threads
+
+
+async def test_a_large_job_is_looked_at_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its number of nodes: the driver reads so many a second, whatever the interval."""
+    monkeypatch.setattr(traffic_watch, "NODES_PER_S", 2 / (2.5 * BEAT_S))
+    desk, asked = running("n1", "n2"), list[float]()
+
+    def seat_of(node: str) -> None:
+        asked.append(desk.now_s)
+
+    watch = TrafficWatch(lambda: desk.state, seat_of, lambda: desk.now_s, lambda _: None, POLICY)
+    began_s = desk.now_s
+    for _ in range(7):
+        await watch.look()
+        desk.now_s += BEAT_S
+    assert [at_s - began_s for at_s in asked[::2]] == [0.0, 3 * BEAT_S, 6 * BEAT_S]
 
 
 async def test_a_job_on_one_host_is_not_looked_at_and_one_without_counters_says_so() -> None:

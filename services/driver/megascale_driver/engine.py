@@ -54,7 +54,7 @@ from megascale_driver.open_links import Link, OpenLinks
 from megascale_driver.orders import OrderSender
 from megascale_driver.presence.arrival import Arrival
 from megascale_driver.presence.inbox import Inbox
-from megascale_driver.presence.intake import Intake
+from megascale_driver.presence.intake import Intake, pages_of
 from megascale_driver.presence.lane import News
 from megascale_driver.presence.steps import StepLanes
 from megascale_driver.publishing import Publisher
@@ -155,12 +155,19 @@ class Engine:
             return  # the node has dialled again meanwhile
         news = self.presence.take(link, beat, now_s)
         if news is not News.NONE and self.term is not None:
-            self._report(link, news, self.term.epoch, now_s)
+            self._report(link, news, self.term.epoch, now_s, beat)
 
-    def _report(self, link: Link, news: News, epoch: types_pb2.Epoch, now_s: float) -> None:
-        """Queue the newest heartbeat of a link for the core."""
+    def _report(
+        self,
+        link: Link,
+        news: News,
+        epoch: types_pb2.Epoch,
+        now_s: float,
+        newest: Arrival | None = None,
+    ) -> None:
+        """Queue the newest heartbeat of a link for the core, ``newest`` if it has just arrived."""
         try:
-            event = self.presence.report(link, epoch, now_s)
+            event = self.presence.report(link, epoch, now_s, newest)
         except ValueError as error:
             self._refuse_message(f"nodes/{link.node}", str(error))
             return
@@ -460,7 +467,7 @@ class Engine:
     async def status_pages(self, job: Job) -> list[RankPages]:
         """The status pages of a job's ranks by the newest heartbeats of its nodes."""
         links = [link for slot in job.slots if (link := self.links.get(slot.node)) is not None]
-        return await self.presence.pages(links, job.name, job.attempt)
+        return await pages_of(links, job.name, job.attempt)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

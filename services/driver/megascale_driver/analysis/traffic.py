@@ -119,15 +119,19 @@ class _NodeTrack:
 
     learned: list[float] = field(default_factory=list)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=6))
+    # The usual rate; 0 before it is known. A rate that rises for good raises it.
+    baseline: float = 0.0
     quiet_since_s: float | None = None
     low_windows: int = 0
     declined: bool = False  # a decline was reported and is not over
 
-    def baseline(self, rule: TrafficRule) -> float:
-        """The usual rate; 0 before it is known. A rate that rises for good raises it."""
+    def add(self, rate: float, rule: TrafficRule) -> None:
+        """The rate of one more window."""
         if len(self.learned) < rule.learned_windows:
-            return 0.0
-        return max(statistics.median(self.learned), statistics.median(self.recent))
+            self.learned.append(rate)
+        self.recent.append(rate)
+        if len(self.learned) == rule.learned_windows:
+            self.baseline = max(statistics.median(self.learned), statistics.median(self.recent))
 
 
 class TrafficTrack:
@@ -138,6 +142,11 @@ class TrafficTrack:
         self._nodes = tuple(nodes)
         self._tracks: dict[tuple[str, Source], _NodeTrack] = {}
         self._last: dict[str, Bytes] = {}
+        self._dark: set[str] = set()  # nodes whose newest heartbeat has no counters
+        # The nodes whose counters carry traffic of the job, by source; and whether the rates of all
+        # are known of one. Both change as a window closes, so that a look costs little.
+        self._watched: dict[Source, dict[str, _NodeTrack]] = {source: {} for source in SOURCES}
+        self._all_learned = False
         self._window: _Window | None = None
         self._totals: deque[float] = deque(maxlen=6)  # of the windows, all nodes together
         self._fluctuates, self._calm = False, 0
@@ -147,24 +156,16 @@ class TrafficTrack:
     def source(self) -> Source | None:
         """The counters that carry the job's traffic; None while it is not known."""
         for source in SOURCES:
-            if len(self._watched(source)) >= 2:
+            if len(self._watched[source]) >= 2:
                 return source
         return None
 
     @property
     def unseen(self) -> str:
         """Why the traffic cannot be watched; "" while it is learned or watched."""
-        dark = sorted(
-            name for name in self._nodes if name in self._last and not self._last[name].of
-        )
-        if dark:
-            return f"node {dark[0]} shows no counters of ports"
-        learned = len(self._nodes) * self._rule.learned_windows
-        seen = {
-            source: sum(len(self._tracks[key].learned) for key in self._tracks if key[1] == source)
-            for source in SOURCES
-        }
-        if self.source is None and any(count >= learned for count in seen.values()):
+        if self._dark:
+            return f"node {min(self._dark)} shows no counters of ports"
+        if self.source is None and self._all_learned:
             return (
                 "its nodes exchange less than "
                 f"{_rate(self._rule.least_rate)} through the ports that they count"
@@ -175,7 +176,9 @@ class TrafficTrack:
         """Take in the newest heartbeats; declines and fluctuations that begin with them."""
         self._newest = look
         fresh = {name: found for name, found in look.nodes.items() if found is not None}
-        complete = len(fresh) == len(self._nodes) and all(each.of for each in fresh.values())
+        self._dark -= fresh.keys()
+        self._dark |= {name for name, found in fresh.items() if not found.of}
+        complete = len(fresh) == len(self._nodes) and not self._dark
         jumped = [self._quiet(name, found) for name, found in fresh.items()]
         self._last |= fresh
         if not complete or not look.training or any(jumped):
@@ -201,7 +204,7 @@ class TrafficTrack:
             return None
         if len(look.step_times) < MIN_STEP_TIMES:
             return None
-        watched = self._watched(source)
+        watched = self._watched[source]
         since = [track.quiet_since_s for track in watched.values()]
         if any(one is None for one in since):
             return None
@@ -210,16 +213,8 @@ class TrafficTrack:
         limit_s = max(rule.still_floor_s, rule.still_p99_factor * p99(look.step_times))
         if newest_s - began_s < limit_s:
             return None
-        usual = sum(track.baseline(rule) for track in watched.values())
+        usual = sum(track.baseline for track in watched.values())
         return Standstill(source, newest_s - began_s, limit_s, usual)
-
-    def _watched(self, source: Source) -> dict[str, _NodeTrack]:
-        """The nodes whose counters of this source carry traffic of the job."""
-        return {
-            node: track
-            for (node, of), track in self._tracks.items()
-            if of == source and track.baseline(self._rule) >= self._rule.least_rate
-        }
 
     def _window_s(self, look: Look) -> float:
         rule = self._rule
@@ -236,7 +231,7 @@ class TrafficTrack:
             track = self._tracks.setdefault((name, source), _NodeTrack())
             moved = value - before.of.get(source, value)
             jumped = jumped or moved < 0
-            allowed = self._rule.quiet_share * track.baseline(self._rule)
+            allowed = self._rule.quiet_share * track.baseline
             if moved > allowed * (found.at_s - before.at_s) or not allowed:
                 track.quiet_since_s = None
             elif track.quiet_since_s is None:
@@ -253,14 +248,12 @@ class TrafficTrack:
                     rates[source][name] = rate
         for source, of_nodes in rates.items():
             for name, rate in of_nodes.items():
-                track = self._tracks.setdefault((name, source), _NodeTrack())
-                if len(track.learned) < self._rule.learned_windows:
-                    track.learned.append(rate)
-                track.recent.append(rate)
+                self._tracks.setdefault((name, source), _NodeTrack()).add(rate, self._rule)
+        self._learn()
         used = self.source
         if used is None:
             return ()
-        watched = self._watched(used)
+        watched = self._watched[used]
         seen = {name: rate for name, rate in rates[used].items() if name in watched}
         steps = look.step - window.step
         spent_s = look.now_s - window.began_s
@@ -269,6 +262,16 @@ class TrafficTrack:
             self._fluctuation(used, sum(seen.values())),
         )
         return tuple(change for change in changes if change is not None)
+
+    def _learn(self) -> None:
+        """Find out what follows from the rates, which have changed."""
+        rule, known = self._rule, dict.fromkeys(SOURCES, 0)
+        self._watched = {source: {} for source in SOURCES}
+        for (node, source), track in self._tracks.items():
+            known[source] += len(track.learned) == rule.learned_windows
+            if track.baseline >= rule.least_rate:
+                self._watched[source][node] = track
+        self._all_learned = len(self._nodes) in known.values()
 
     def _decline(
         self,
@@ -280,7 +283,7 @@ class TrafficTrack:
         rule, new = self._rule, []
         for name, rate in rates.items():
             track = watched[name]
-            share = rate / track.baseline(rule)
+            share = rate / track.baseline
             track.low_windows = track.low_windows + 1 if share < rule.decline_share else 0
             if share >= rule.recovered_share:
                 track.declined = False
@@ -289,7 +292,7 @@ class TrafficTrack:
                 new.append(name)
         if not new:
             return None
-        before = sum(watched[name].baseline(rule) for name in new)
+        before = sum(watched[name].baseline for name in new)
         after = sum(rates[name] for name in new)
         every = len(new) == len(rates)
         who = "all its nodes" if every else _named(new)

@@ -107,16 +107,27 @@ _parse: Final = _request_of_signs().FromString
 class Arrival:
     """One heartbeat that arrived, as its stream brought it."""
 
-    __slots__ = ("_signs", "raw", "seq")
+    __slots__ = ("_signs", "_whole", "raw", "seq")
 
     def __init__(self, raw: bytes, signs: Any) -> None:
         self.raw, self._signs = raw, signs
         self.seq: int = signs.seq
+        self._whole: link_pb2.Heartbeat | None = None
 
     @property
     def at_work(self) -> bool:
         """Whether what lies in memory is slow evidence: no attempt is about to start."""
         return self._signs.phase in AT_WORK
+
+    def whole(self) -> link_pb2.Heartbeat:
+        """All of it, parsed once.
+
+        Raises:
+            google.protobuf.message.DecodeError: a part of it is no message of its kind.
+        """
+        if self._whole is None:
+            self._whole = whole(self.raw)
+        return self._whole
 
     def clocks(self) -> tuple[int, int, int, int]:
         """The four times of clock offsets, nanoseconds; the last three 0 without an answer.

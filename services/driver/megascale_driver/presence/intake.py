@@ -45,8 +45,6 @@ class Intake:
     def __init__(self, policy: Policy) -> None:
         self.lane = Lane(policy)
         self.pace = Pace(self.lane, policy)
-        # The newest heartbeat that was parsed as a whole, in its bytes and as that.
-        self._newest: tuple[bytes, link_pb2.Heartbeat] | None = None
 
     def take(self, seat: Seat, beat: Arrival | None, now_s: float) -> News:
         """Note a heartbeat that arrived at ``now_s``; whether the core has to see it.
@@ -72,34 +70,31 @@ class Intake:
         if signature == seat.signature and lane.repeats(now_s, seat.node, seat.turn):
             return News.NONE
         seat.signature, seat.turn = signature, lane.turn
-        whole = arrival.whole(beat.raw)
-        self._newest = beat.raw, whole
-        return lane.beat(now_s, seat.node, *evidence.of(whole, slow_due))
+        return lane.beat(now_s, seat.node, *evidence.of(beat.whole(), slow_due))
 
-    def report(self, seat: Seat, epoch: types_pb2.Epoch, now_s: float) -> NodeReport | None:
-        """The event of the newest heartbeat; None before the first.
+    def report(
+        self, seat: Seat, epoch: types_pb2.Epoch, now_s: float, newest: Arrival | None = None
+    ) -> NodeReport | None:
+        """The event of the newest heartbeat, from ``newest`` if that is it; None before the first.
 
         Raises:
             ValueError: it has a value that this build does not know.
         """
-        # Most are asked for as soon as they are known to be news.
-        newest, self._newest = self._newest, None
-        known = newest is not None and newest[0] is seat.raw
-        beat = newest[1] if newest is not None and known else seat.beat
+        beat = newest.whole() if newest is not None else seat.beat
         if beat is None:
             return None
         report = reports.report(beat, epoch, seat.clock.offset_s)
         return NodeReport(now_s, seat.node, seat.incarnation, report)
 
-    async def pages(self, seats: Sequence[Seat], job: str, attempt: int) -> list[RankPages]:
-        """The status pages of the attempt's ranks by the newest heartbeats of these nodes."""
-        found = []
-        for first in range(0, len(seats), PAGES_AT_ONCE):
-            for seat in seats[first : first + PAGES_AT_ONCE]:
-                beat = seat.beat
-                if beat is not None and (beat.job, beat.attempt) == (job, attempt):
-                    pages = reports.pages(beat)
-                    at_s = seat.received_at_s
-                    found.append(RankPages(seat.node, seat.incarnation, at_s, pages))
-            await asyncio.sleep(0)  # acknowledgements go first
-        return found
+
+async def pages_of(seats: Sequence[Seat], job: str, attempt: int) -> list[RankPages]:
+    """The status pages of the attempt's ranks by the newest heartbeats of these nodes."""
+    found = []
+    for first in range(0, len(seats), PAGES_AT_ONCE):
+        for seat in seats[first : first + PAGES_AT_ONCE]:
+            beat = seat.beat
+            if beat is not None and (beat.job, beat.attempt) == (job, attempt):
+                pages = reports.pages(beat)
+                found.append(RankPages(seat.node, seat.incarnation, seat.received_at_s, pages))
+        await asyncio.sleep(0)  # acknowledgements go first
+    return found
