@@ -52,6 +52,7 @@ STEPS_BEFORE = 30  # the job's pace is known then
 CLEAN_STEPS = 60  # with an idle competitor: more than the rule for slow nodes looks at
 STEPS_AFTER = 3
 POLL_S = 0.1
+COUNTED_S = 18.0  # of a slowed device: its counters come every 5 s, and three of them show a mean
 ASKING_S = 12.0  # of a stage, for what is asked behind its wait
 CORPUS_BYTES = 2 << 20
 STANDS_STILL_S = 10.0  # the driver's least limit for a step
@@ -221,8 +222,10 @@ class Live:
             await _until(lambda: bool(found()) or run.ended, wait_s)
             step, slow_ms = run.last_step(1), 1e3 * _pace_s(run, since=start + 1)
             heat = await client.heat_map(run.name, steps=30)
-            why = await client.mfu_decline(run.name, steps=200, split_step=start + 2)
-            await asyncio.sleep(2.0)  # time for another node to be named
+            # Time for another node to be named, and on GPUs for three samples of the counters.
+            counted_s = COUNTED_S if competitor is not None else 0.0
+            await asyncio.sleep(max(2.0, began_s + counted_s - time.time()))
+            why = await client.mfu_decline(run.name, steps=300, split_step=start + 2)
         named = [(each.subject, _ranks(each, "spans")) for each in found()]
         return {
             "holds": named == [(f"nodes/{node}", [CULPRIT])],
