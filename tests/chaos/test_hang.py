@@ -10,10 +10,13 @@ from pathlib import Path
 
 from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
 from tests.harness.job_follower import JobFollower, seconds
+from tests.unit.test_flight_recorder import dump, entry
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import AsyncClient
+from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.status_page import read_status_page
+from megascale_trainer.process import flight_dump
 
 # A pause below the floor is no hang: a busy machine may give two ranks no CPU time for seconds.
 FLOOR_S, DEFAULT_FLOOR_S = 8.0, 60.0
@@ -30,6 +33,7 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
                 await run.until_step(60)  # enough steps to measure its pace
                 nodes = list(run.job.nodes)
                 stopped_at_s = stop_outside_operations(cluster, run)
+                record_of_nccl(cluster, run)
                 held_up = await standstill(client)
                 await asyncio.sleep(max(0.0, stopped_at_s + FLOOR_S / 2 - time.time()))
                 assert run.job.attempt == 1
@@ -57,12 +61,29 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
     stacks = run.first_event("HANG_STACKS")
     assert stacks is not None, story
     assert stacks.message.startswith(f"rank {STOPPED_RANK}: no stack: it is stopped (T)"), story
-    assert [item.source.rpartition("/")[2] for item in stacks.evidence] == [str(STOPPED_RANK), "0"]
+    assert stacks.message.endswith(
+        f"NCCL's records: rank {STOPPED_RANK} did not enter all_reduce 4 of default_pg, in which "
+        f"rank 0 waited, of which no dump came from rank {STOPPED_RANK}"
+    ), story
+    assert [(item.kind, item.source.rpartition("/")[2]) for item in stacks.evidence] == [
+        ("stack", str(STOPPED_RANK)),
+        ("stack", "0"),
+        ("nccl_record", str(STOPPED_RANK)),
+    ]
     assert "step_loop.py" in stacks.evidence[1].digest or "trainer.py" in stacks.evidence[1].digest
     assert sorted(run.newest_losses) == list(range(1, STEPS + 1))
     detected_s = seconds(hang) - stopped_at_s
     measured("worker stopped", detected_s=detected_s, restored_step=job.restored_step)
     assert FLOOR_S <= detected_s < DEFAULT_FLOOR_S
+
+
+def record_of_nccl(cluster: ChaosCluster, run: JobFollower) -> None:
+    """Answer the agent for rank 0, as the rank does on a GPU; one that is stopped cannot answer."""
+    folder = AttemptFolder(cluster.status_page(run.job, 0).parent)
+    world = ("0", "default_pg", [0, STOPPED_RANK])
+    done = [entry(world, number, "completed") for number in (1, 2, 3)]
+    data = dump(*done, entry(world, 4, "started"), groups=(world,))
+    flight_dump.answer(folder.flight_request(0), folder.flight_dump(0), lambda: data)
 
 
 async def standstill(client: AsyncClient) -> driver_pb2.GetTopologyResponse:

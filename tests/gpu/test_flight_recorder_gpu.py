@@ -61,7 +61,7 @@ async def test_the_rank_that_did_not_enter_a_collective_is_named(tmp_path: Path)
         began_s = time.monotonic()
         assert await flight_dumps.arrived(asked, FOUND_WITHIN_S) == asked
         took_s = time.monotonic() - began_s
-        sizes = [path.stat().st_size for path in asked]
+        sizes = [path.stat().st_size for path in asked.values()]
         print(f"dumps after {took_s:.2f} s, {sizes} bytes")
         found = flight_recorder.verdict(flight_recorder.read_folder(tmp_path))
         assert found.culprits == (1,), found

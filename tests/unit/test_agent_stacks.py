@@ -10,7 +10,9 @@ from pathlib import Path
 
 from tests.harness.waiting import until
 
+from megascale_common.node.flight_record import GroupRecord, RankRecord
 from megascale_common.node.messages import STACKS_SIGNAL
+from megascale_driver.presence import reports
 from megascale_executor.agent import stacks
 from megascale_executor.agent.worker_status import stopped_attempt
 
@@ -76,3 +78,11 @@ def test_stacks_of_an_attempt_in_which_nothing_failed_are_reported(tmp_path: Pat
     found = stopped_attempt(AttemptKey("a", 1), "", [worker])
     assert found is not None and not found.workers
     assert [(each.rank, each.frames) for each in found.stacks] == [(3, worker.stack)]
+    assert not found.records
+    spaced = GroupRecord("dp", range(1, 8, 2), p2p=False, entered=9, waits_in=7, operation="a")
+    uneven = GroupRecord("mine", (0, 1, 3), p2p=True, entered=2)
+    worker.record = RankRecord(3, (spaced, uneven))
+    reported = stopped_attempt(AttemptKey("a", 1), "", [worker])
+    assert reported is not None
+    # As the driver reads it: what is not evenly spaced is left out.
+    assert reports._stopped(reported, 0.0).records == (RankRecord(3, (spaced,)),)

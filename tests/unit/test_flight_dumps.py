@@ -26,22 +26,23 @@ async def test_ranks_that_are_asked_write_what_the_analysis_reads(tmp_path: Path
         flight_dump.answer(folder.flight_request(rank), folder.flight_dump(rank), lambda d=data: d)  # type: ignore[misc]
     for _ in range(2):  # a second request replaces the first answer
         asked = flight_dumps.ask(folder, range(5))  # rank 4 has no recorder
-        assert asked == [folder.flight_dump(rank) for rank in range(4)]
+        assert asked == {rank: folder.flight_dump(rank) for rank in range(4)}
         assert await flight_dumps.arrived(asked, wait_s=60.0) == asked
     found = flight_recorder.verdict(flight_recorder.read_folder(tmp_path))
     assert found.culprits == (3,)
+    assert flight_recorder.verdict(list((await flight_dumps.read(asked)).values())) == found
 
 
 async def test_nobody_waits_for_a_rank_that_cannot_answer(tmp_path: Path) -> None:
     folder = AttemptFolder(tmp_path)
-    assert flight_dumps.ask(folder, [0]) == []  # on a CPU there is no pipe
+    assert flight_dumps.ask(folder, [0]) == {}  # on a CPU there is no pipe
     os.mkfifo(folder.flight_request(1))
-    assert flight_dumps.ask(folder, [1]) == []  # its rank has ended: nobody reads the pipe
+    assert flight_dumps.ask(folder, [1]) == {}  # its rank has ended: nobody reads the pipe
     reader = os.open(folder.flight_request(1), os.O_RDWR)  # it hangs with the interpreter lock
     folder.flight_dump(1).write_text("of an earlier hang")
     began_s = time.monotonic()
     asked = flight_dumps.ask(folder, [1])
-    assert await flight_dumps.arrived(asked, wait_s=0.2) == [] and len(asked) == 1
+    assert await flight_dumps.arrived(asked, wait_s=0.2) == {} and len(asked) == 1
     assert time.monotonic() - began_s >= 0.2
     os.close(reader)
     assert flight_dumps.WAIT_S <= 2.0  # it delays the restart
@@ -80,3 +81,14 @@ def test_only_a_device_with_nccl_has_a_record(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch._C._distributed_c10d, flight_dump.NAME, lambda: b"{}", raising=False)
     found = flight_dump.recorder(cuda)
     assert found is not None and found() == b"{}"
+
+
+async def test_what_cannot_be_read_is_left_out_and_the_time_is_bounded(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_bytes(inside(4))
+    bad.write_bytes(b"{}")
+    dumps = {0: bad, 1: good, 2: tmp_path / "absent"}
+    found = await flight_dumps.read(dumps)
+    assert list(found) == [1] and found[1].groups[0].waits_in == 4
+    assert await flight_dumps.read(dumps, limit_s=0.0) == {}
+    assert flight_dumps.READ_S <= 2.0  # it delays the restart

@@ -7,12 +7,14 @@ version 2.10): numbers as text in pg_status, ranks of a group as text.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megascale_driver.analysis import flight_recorder
+from megascale_common.node import flight_record
+from megascale_common.node.flight_record import GroupRecord, RankRecord
 from megascale_driver.analysis.flight_recorder import main, parse, verdict
 
 Group = tuple[str, str, list[int]]  # name, desc, ranks
@@ -115,7 +117,7 @@ def test_what_is_no_dump_is_refused(data: bytes, problem: str) -> None:
 
 
 def test_a_dump_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "MAX_DUMP_BYTES", 100)
+    monkeypatch.setattr(flight_record, "MAX_DUMP_BYTES", 100)
     with pytest.raises(ValueError, match="100 at most"):
         parse(0, inside(3))
 
@@ -134,3 +136,32 @@ def test_a_folder_of_dumps_is_read_by_the_command(
     (tmp_path / "nccl_trace_rank_3").write_bytes(b"{}")
     assert main([str(tmp_path)]) == 2 and "nccl_trace_rank_3" in capsys.readouterr().err
     assert main([]) == 2
+
+
+def test_the_ranks_of_a_group_are_few_numbers_where_they_are_evenly_spaced() -> None:
+    groups = (WORLD, ("7", "dp", [1, 3, 5]), ("8", "odd", [0, 1, 3]), ("9", "one", [2]))
+    entries = [entry(group, 1, "completed") for group in groups]
+    ranks = {each.group: each.ranks for each in parse(1, dump(*entries, groups=groups)).groups}
+    assert ranks == {
+        "default_pg": range(4), "dp": range(1, 6, 2), "odd": (0, 1, 3), "one": range(2, 3),
+    }  # fmt: skip
+
+
+def test_a_verdict_on_many_ranks_takes_time_that_grows_with_them() -> None:
+    def took_s(ranks: int) -> float:
+        def record(rank: int) -> RankRecord:
+            world = GroupRecord("world", range(ranks), False, 5, 0 if rank == 7 else 6, "all")
+            ahead = GroupRecord("world", range(ranks), False, 6, 6, "all")
+            pair = range(rank - rank % 2, rank - rank % 2 + 2)
+            return RankRecord(
+                rank, (world if rank == 7 else ahead, GroupRecord("tp", pair, False, 3))
+            )
+
+        records = [record(rank) for rank in range(ranks)]
+        began_s = time.process_time()
+        found = verdict(records, ranks)
+        assert found.culprits == (7,) and len(found.missing[0].waiting) == ranks - 1
+        return time.process_time() - began_s
+
+    took_s(256)
+    assert took_s(12_288) < 2.0  # pairs of ranks would be 150 million

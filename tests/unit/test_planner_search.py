@@ -13,10 +13,10 @@ from megascale_common.sizes.checkpoint_interval import best_interval_s
 from megascale_driver.planner.calibration_file import BadCalibration, calibrated
 from megascale_driver.planner.goodput import goodput
 from megascale_driver.planner.gpus import GPUS
-from megascale_driver.planner.prediction import predict_one
+from megascale_driver.planner.prediction import plain, predict, predict_one
 from megascale_driver.planner.search import Found, search, sources
 from megascale_driver.planner.systems import SYSTEMS
-from megascale_driver.planner.workload import Refused, Workload, from_row, illegal
+from megascale_driver.planner.workload import Refused, Workload, from_row, illegal, points_of
 
 
 def model(gpus: int, **changes: object) -> Workload:
@@ -64,7 +64,50 @@ def test_a_search_on_twelve_thousand_devices_is_quick() -> None:
     start = time.process_time()
     for _ in range(100):
         predict_one(result.ranked[0])
-    assert (time.process_time() - start) / 100 < 1e-3 * 5  # 0.25 ms when idle; 1 ms is promised
+    assert (time.process_time() - start) / 100 < 1e-3  # 0.25 ms of processor time; 1 is promised
+
+
+def test_one_configuration_is_predicted_as_it_is_among_others() -> None:
+    workloads = [
+        from_row(
+            {
+                "layers": 96,
+                "hidden": 12288,
+                "heads": 96,
+                "system": system,
+                "mlp": mlp,
+                "recompute": recompute,
+                "window": window,
+                "global_batch": 1536,
+                "dp": 8,
+                **dict(zip(("tp", "pp", "vpp"), layout, strict=True)),
+            }
+        )[0]
+        for system in SYSTEMS
+        for recompute in ("none", "selective", "full")
+        for mlp, window in (("gelu", 0), ("swiglu", 1024))
+        for layout in ((1, 1, 1), (8, 8, 6), (16, 4, 1))
+    ]
+    for system in SYSTEMS:
+        own = [each for each in workloads if each.system == system]
+        together = predict(points_of(own), GPUS["h100"], SYSTEMS[system])
+        for index, workload in enumerate(own):
+            alone, among = predict_one(workload), plain(together, index)
+            for name in ("terms", "memory"):
+                assert alone.pop(name) == pytest.approx(among.pop(name), rel=1e-12)
+            assert alone == pytest.approx(among, rel=1e-12)
+
+
+def test_the_share_of_a_calibrations_step_is_found_once_for_all_rows() -> None:
+    step = {"layers": 4, "hidden": 4096, "heads": 32, "global_batch": 16, "step_time_s": 0.341}
+    rates = {"gemm_flops": 684e12, "attention_flops": 502e12, "copy_bytes_s": 2.92e12}
+    text = json.dumps({"version": 1, "attention_tokens": 8192, "rates": rates, "training": step})
+    workload = model(64)
+    first = predict_one(workload, text)
+    start = time.process_time()
+    for _ in range(100):
+        assert predict_one(workload, text) == first
+    assert (time.process_time() - start) / 100 < 2e-3  # to find the share takes some 15 ms
 
 
 def test_too_many_devices_are_refused() -> None:

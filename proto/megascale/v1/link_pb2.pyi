@@ -1170,6 +1170,7 @@ class StoppedAttempt(google.protobuf.message.Message):
     FAILURE_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     STACKS_FIELD_NUMBER: builtins.int
+    RECORDS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -1184,6 +1185,10 @@ class StoppedAttempt(google.protobuf.message.Message):
     def stacks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankStack]:
         """Where workers were that stood still when they were stopped."""
 
+    @property
+    def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankRecord]:
+        """What NCCL's flight recorder of these workers says; empty on CPUs, and where none came in time."""
+
     def __init__(
         self,
         *,
@@ -1192,10 +1197,81 @@ class StoppedAttempt(google.protobuf.message.Message):
         failure: builtins.str = ...,
         workers: collections.abc.Iterable[Global___WorkerStatus] | None = ...,
         stacks: collections.abc.Iterable[Global___RankStack] | None = ...,
+        records: collections.abc.Iterable[Global___RankRecord] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "failure", b"failure", "job", b"job", "stacks", b"stacks", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "failure", b"failure", "job", b"job", "records", b"records", "stacks", b"stacks", "workers", b"workers"]) -> None: ...
 
 Global___StoppedAttempt: typing_extensions.TypeAlias = StoppedAttempt
+
+@typing.final
+class RankRecord(google.protobuf.message.Message):
+    """Where a worker's host and device were in its communicators, by NCCL's flight recorder."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Its rank."""
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:
+        """Its communicators whose members are evenly spaced, transfers and collectives apart."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        groups: collections.abc.Iterable[Global___GroupRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "rank", b"rank"]) -> None: ...
+
+Global___RankRecord: typing_extensions.TypeAlias = RankRecord
+
+@typing.final
+class GroupRecord(google.protobuf.message.Message):
+    """Where a worker was in one communicator."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
+    STRIDE_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    P2P_FIELD_NUMBER: builtins.int
+    ENTERED_FIELD_NUMBER: builtins.int
+    WAITS_IN_FIELD_NUMBER: builtins.int
+    OPERATION_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    """Name of the communicator."""
+    first: builtins.int
+    """First of its members."""
+    stride: builtins.int
+    """From one member to the next."""
+    size: builtins.int
+    """How many members it has."""
+    p2p: builtins.bool
+    """Whether this is about transfers between two members, which are counted apart."""
+    entered: builtins.int
+    """Number of the newest operation that the host has enqueued."""
+    waits_in: builtins.int
+    """Number of the first operation that the device has not completed; 0: none."""
+    operation: builtins.str
+    """What that operation is."""
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        first: builtins.int = ...,
+        stride: builtins.int = ...,
+        size: builtins.int = ...,
+        p2p: builtins.bool = ...,
+        entered: builtins.int = ...,
+        waits_in: builtins.int = ...,
+        operation: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entered", b"entered", "first", b"first", "group", b"group", "operation", b"operation", "p2p", b"p2p", "size", b"size", "stride", b"stride", "waits_in", b"waits_in"]) -> None: ...
+
+Global___GroupRecord: typing_extensions.TypeAlias = GroupRecord
 
 @typing.final
 class RankStack(google.protobuf.message.Message):

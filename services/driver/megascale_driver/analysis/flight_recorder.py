@@ -1,12 +1,10 @@
 """What NCCL's flight recorder says of a hang: which ranks did not enter which operation.
 
-torch keeps the newest operations of each rank's communicators in memory and dumps them as JSON
-(``torch._C._distributed_c10d._dump_nccl_trace_json()``). On a GPU a rank's host is ahead of its
-device, so a status page shows what was enqueued; the dump also has what the device has completed.
-A rank waits, in its first operation that is not complete, for the members that have not enqueued
-it. Who is waited for and waits for nobody holds the others up (MegaScale, section 5.2).
+On a GPU a rank's host is ahead of its device, so a status page shows what was enqueued; the record
+also has what the device has completed (:mod:`megascale_common.node.flight_record`). A rank waits,
+in its first operation that is not complete, for the members that have not enqueued it. Who is
+waited for and waits for nobody holds the others up (MegaScale, section 5.2).
 
-The format is that of versions 2.x (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp).
 ``python -m megascale_driver.analysis.flight_recorder FOLDER`` reads a file for each rank, whose
 name ends with the rank (``nccl_trace_rank_12``, ``.json`` may follow). The last line of stdout is
 one JSON object. Exit status 0: some ranks are named; 1: none can be; 2: no such files.
@@ -17,35 +15,18 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-MAX_DUMP_BYTES: Final = 64 << 20  # of a rank; 2,000 entries with stacks have some 4 MiB
+from megascale_common.node.flight_record import MAX_DUMP_BYTES, RankRecord, parse
+
 MAX_NAMED: Final = 4
 _RANK = re.compile(r"(\d+)(?:\.json)?$")
-_VERSION = re.compile(r"2\.\d+")
 
 
-class Operation(NamedTuple):
-    """An operation of a communicator on one rank: its ``number`` there, and what it is."""
-
-    number: int
-    name: str
-    state: str  # scheduled, started or completed
-
-
-@dataclass(frozen=True, slots=True)
-class RankTrace:
-    """A rank's communicators, each with the newest operations in order.
-
-    A key is the communicator's name, its members, and whether its transfers or its collectives are
-    counted, which have numbers of their own.
-    """
-
-    rank: int
-    operations: Mapping[tuple[str, tuple[int, ...], bool], tuple[Operation, ...]]
+_Group = tuple[str, range | tuple[int, ...], bool]  # name, members, transfers or collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,76 +50,46 @@ class Verdict:
     sentence: str
 
 
-def parse(rank: int, data: bytes) -> RankTrace:
-    """The dump of one rank.
+def verdict(records: Sequence[RankRecord], world_size: int = 0) -> Verdict:
+    """Who holds the others up; ``world_size`` 0: as many ranks as the records name.
 
-    Raises:
-        ValueError: it is too long, no such JSON, or of another version; it says which.
+    It looks at each group once for each operation that members are in, so time grows with the
+    ranks and not with their pairs.
     """
-    if len(data) > MAX_DUMP_BYTES:
-        raise ValueError(f"the dump of rank {rank} has {len(data)} bytes, {MAX_DUMP_BYTES} at most")
-    try:
-        found = json.loads(data)
-        version = str(found["version"])
-        if not _VERSION.fullmatch(version):
-            raise ValueError(f"the dump of rank {rank} is of version {version}, not 2.x")
-        members = {
-            str(name): (str(config["desc"]), tuple(json.loads(config["ranks"] or "[]")))
-            for name, config in found["pg_config"].items()
+    entered: dict[_Group, dict[int, int]] = {}
+    inside: dict[tuple[_Group, int], tuple[str, list[int]]] = {}
+    for record in records:
+        for each in record.groups:
+            key = each.group, each.ranks, each.p2p
+            entered.setdefault(key, {})[record.rank] = each.entered
+            if each.waits_in:
+                place = inside.setdefault((key, each.waits_in), (each.operation, []))
+                place[1].append(record.rank)
+    known = {record.rank for record in records}
+    everyone = set(range(world_size)) or known.union(*(ranks for _, ranks, _ in entered))
+    absent = everyone - known
+    waiting, awaited = set[int](), set[int]()
+    found: list[tuple[Missing, set[int]]] = []
+    for (key, number), (operation, ranks) in inside.items():
+        group, members, _ = key
+        behind = {
+            rank
+            for rank in members or everyone
+            if rank in absent or entered[key].get(rank, 0) < number
         }
-        by_group: dict[tuple[str, tuple[int, ...], bool], list[Operation]] = {}
-        for entry in found.get("entries", ()):
-            name, desc = (str(each) for each in entry["process_group"])
-            is_p2p = bool(entry["is_p2p"])
-            number = int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
-            what = str(entry["profiling_name"]).removeprefix("nccl:")
-            known_desc, ranks = members.get(name, (desc, ()))
-            one = Operation(number, what, str(entry["state"]))
-            by_group.setdefault((known_desc or name, ranks, is_p2p), []).append(one)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the dump of rank {rank} is none of torch's: {error!r}") from None
-    return RankTrace(rank, {key: tuple(sorted(each)) for key, each in by_group.items()})
-
-
-def verdict(traces: Sequence[RankTrace], world_size: int = 0) -> Verdict:
-    """Who holds the others up; ``world_size`` 0: as many ranks as the dumps name."""
-    members = {rank for trace in traces for _, ranks, _ in trace.operations for rank in ranks}
-    everyone = set(range(world_size)) or members | {trace.rank for trace in traces}
-    absent = everyone - {trace.rank for trace in traces}
-    entered: dict[tuple[str, tuple[int, ...], bool], dict[int, int]] = {}
-    for trace in traces:
-        for key, operations in trace.operations.items():
-            entered.setdefault(key, {})[trace.rank] = operations[-1].number
-    waits: dict[int, set[int]] = {}
-    found: dict[tuple[str, tuple[int, ...], int], tuple[str, set[int], set[int]]] = {}
-    for trace in traces:
-        for key, operations in trace.operations.items():
-            first = next((each for each in operations if each.state != "completed"), None)
-            if first is None:
-                continue
-            group, ranks, _ = key
-            behind = {
-                rank
-                for rank in ranks or everyone
-                if rank not in absent and entered[key].get(rank, 0) < first.number
-            }
-            behind |= absent & set(ranks or everyone)
-            if behind:
-                waits.setdefault(trace.rank, set()).update(behind)
-                place = (group, ranks, first.number)
-                _, waiting, late = found.setdefault(place, (first.name, set(), set()))
-                waiting.add(trace.rank)
-                late |= behind
-    awaited = set[int]().union(*waits.values())
-    # A rank without a dump is waited for and says nothing: it is the silent one.
-    culprits = tuple(sorted(awaited - waits.keys()))
-    missing = tuple(
-        Missing(group, name, number, tuple(sorted(waiting)), tuple(sorted(behind)))
-        for (group, _, number), (name, waiting, behind) in sorted(found.items())
-        if behind & set(culprits)
+        if behind:
+            waiting.update(ranks)
+            awaited |= behind
+            waits = Missing(group, operation, number, tuple(sorted(ranks)), tuple(sorted(behind)))
+            found.append((waits, behind))
+    # A rank without a record is waited for and says nothing: it is the silent one.
+    culprits = awaited - waiting
+    missing = sorted(
+        (each for each, behind in found if behind & culprits),
+        key=lambda each: (each.group, each.number, each.waiting),
     )
-    sentence = _sentence(culprits, missing, absent)
-    return Verdict(culprits, missing, tuple(sorted(absent)), sentence)
+    named = tuple(sorted(culprits))
+    return Verdict(named, tuple(missing), tuple(sorted(absent)), _sentence(named, missing, absent))
 
 
 def _sentence(culprits: Sequence[int], missing: Sequence[Missing], absent: set[int]) -> str:
@@ -159,13 +110,13 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def read_folder(folder: Path) -> list[RankTrace]:
+def read_folder(folder: Path) -> list[RankRecord]:
     """The dumps of a folder, by the rank at the end of each name.
 
     Raises:
         ValueError: there are none, or one cannot be read; it says which.
     """
-    traces = []
+    records = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         named = _RANK.search(path.name)
         if named is None or not path.is_file():
@@ -173,12 +124,12 @@ def read_folder(folder: Path) -> list[RankTrace]:
         with path.open("rb") as file:
             data = file.read(MAX_DUMP_BYTES + 1)
         try:
-            traces.append(parse(int(named[1]), data))
+            records.append(parse(int(named[1]), data))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    if not traces:
+    if not records:
         raise ValueError(f"{folder}: no file there ends with a rank; give a folder of dumps")
-    return traces
+    return records
 
 
 def main(arguments: list[str] | None = None) -> int:

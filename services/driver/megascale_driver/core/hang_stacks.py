@@ -1,13 +1,15 @@
 """Where the ranks of a job that hung were: the stacks that its nodes took when they stopped it.
 
 The verdict on the culprit is that of status pages (:mod:`megascale_driver.core.hang`). The stacks
-show where its code was, and beside it where most others waited (MegaScale, section 5.2).
+show where its code was, and beside it where most others waited (MegaScale, section 5.2). On GPUs
+NCCL's records say who did not enter what (:mod:`megascale_driver.core.hang_records`).
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from megascale_driver.core import hang_records
 from megascale_driver.core.attempt import FaultKind
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
@@ -25,7 +27,8 @@ def write(draft: Draft, job: Job) -> None:
     if fault is None:
         return
     found = _stacks(draft, job)
-    if not found:
+    said = hang_records.found(draft, job)
+    if not found and said is None:
         return
     innermost = {rank: frames.partition(_SEPARATOR)[0] for rank, (_, frames) in found.items()}
     common: dict[str, int] = {}
@@ -45,6 +48,9 @@ def write(draft: Draft, job: Job) -> None:
     if common:
         place, count = max(common.items(), key=lambda item: item[1])
         text += f"; {count} of {sum(common.values())} others: {place}"
+    if said is not None:
+        text += f"; NCCL's records: {said.sentence.rstrip('.')}"
+        evidence += hang_records.evidence(job, said)
     subject = f"jobs/{job.name}"
     draft.log(
         REASON, text, subject=subject, job=job.name, attempt=job.attempt, evidence=evidence,

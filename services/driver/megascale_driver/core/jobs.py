@@ -26,6 +26,7 @@ from megascale_driver.core import (
     budgets,
     failure_rate,
     goodput,
+    hang_records,
     job_faults,
     leaving,
     nodes,
@@ -378,6 +379,7 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         _wait_for(draft, job, running)
         return
     if job.after_stop is JobPhase.QUEUED:
+        job = hang_records.complete(draft, job)
         # A symptom may have started the stop; the culprit may have been reported since then.
         job = draft.job(job.name, stop_reason=_why(job))
     for slot in waiting:

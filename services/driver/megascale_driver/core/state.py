@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
+from megascale_common.node.flight_record import RankRecord
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.attempt import Attempt, FailureCount, NodeSlot
@@ -144,13 +145,17 @@ class TraceReport:
 
 @dataclass(frozen=True, slots=True)
 class StoppedReport:
-    """What had failed on a node in the attempt stopped last; (rank, frames) that stood still."""
+    """What had failed on a node in the attempt stopped last; (rank, frames) that stood still.
+
+    ``records``: NCCL's, of those that stood still.
+    """
 
     job: str
     attempt: int
     failure: str = ""
     workers: tuple[WorkerReport, ...] = ()
     stacks: tuple[tuple[int, str], ...] = ()
+    records: tuple[RankRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

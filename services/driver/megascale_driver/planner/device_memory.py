@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale_driver.planner.points import FULL, NONE, Array, Points
+from megascale_driver.planner.points import FULL, NONE, Array, Points, where
 from megascale_driver.planner.systems import System
 
 _WEIGHT_BYTES, _GRADIENT_BYTES, _STATE_BYTES = 2.0, 4.0, 12.0
@@ -38,25 +38,25 @@ class DeviceMemory:
 
 def device_memory(points: Points, system: System) -> DeviceMemory:
     """Memory of every configuration under ``system``."""
-    second = np.where((points.pp == 1) & (not system.tied), 1.0, 0.0)  # the head on the same rank
+    second = where((points.pp == 1) & (not system.tied), 1.0, 0.0)  # the head on the same rank
     parameters = points.stage_parameters + second * points.vocabulary * points.hidden / points.tp
     matrices = points.layers / points.pp * points.layer_weights / points.tp
     shard = points.dp if system.sharded_optimizer else 1.0
     per_layer = _layer_bytes(points, system, points.recompute)
     alive = _alive_layers(points)
-    working = np.zeros_like(alive)
+    working = 0 * alive
     if np.any(full := points.recompute == FULL):
-        working = np.where(full, _layer_bytes(points, system, working), 0.0)
+        working = where(full, _layer_bytes(points, system, working), 0.0)
     tokens = points.micro_batch * points.sequence
-    logits = np.where(points.pp == 1, tokens * points.vocabulary / points.tp, 0.0)
+    logits = where(points.pp == 1, tokens * points.vocabulary / points.tp, 0.0)
     head = logits * system.logit_bytes
-    peer = np.where(points.tp > 1, _PEER_SLOTS * 2 * tokens * points.hidden, 0.0)
+    peer = where(points.tp > 1, _PEER_SLOTS * 2 * tokens * points.hidden, 0.0)
     return DeviceMemory(
         weights=(_WEIGHT_BYTES + _GRADIENT_BYTES) * parameters
         + points.fp8 * _FP8_COPIES * matrices,
         optimizer=_STATE_BYTES * parameters / shard,
         activations=alive * per_layer + working + head,
-        buffers=peer if system.counted_kept else np.zeros_like(peer),
+        buffers=peer if system.counted_kept else 0 * peer,
     )
 
 
@@ -66,7 +66,7 @@ def _alive_layers(points: Points) -> Array:
     1F1B: p micro-batches. Interleaved: 1 + (p - 1) / (p v) times that (arXiv 2205.05198, 4.2.3).
     """
     p, v, of_stage = points.pp, points.vpp, points.layers / points.pp
-    in_flight = np.where(v > 1, p * (1 + (p - 1) / (p * v)), p)
+    in_flight = where(v > 1, p * (1 + (p - 1) / (p * v)), p)
     alive: Array = of_stage * np.minimum(in_flight, points.micro_batches)
     return alive
 
@@ -80,7 +80,7 @@ def _layer_bytes(points: Points, system: System, recompute: Array) -> Array:
         kept = _published_kept(points, system, recompute)
     split = points.norm_split(system.sequence_parallel, system.selective_splits)
     full = 2 * hidden / split if not system.counted_kept else 2 * hidden / tp
-    bytes_of_layer: Array = tokens * np.where(recompute == FULL, full, kept)
+    bytes_of_layer: Array = tokens * where(recompute == FULL, full, kept)
     return bytes_of_layer
 
 
@@ -88,16 +88,16 @@ def _published_kept(points: Points, system: System, recompute: Array) -> Array:
     """Bytes a token: 18 h + 4 f, of which 10 h are split by sequence parallelism; the scores."""
     hidden, tp = points.hidden, points.tp
     masks = 2.0 if system.dropout else 0.0  # one byte each, after attention and after the FFN
-    norm = np.where(points.parallel_block > 0, 2.0, 0.0)  # one norm's input fewer
+    norm = where(points.parallel_block > 0, 2.0, 0.0)  # one norm's input fewer
     whole = (8 + masks - norm) * hidden
     keys_and_values = 4 * points.kv_width + 4 * hidden
     parallel = keys_and_values + (4 + 2 * points.swiglu) * points.ffn
     split = points.norm_split(system.sequence_parallel, system.selective_splits)
     kept = whole / split + parallel / tp
-    width = np.where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
+    width = where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
     score = 5.0 if system.dropout else 2.0
     scores = 0.0 if system.flash else score * points.heads * width / tp
-    total: Array = kept + np.where(recompute == NONE, scores, 0.0)
+    total: Array = kept + where(recompute == NONE, scores, 0.0)
     return total
 
 
@@ -108,11 +108,11 @@ def _counted_kept(points: Points, recompute: Array) -> Array:
     """
     hidden, qkv = points.hidden, points.hidden + 2 * points.kv_width
     parallel = points.parallel_block > 0
-    gathered = np.where(parallel, 1.0, 2.0) * hidden
+    gathered = where(parallel, 1.0, 2.0) * hidden
     activation = (2 + points.swiglu) * points.ffn
     behind = qkv + activation + hidden  # results of the inputs' GEMM, inputs of the outputs' GEMM
-    norms = np.where(parallel, 1.0, 2.0) * hidden
-    dropped = np.where(recompute == NONE, hidden + np.where(parallel, qkv, 0.0), 0.0)
+    norms = where(parallel, 1.0, 2.0) * hidden
+    dropped = where(recompute == NONE, hidden + where(parallel, qkv, 0.0), 0.0)
     saved = points.fp8 * (gathered + (hidden + points.ffn) / points.tp)  # one byte, not two
     kept: Array = 2 * (gathered + (norms + behind + dropped) / points.tp) - saved
     return kept

@@ -20,7 +20,7 @@ from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.prediction import plain, predict
 from megascale_driver.planner.systems import SYSTEMS, System
 from megascale_driver.planner.training_share import with_measured_share
-from megascale_driver.planner.workload import Refused, Workload, illegal, points_of
+from megascale_driver.planner.workload import Refused, Workload, illegal, point_of
 
 # The term of a running job -> those of the model.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -72,7 +72,7 @@ def plan_of(
             f"the calibration of {device} has no rate of collectives; measure it on two ranks: "
             "torchrun --nproc-per-node 2 -m megascale_trainer.commands.calibrate"
         )
-    found = plain(predict(points_of([workload]), gpu, system), 0)
+    found = plain(predict(point_of(workload), gpu, system))
     return JobPlan(
         step_s=found["step_time_s"],
         low_s=max(0.0, found["low"]),

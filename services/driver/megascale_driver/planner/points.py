@@ -1,8 +1,13 @@
-"""Many configurations at once, as arrays of one length: what the model of a step computes with."""
+"""Many configurations at once, as arrays of one length: what the model of a step computes with.
+
+One configuration alone is numbers in their place (float64, the same arithmetic): an operation on an
+array of one element takes several times as long.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +18,16 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 RECOMPUTE = {"none": NONE, "selective": SELECTIVE, "full": FULL}
 
 
+def where(condition: Any, yes: Any, no: Any) -> Array:
+    """``np.where``, which for one configuration chooses without making an array."""
+    one = not isinstance(condition, np.ndarray)
+    found: Array = (yes if condition else no) if one else np.where(condition, yes, no)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Points:
-    """Configurations, each field an array [n] of float64.
+    """Configurations, each field an array [n] of float64, or one number each.
 
     ``vpp`` are chunks of a rank, ``window`` tokens (0: none), ``recompute`` a value of RECOMPUTE;
     ``parallel_block``, ``swiglu`` and ``fp8`` are 0 or 1; batches are in sequences.
@@ -70,5 +82,4 @@ class Points:
     def norm_split(self, sequence_parallel: bool, selective_splits: bool) -> Array:
         """Ranks that norms, residuals and dropout of a micro-batch are split over."""
         split = sequence_parallel | (selective_splits & (self.recompute == SELECTIVE))
-        ranks: Array = np.where(split, self.tp, 1.0)
-        return ranks
+        return where(split, self.tp, 1.0)

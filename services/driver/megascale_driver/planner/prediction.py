@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from megascale_driver.planner.calibration_file import calibrated
 from megascale_driver.planner.device_memory import device_memory
@@ -14,7 +13,7 @@ from megascale_driver.planner.points import Array, Points
 from megascale_driver.planner.step_time import mean_keys, step_time
 from megascale_driver.planner.systems import SYSTEMS, System
 from megascale_driver.planner.training_share import with_measured_share
-from megascale_driver.planner.workload import Workload, points_of
+from megascale_driver.planner.workload import Workload, point_of
 
 # The rows that a system's constants were fitted on ran on these devices; elsewhere the interval is
 # this much wider, as its share of another device's rates is not known.
@@ -32,7 +31,7 @@ _PIPELINE_ERROR = 0.5  # of the bubble: how much interleaving spares differs bet
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Of many configurations, arrays [n]; ``terms`` in seconds, MFU over the dense bf16 peak."""
+    """Of many configurations, arrays [n], or of one; ``terms`` in s, MFU over the bf16 peak."""
 
     step_time_s: Array
     low_s: Array
@@ -82,21 +81,29 @@ def predict_one(workload: Workload, calibration: str | None = None) -> dict[str,
     """
     gpu, system = GPUS[workload.gpu], SYSTEMS[workload.system]
     if calibration is not None:
-        gpu = calibrated(gpu, calibration)
-        system = with_measured_share(system, gpu, calibration)
-    found = predict(points_of([workload]), gpu, system)
-    return plain(found, 0)
+        gpu, system = _measured(gpu, system, calibration)
+    return plain(predict(point_of(workload), gpu, system))
 
 
-def plain(found: Predictions, index: int) -> dict[str, Any]:
-    """One of many predictions as plain values, times in seconds."""
+@functools.lru_cache(maxsize=16)  # of one file: a device and a system, for all its rows
+def _measured(gpu: Gpu, system: System, calibration: str) -> tuple[Gpu, System]:
+    measured = calibrated(gpu, calibration)
+    return measured, with_measured_share(system, measured, calibration)
+
+
+def plain(found: Predictions, index: int | None = None) -> dict[str, Any]:
+    """One of many predictions as plain values, or that of one configuration; times in seconds."""
+
+    def at(values: Array) -> float:
+        return float(values if index is None else values[index])
+
     return {
-        "step_time_s": float(found.step_time_s[index]),
-        "mfu_causal": float(found.mfu_causal[index]),
-        "mfu_full": float(found.mfu_full[index]),
-        "memory_gib": float(found.memory_bytes[index]) / 2**30,
-        "low": float(found.low_s[index]),
-        "high": float(found.high_s[index]),
-        "terms": {name: float(np.asarray(term)[index]) for name, term in found.terms.items()},
-        "memory": {name: float(part[index]) / 2**30 for name, part in found.memory.items()},
+        "step_time_s": at(found.step_time_s),
+        "mfu_causal": at(found.mfu_causal),
+        "mfu_full": at(found.mfu_full),
+        "memory_gib": at(found.memory_bytes) / 2**30,
+        "low": at(found.low_s),
+        "high": at(found.high_s),
+        "terms": {name: at(term) for name, term in found.terms.items()},
+        "memory": {name: at(part) / 2**30 for name, part in found.memory.items()},
     }

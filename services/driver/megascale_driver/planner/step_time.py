@@ -8,12 +8,14 @@ bubble), Korthikanti et al., arXiv 2205.05198 (sequence parallelism, recomputati
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
 from megascale_driver.planner.gpus import Gpu
-from megascale_driver.planner.points import FULL, SELECTIVE, Array, Points
+from megascale_driver.planner.points import FULL, SELECTIVE, Array, Points, where
 from megascale_driver.planner.systems import System
 
 # A GEMM is cut into tiles of this width; the last one of a dimension is half empty on average, and
@@ -47,9 +49,8 @@ class StepTime:
     @property
     def total(self) -> Array:
         """The step."""
-        terms = [getattr(self, name) for name in self.__dataclass_fields__]
-        total: Array = np.sum(terms, axis=0)
-        return total
+        terms = (getattr(self, name) for name in self.__dataclass_fields__)
+        return functools.reduce(operator.add, terms)
 
 
 def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
@@ -59,12 +60,12 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
     attention, attention_back = _attention_s(points, gpu, system)
     elementwise = _elementwise_s(points, gpu, system)
     collective = _tensor_parallel_s(points, gpu, system)
-    again = np.where(
+    again = where(
         points.recompute == FULL,
         gemm + attention + elementwise,
-        np.where(points.recompute == SELECTIVE, attention, 0.0),
+        where(points.recompute == SELECTIVE, attention, 0.0),
     )
-    passes = np.where(points.recompute == FULL, 3.0, 2.0)
+    passes = where(points.recompute == FULL, 3.0, 2.0)
     head = 3 * _gemm_s(points, gpu, system, points.vocabulary / points.tp, points.hidden)
     between = _pipeline_s(points, gpu, system)
     of_layers = layers * (
@@ -90,7 +91,7 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
         bubble=bubble,
         data_parallel=reduction,
         optimizer=optimizer,
-        host=np.full_like(slots, system.fixed_s),
+        host=system.fixed_s + 0 * slots,
         straggler=slowest * (busy + bubble + fixed),
     )
 
@@ -114,16 +115,16 @@ def _layer_gemm_s(points: Points, gpu: Gpu, system: System) -> Array:
     apart = apart + _gemm_s(points, gpu, system, hidden, ffn_out)
     merged = _gemm_s(points, gpu, system, heads_in + ffn_in, hidden)
     merged = merged + _gemm_s(points, gpu, system, hidden, hidden / tp + ffn_out)
-    seconds = np.where((points.parallel_block > 0) & system.merged, merged, apart)
+    seconds = where((points.parallel_block > 0) & system.merged, merged, apart)
     if not gpu.peak_fp8_flops:
         return seconds
     faster = gpu.peak_flops * gpu.gemm_share / (gpu.peak_fp8_flops * gpu.gemm_fp8_share)
-    return np.where(points.fp8 > 0, seconds * faster, seconds)
+    return where(points.fp8 > 0, seconds * faster, seconds)
 
 
 def mean_keys(points: Points) -> Array:
     """Keys that a query sees on average under the causal mask and window."""
-    width = np.where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
+    width = where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
     keys: Array = width * (2 * points.sequence - width + 1) / (2 * points.sequence)
     return keys
 
@@ -148,7 +149,7 @@ def _elementwise_s(points: Points, gpu: Gpu, system: System) -> Array:
     """Forward of one layer's norms, residual additions, activation and copies of heads."""
     tokens, hidden, tp = points.micro_batch * points.sequence, points.hidden, points.tp
     addition = 7.0 if system.dropout else 6.0  # two read, one written, and the mask
-    norms = np.where(points.parallel_block > 0, 4.0 + addition + 2, 2 * (4.0 + addition))
+    norms = where(points.parallel_block > 0, 4.0 + addition + 2, 2 * (4.0 + addition))
     split = points.norm_split(system.sequence_parallel, system.selective_splits)
     activation = (4 + 2 * points.swiglu) * points.ffn + 4 * (hidden + 2 * points.kv_width)
     moved = tokens * (norms * hidden / split + activation / tp)
@@ -159,25 +160,25 @@ def _elementwise_s(points: Points, gpu: Gpu, system: System) -> Array:
 
 def _tensor_parallel_s(points: Points, gpu: Gpu, system: System) -> Array:
     """Exposed collectives of one layer in one direction: four passes, two with a parallel block."""
-    passes = np.where(points.parallel_block > 0, 2.0, 4.0)
+    passes = where(points.parallel_block > 0, 2.0, 4.0)
     size = 2 * points.micro_batch * points.sequence * points.hidden * (points.tp - 1) / points.tp
-    link = np.where(points.tp <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
+    link = where(points.tp <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
     whole = passes * (size / link + COLLECTIVE_LATENCY_S)
-    return np.where(points.tp > 1, (1 - system.hidden_tp) * whole, 0.0)
+    return where(points.tp > 1, (1 - system.hidden_tp) * whole, 0.0)
 
 
 def _pipeline_s(points: Points, gpu: Gpu, system: System) -> Array:
     """Exposed transfers between stages of one micro-batch, both directions, each chunk."""
     size = 2 * points.micro_batch * points.sequence * points.hidden / points.tp
-    link = np.where(points.devices <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
+    link = where(points.devices <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
     whole = 2 * points.vpp * (size / link + COLLECTIVE_LATENCY_S)
-    return np.where(points.pp > 1, (1 - system.hidden_pp) * whole, 0.0)
+    return where(points.pp > 1, (1 - system.hidden_pp) * whole, 0.0)
 
 
 def _data_parallel_s(points: Points, parameters: Array, gpu: Gpu, system: System) -> Array:
     """Exposed reduction of gradients and all-gather of parameters."""
     moved = parameters * (system.gradient_bytes + system.gather_bytes)
-    link = np.where(points.devices <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
+    link = where(points.devices <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
     exposed = 1 / (2 * points.vpp) if system.chunked_dp else 1 - system.hidden_dp
     seconds: Array = exposed * moved * (points.dp - 1) / points.dp / link
     return seconds

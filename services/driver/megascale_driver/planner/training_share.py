@@ -16,7 +16,7 @@ from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.points import Points
 from megascale_driver.planner.step_time import step_time
 from megascale_driver.planner.systems import System
-from megascale_driver.planner.workload import Refused, from_row, points_of
+from megascale_driver.planner.workload import Refused, from_row, point_of
 
 MEASURED_SYSTEM = "ours"  # whose step `megascale plan calibrate` measures
 _LEAST, _MOST = 0.05, 5.0
@@ -47,7 +47,7 @@ def with_measured_share(system: System, gpu: Gpu, text: str) -> System:
         workload, _ = from_row({**row, "gpu": known, "system": system.name})
     except Refused as error:
         raise BadCalibration(f"training.{error}") from None
-    share = _share(points_of([workload]), gpu, system, float(seconds))
+    share = _share(point_of(workload), gpu, system, float(seconds))
     measured = f"the calibration's step of {seconds:.4g} s"
     sources = tuple(
         (name, measured if name == "kernel_share" else source) for name, source in system.sources
@@ -59,7 +59,7 @@ def _share(points: Points, gpu: Gpu, system: System, seconds: float) -> float:
     """By halving: the larger the share, the shorter the step."""
 
     def predicted(share: float) -> float:
-        return float(step_time(points, gpu, replace(system, kernel_share=share)).total[0])
+        return float(step_time(points, gpu, replace(system, kernel_share=share)).total)
 
     low, high = _LEAST, _MOST
     if not predicted(high) < seconds < predicted(low):

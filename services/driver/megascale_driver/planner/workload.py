@@ -14,6 +14,7 @@ from megascale_driver.planner.systems import SYSTEMS
 
 _SWIGLU_MULTIPLE = 256
 _MOST = 10**9  # of any number in a row
+_POINT_FIELDS = tuple(field.name for field in fields(Points))
 _REQUIRED = ("layers", "hidden", "heads")
 _COUNTS = (
     *_REQUIRED,
@@ -61,6 +62,9 @@ class Workload:
     precision: str
 
 
+_NAMES = tuple(field.name for field in fields(Workload))
+
+
 def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
     """The workload of a row, and the defaults that were taken, by key.
 
@@ -76,12 +80,11 @@ def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
     given = {key: value for key, value in row.items() if value is not None}
     _check_kinds(given)
     values = _with_defaults(given)
-    names = [field.name for field in fields(Workload)]
-    workload = Workload(**{name: values[name] for name in names})
+    workload = Workload(**{name: values[name] for name in _NAMES})
     problem = illegal(workload)
     if problem:
         raise Refused(problem)
-    return workload, {name: values[name] for name in names if name not in given}
+    return workload, {name: values[name] for name in _NAMES if name not in given}
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
@@ -171,18 +174,22 @@ def illegal(w: Workload, gpu: Gpu | None = None) -> str:
 
 def points_of(workloads: Sequence[Workload]) -> Points:
     """The workloads as arrays of one length."""
-    names = {"vocabulary": "vocab"}
-    plain = {field.name for field in fields(Points)} - {
-        *("recompute", "parallel_block", "swiglu", "fp8"),
-    }
-    columns = {
-        name: np.array([getattr(w, names.get(name, name)) for w in workloads], dtype=np.float64)
-        for name in plain
-    }
-    return Points(
-        **columns,
-        recompute=np.array([RECOMPUTE[w.recompute] for w in workloads]),
-        parallel_block=np.array([float(w.block == "parallel") for w in workloads]),
-        swiglu=np.array([float(w.mlp == "swiglu") for w in workloads]),
-        fp8=np.array([float(w.precision == "fp8") for w in workloads]),
+    rows = [_numbers(workload) for workload in workloads]
+    columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(_POINT_FIELDS)).T.copy()
+    return Points(**dict(zip(_POINT_FIELDS, columns, strict=True)))
+
+
+def point_of(workload: Workload) -> Points:
+    """One workload, each field a number."""
+    numbers: list[Any] = [np.float64(number) for number in _numbers(workload)]
+    return Points(**dict(zip(_POINT_FIELDS, numbers, strict=True)))
+
+
+def _numbers(w: Workload) -> tuple[float, ...]:
+    """The values of the fields of Points, in their order."""
+    return (
+        *(w.layers, w.hidden, w.heads, w.kv_heads, w.ffn, w.sequence, w.vocab),
+        *(w.tp, w.pp, w.vpp, w.dp, w.micro_batch, w.global_batch),
+        *(RECOMPUTE[w.recompute], w.window, w.block == "parallel"),
+        *(w.mlp == "swiglu", w.precision == "fp8"),
     )

@@ -6,6 +6,7 @@ Everything that comes from a node is cut to a bound here, before it enters the s
 from __future__ import annotations
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_common.node.flight_record import GroupRecord, RankRecord
 from megascale_common.node.logs.categories import Kind
 from megascale_common.node.logs.matcher import Finding
 from megascale_common.service.wire_text import enum_name
@@ -31,6 +32,7 @@ MAX_TRACES = 64
 MAX_LOGS = 64
 MAX_STACKS, MAX_STACK = 64, 600  # ranks of a node; characters of each
 MAX_SAMPLE = 512
+MAX_MEMBERS = 1 << 20  # of a communicator
 
 # By their numbers on the wire. Looked up for each report, and a fleet that starts sends thousands.
 _PHASES = {
@@ -130,7 +132,24 @@ def _worker(status: link_pb2.WorkerStatus, clock_offset_s: float) -> WorkerRepor
 def _stopped(item: link_pb2.StoppedAttempt, clock_offset_s: float) -> StoppedReport:
     workers = tuple(_worker(each, clock_offset_s) for each in item.workers)
     stacks = tuple((each.rank, each.frames[:MAX_STACK]) for each in item.stacks[:MAX_STACKS])
-    return StoppedReport(item.job, item.attempt, item.failure[:MAX_TEXT], workers, stacks)
+    records = tuple(_record(each) for each in item.records[:MAX_STACKS])
+    return StoppedReport(item.job, item.attempt, item.failure[:MAX_TEXT], workers, stacks, records)
+
+
+def _record(item: link_pb2.RankRecord) -> RankRecord:
+    groups = tuple(
+        GroupRecord(
+            each.group[:MAX_NAME],
+            range(each.first, each.first + each.stride * each.size, max(1, each.stride)),
+            each.p2p,
+            each.entered,
+            each.waits_in,
+            each.operation[:MAX_NAME],
+        )
+        for each in item.groups[:MAX_OPERATIONS]
+        if each.size <= MAX_MEMBERS
+    )
+    return RankRecord(item.rank, groups)
 
 
 def _status(status: link_pb2.WorkerStatus) -> RankStatus:

@@ -39,7 +39,8 @@ MAX_ATTEMPT_OPS = 4096  # of all ranks together
 TRIM_S = 60.0
 _OPERATIONS = "operations.parquet"
 _SCHEMA = pa.schema([(name, pa.from_numpy_dtype(RECORD[name])) for name in RECORD.names or ()])
-_SCHEMA = _SCHEMA.insert(0, pa.field("rank", pa.uint32()))
+_RANK = np.dtype(np.uint32)
+_SCHEMA = _SCHEMA.insert(0, pa.field("rank", pa.from_numpy_dtype(_RANK)))
 
 Columns = dict[str, npt.NDArray[Any]]
 
@@ -251,8 +252,9 @@ def _records(batch: link_pb2.ReportSpansRequest) -> npt.NDArray[Any] | None:
     return records if int(records["op"].max()) < len(batch.operations) else None
 
 
-def _dtypes() -> dict[str, Any]:
-    return {name: _SCHEMA.field(name).type.to_pandas_dtype() for name in _SCHEMA.names}
+def _dtypes() -> dict[str, np.dtype[Any]]:
+    # Not by pyarrow's own conversion, which needs pandas up to version 19 at least.
+    return {name: np.dtype(RECORD[name]) if name != "rank" else _RANK for name in _SCHEMA.names}
 
 
 def _write_operations(attempt: _Attempt) -> None:

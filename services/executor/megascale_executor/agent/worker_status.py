@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from google.protobuf.duration_pb2 import Duration
 
 from megascale.v1 import link_pb2
+from megascale_common.node.flight_record import RankRecord
 from megascale_common.node.status_page import read_status_page
 from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import AttemptKey
@@ -16,6 +17,7 @@ from megascale_executor.agent.workers import Worker
 # Operation counts are evidence only of a rank that stands still. A rank has seven groups at most.
 STILL_AFTER_NS = 1_000_000_000
 MAX_OPERATIONS = 8
+MAX_GROUPS = 16  # of a rank's record: of each communicator transfers and collectives
 MAX_ERROR_CHARS = 2000
 MAX_KIND_CHARS = 100
 
@@ -66,7 +68,21 @@ def stopped_attempt(
         stacks=[
             link_pb2.RankStack(rank=worker.rank, frames=encodable(worker.stack)) for worker in still
         ],
+        records=[_record(worker.record) for worker in still if worker.record is not None],
     )
+
+
+def _record(record: RankRecord) -> link_pb2.RankRecord:
+    message = link_pb2.RankRecord(rank=record.rank)
+    for each in record.groups[:MAX_GROUPS]:
+        if isinstance(each.ranks, range):
+            message.groups.add(
+                group=encodable(each.group[:MAX_KIND_CHARS]),
+                first=each.ranks.start, stride=each.ranks.step, size=len(each.ranks),
+                p2p=each.p2p, entered=each.entered, waits_in=each.waits_in,
+                operation=encodable(each.operation[:MAX_KIND_CHARS]),
+            )  # fmt: skip
+    return message
 
 
 def _duration(nanoseconds: int) -> Duration:

@@ -18,6 +18,7 @@ from typing import Any, cast
 from megascale.v1 import link_pb2
 from megascale_common.node import framing
 from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.flight_record import RankRecord
 from megascale_common.node.messages import (
     STACKS_SIGNAL,
     Assignment,
@@ -72,6 +73,7 @@ class Worker:
     exit_status: int | None = None
     exited_at_s: float = 0.0  # wall clock; of one that reports an error, when it reported it
     stack: str = ""  # where it was, if it stood still when it was stopped
+    record: RankRecord | None = None  # NCCL's, of one that stood still
     reader: asyncio.Task[None] | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -286,11 +288,17 @@ class WorkerSet:
         a hang was. Those that had failed by themselves keep what they reported.
         """
         self._stopping = True
-        await self._write_stacks()
+        dumps = await self._write_stacks()
         self._kill_for("the driver ordered it")
+        # While they end, whose memory takes a while: reading a record takes some 0.1 s.
+        reading = asyncio.create_task(flight_dumps.read(dumps)) if dumps else None
         waits = [worker.process.exited for worker in self.workers if worker.process is not None]
         if waits:
             await asyncio.wait(waits, timeout=KILL_TIMEOUT_S)
+        if reading is not None:
+            records = await reading
+            for worker in self.workers:
+                worker.record = records.get(worker.rank)
         gone = all(wait.done() for wait in waits)
         if gone:
             if self._tasks:
@@ -298,7 +306,8 @@ class WorkerSet:
             await self._close()
         return gone
 
-    async def _write_stacks(self) -> None:
+    async def _write_stacks(self) -> dict[int, Path]:
+        """Of ranks that stand still: stacks in their logs; returns NCCL's records that came."""
         now_ns = time.monotonic_ns()
         still = [
             (worker, worker.process, stacks.log_end(worker.log_path))
@@ -307,17 +316,19 @@ class WorkerSet:
         ]
         for _, process, _ in still:
             process.send_signal(STACKS_SIGNAL)
-        asked: list[Path] = []
+        asked: dict[int, Path] = {}
         for worker, _, _ in still:
-            asked += flight_dumps.ask(AttemptFolder(worker.page.parent), [worker.rank])
+            asked |= flight_dumps.ask(AttemptFolder(worker.page.parent), [worker.rank])
         if still:
             await asyncio.sleep(_STACKS_S)
+        found: dict[int, Path] = {}
         if asked:
             found = await flight_dumps.arrived(asked)
             _log.info("records of NCCL's operations", written=len(found), asked=len(asked))
         for worker, process, start in still:
             stack = stacks.stack_since(worker.log_path, start)
             worker.stack = stack or f"no stack: it {stacks.kernel_state(process.pid)}"
+        return found
 
     async def _close(self) -> None:
         readers = [worker.reader for worker in self.workers if worker.reader is not None]

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-MAX_DUMP_BYTES = 64 << 20  # more is not written; a record with stacks has some 4 MiB
+from megascale_common.node.flight_record import MAX_DUMP_BYTES
+
 NAME = "_dump_nccl_trace_json"
 
 
