@@ -1,4 +1,4 @@
-"""`megascale platform follow` beside a real cluster: evicted, given back, lost."""
+"""`megascale platform follow` beside a real cluster: evicted, given back, lost, lacking."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import yaml
+from tests.harness import platform_contract
+from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.local_cluster import UpProcess
 from tests.harness.waiting import until
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
-from megascale_client import Client
+from megascale_client import Client, load_job
 from megascale_driver.platform.following import Follower
 from megascale_driver.platform.interface import PlatformNode
+from megascale_driver.platform.local_node import LocalNode, record_node
+from megascale_driver.platform.local_platform import LocalPlatform
 from megascale_driver.platform.slurm import SlurmPlatform, read_nodes
 
 
@@ -27,13 +32,38 @@ def up(tmp_path: Path) -> Iterator[UpProcess]:
         yield running
 
 
-def until_event(process: subprocess.Popen[str], event: str) -> str:
-    """The node of the next event of this kind."""
+def next_event(process: subprocess.Popen[str], event: str) -> dict[str, Any]:
+    """The next event of this kind."""
     assert process.stdout is not None
     for line in process.stdout:
-        if (values := json.loads(line))["event"] == event:
-            return str(values["node"])
+        values: dict[str, Any] = json.loads(line)
+        if values["event"] == event:
+            return values
     raise AssertionError(process.communicate()[1])
+
+
+def until_event(process: subprocess.Popen[str], event: str) -> str:
+    """The node of the next event of this kind."""
+    return str(next_event(process, event)["node"])
+
+
+def waiting_job(folder: Path) -> dict[str, Any]:
+    """A job of three nodes and two spares."""
+    corpus = write_corpus(folder / "corpus", random_documents(seed=7, count=60, longest=200))
+    return {
+        "name": "wide",
+        "trainer": {
+            "model": {
+                "layers": 3, "hidden_size": 32, "heads": 2, "vocab_size": 257,
+                "sequence_length": 32,
+            },
+            "parallelism": {"pp": 3},
+            "training": {"steps": 100_000, "global_batch_size": 3, "precision": "fp32"},
+            "data": {"sources": [{"prefix": str(corpus)}]},
+        },
+        "checkpoint": {"uri": str(folder / "checkpoints")},
+        "recovery": {"spare_nodes": 2},
+    }  # fmt: skip
 
 
 def test_the_platform_keeps_up_with_the_driver(up: UpProcess) -> None:
@@ -65,6 +95,40 @@ def test_the_platform_keeps_up_with_the_driver(up: UpProcess) -> None:
         assert until_event(process, "returned") == "n2"
         (node,) = [each for each in client.nodes() if each.name == "n2"]
         assert node.disposition == types_pb2.NODE_DISPOSITION_SCHEDULABLE
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+async def test_this_machine_gives_more_nodes_and_none_twice(up: UpProcess) -> None:
+    platform = LocalPlatform(up.folder)
+    await platform_contract.check_provide(platform, 2, gives=True)
+    # Of n1 to n3 one has ended, one is drained, and of n4 only the name was written: whoever asked
+    # for it ended before it was started.
+    up.kill_node("n2")
+    await platform.drain("n3", "megascale: it hums")
+    record_node(up.folder, LocalNode(name="n4", device="cpu", devices=(0,), switch="s0"))
+    assert await platform.provide(3) == 3
+    nodes = await platform.nodes()
+    assert {node.name for node in nodes if node.ready and not node.drained} == {"n1", "n2", "n4"}
+    assert len(nodes) == 4
+
+
+def test_what_a_job_lacks_is_asked_for(up: UpProcess, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(waiting_job(tmp_path)))
+    process = up.beside(
+        *("platform", "follow", "--cluster", str(up.folder), "--interval-s", "0.5", "--json"),
+        *("--provide-up-to", "3", "--provide-after-s", "0"),
+    )
+    with Client.from_run_folder(up.folder) as client:
+        client.submit(load_job(job))
+        values = next_event(process, "provided")
+        # Three nodes and two spares are wanted: more than may be asked for.
+        assert values == {"event": "provided", "count": 3, "there": 3, "bound": 3}
+        until(lambda: client.get("wide").nodes, "the job has nodes")
+        assert {node.name for node in client.nodes()} == {"n1", "n2", "n3"}
+        info = client.cluster_info()
+        assert (info.nodes_wanted, info.nodes_missing) == (5, 2)
     process.terminate()
     assert process.wait(20) == 0
 

@@ -66,6 +66,7 @@ async def test_the_page_keeps_the_contract(rack: Platform, tmp_path: Path) -> No
         file.write_text(json.dumps(machines))
 
     await platform_contract.check(rack, "m2", undo)
+    await platform_contract.check_provide(rack, 3, gives=False)
     file.unlink()
     with pytest.raises(UnavailableError, match=r"racks\.json"):
         await rack.nodes()
@@ -78,6 +79,9 @@ async def test_this_machine_keeps_the_contract(local: LocalPlatform) -> None:
     await platform_contract.check(local, "n1", undo)
     ended = await platform_contract.node_of(local, "n2")
     assert (ended.ready, ended.reached, ended.conditions) == (False, False, ("ENDED",))
+    await platform_contract.check_provide(local, 1, gives=False)  # the cluster is down
+    with pytest.raises(UnavailableError, match="at most 256"):
+        await local.provide(257)
     with pytest.raises(UnavailableError, match="no run folder"):
         await LocalPlatform(local.run_folder / "none").nodes()
 

@@ -83,11 +83,17 @@ def running_nodes(run_folder: Path) -> dict[str, int]:
     return found
 
 
-def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
-    """Start the node's agent as a child process, and store what starts it again."""
+def record_node(run_folder: Path, node: LocalNode) -> Path:
+    """Store what starts the node again, which gives it its name; returns its folder."""
     folder = node_folder(run_folder, node.name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(folder / "node.json", json.dumps(asdict(node)) + "\n")
+    return folder
+
+
+def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
+    """Start the node's agent as a child process, and store what starts it again."""
+    folder = record_node(run_folder, node)
     (folder / "executor.address").unlink(missing_ok=True)
     command = [
         *(sys.executable, "-m", _AGENT, "--cluster", cluster, "--node", node.name),
