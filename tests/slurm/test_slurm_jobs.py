@@ -219,6 +219,39 @@ async def test_nodes_that_a_job_lacks_come_in_further_allocations_and_go_with_it
     slurm.start_node(running.spare_nodes[0])
 
 
+def test_a_driver_outside_of_allocations_is_given_nodes(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    def nodes(count: int, *options: str) -> dict[str, Any]:
+        command = ("slurm", "nodes", str(count), "--run-folder", str(up.folder), "--json")
+        done = subprocess.run(
+            [sys.executable, "-m", "megascale_cli", *command, *options, "--device", "cpu",
+             "--devices-per-node", "1"],
+            env=slurm.environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def queued() -> list[str]:
+        return slurm.command("squeue", "-h", "-o", "%D %j").split("\n")[:-1]
+
+    job = job_file(tmp_path / "a", 20, 0.0)
+    with UpProcess(tmp_path / "up", "--nodes", "0", "--device", "cpu") as up:
+        name = nodes(1)["slurm_name"]
+        for _ in range(2):  # a number in all
+            assert nodes(3) == {"count": 3, "there": 3, "slurm_name": name}
+        assert sorted(queued()) == [f"1 {name}", f"2 {name}"]
+        done = megascale("submit", str(job), "--watch", "--cluster", str(up.folder))
+        assert done.returncode == 0, done.stdout + done.stderr
+        with Client.from_run_folder(up.folder) as client:
+            trained = client.get("inside").nodes
+        assert len(trained) == 2 and set(trained) < set(slurm.names)
+    slurm.command("scancel", f"--name={name}")
+    until(lambda: not queued(), "the allocations have ended", story=slurm.trouble)
+    values = final_values(tmp_path / "a", 20)
+    assert len(values) > 20 and values == twin_values(tmp_path / "twin", 20)
+
+
 def test_an_evicted_node_is_drained_and_the_job_goes_on_in_the_next_allocation(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from megascale_driver.platform import slurm, slurm_commands, slurm_further
 from megascale_driver.platform.allocation import Allocation, AllocationOptions, run_node
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.providing import AFTER_S
+from megascale_driver.platform.slurm_further import AllocatedCluster
 
 app = typer.Typer(
     add_completion=False,
@@ -138,6 +139,57 @@ def submit(
         f"megascale jobs --cluster {folder}",
         soft_wrap=True,
     )
+
+
+@app.command()
+def nodes(
+    count: Annotated[int, typer.Argument(metavar="COUNT", min=1, max=MAX_NODES)],
+    devices_per_node: DevicesPerNode = 8,
+    device: Device = "cuda",
+    run_folder: RunFolder = Path("runs/current"),
+    cluster: ClusterName = "",
+    time_limit: TimeLimit = "",
+    sbatch: Sbatch = None,
+    as_json: Json = False,
+) -> None:
+    """Have SLURM give COUNT nodes in all to a driver that runs outside of its allocations.
+
+    The run folder, which all nodes see, has the driver's address, the token and, beyond loopback,
+    the authority for certificates.
+
+    Example: [bold]megascale slurm nodes 4 --run-folder /shared/runs/main --time 24:00:00[/bold]
+    """
+    folder = run_folder.resolve()
+    found = AllocatedCluster(
+        number="",
+        run_folder=str(folder),
+        cluster=cluster or _cluster_of(folder),
+        device=device,
+        devices_per_node=devices_per_node,
+        sbatch=(*([f"--time={time_limit}"] if time_limit else []), *(sbatch or ())),
+    )
+    found.require_alone()
+    found.record()
+    there = asyncio.run(slurm.SlurmPlatform(folder).provide(count))
+    if as_json:
+        print(json.dumps({"count": count, "there": there, "slurm_name": found.further_name}))
+        return
+    _console.print(
+        f"{there} nodes of SLURM are there or queued for. They end with the driver, or by "
+        f"`scancel --name={found.further_name}`",
+        soft_wrap=True,
+    )
+
+
+def _cluster_of(folder: Path) -> str:
+    """The name of the cluster that `megascale up` runs in a folder."""
+    try:
+        return str(json.loads((folder / "up.json").read_text())["cluster"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise typer.BadParameter(
+            f"{folder} is no run folder of `megascale up`: give the cluster's name",
+            param_hint="--cluster",
+        ) from None
 
 
 @app.command(hidden=True)

@@ -90,7 +90,7 @@ class Allocation:
         self._folder = options.run_folder.resolve()
         self._job = os.environ.get("SLURM_JOB_ID", "")
         self._limit_near, self._stopped = asyncio.Event(), asyncio.Event()
-        self._first = slurm_further.FirstAllocation(
+        self._cluster = slurm_further.AllocatedCluster(
             number=self._job,
             run_folder=str(self._folder),
             cluster=options.cluster,
@@ -129,10 +129,10 @@ class Allocation:
         supervising, agents = None, None
         try:
             await cluster.start()
-            self._first.record()
+            self._cluster.record()
             supervising = asyncio.create_task(cluster.supervise())
             agents = Child(
-                "srun", self._first.agents(self._options.nodes), self._folder / "srun.log"
+                "srun", self._cluster.agents(self._options.nodes), self._folder / "srun.log"
             )
             name = self._known_job() or await self._submit()
             return await self._see_through(name, agents)
@@ -148,7 +148,7 @@ class Allocation:
     async def _end_further(self) -> None:
         """Give back the nodes of further allocations, also those that are still queued."""
         try:
-            await slurm_further.cancel(self._first)
+            await slurm_further.cancel(self._cluster)
         except UnavailableError as error:  # they end by themselves once this one is gone
             self._report("refused", {"node": "", "error": str(error)})
 

@@ -14,7 +14,7 @@ from megascale_common.service.errors import OptionError, UnavailableError
 from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
 from megascale_driver.platform.local_node import RUN_FOLDER_VARIABLE
 from megascale_driver.platform.slurm_commands import output
-from megascale_driver.platform.slurm_further import FirstAllocation, add, held
+from megascale_driver.platform.slurm_further import AllocatedCluster, add, held
 
 _STATE = re.compile(r"\bState=(\S+)")
 _NAME = re.compile(r"^NodeName=(\S+)")
@@ -71,12 +71,12 @@ class SlurmPlatform:
         A node counts from when its allocation is queued until it is drained or not reached.
         """
         require_count(count)
-        first = FirstAllocation.find(self._run_folder)
-        names, queued = await held(first)
+        cluster = AllocatedCluster.find(self._run_folder)
+        names, queued = await held(cluster)
         nodes = [node for node in await self.nodes() if node.name in names]
         there = queued + sum(node.ready and not node.drained for node in nodes)
         if there < count:
-            await add(first, count - there)
+            await add(cluster, count - there)
         return max(there, count)
 
     async def _node(self, name: str) -> PlatformNode:

@@ -1,22 +1,26 @@
-"""Further nodes of a cluster that runs inside an allocation of SLURM.
+"""Nodes for a driver that runs inside an allocation of SLURM, or outside of all.
 
 SLURM adds no node to an allocation, so more nodes are further ones: batch jobs that start agents,
-which dial the driver of the first. What they need is in the run folder. Their name has the first
-one's number, so they are found again by whoever asks next, and cancelled when the first one ends.
+which dial the driver. What they need is in the run folder. Their name is the cluster's own, so they
+are found again by whoever asks next, and end with the first allocation, or with the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import json
+import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascale_common.node.files import replace_file
-from megascale_common.service.errors import UnavailableError
+from megascale_common.service.errors import OptionError, UnavailableError
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind
 from megascale_driver.platform.slurm_commands import output
@@ -24,15 +28,18 @@ from megascale_driver.platform.slurm_commands import output
 FILE = "allocation.json"  # in the run folder
 POLL_INTERVAL_S = 5.0
 STOP_TIMEOUT_S = 20.0
+GONE_AFTER_S = 120.0  # without an address of a driver, which has one again soon after its restart
+_COLUMNS = "%T %D %N"  # state, number of nodes, their names
 _STATES = "PENDING,CONFIGURING,RUNNING,COMPLETING"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FirstAllocation:
-    """The allocation that has etcd, the driver and the first nodes, and what others are given.
+class AllocatedCluster:
+    """A cluster whose nodes SLURM gives: where its driver runs, and what further nodes are given.
 
     Attributes:
-        number: of its batch job, which a requeue keeps.
+        number: of the batch job with etcd, the driver and the first nodes, which a requeue keeps;
+            empty: they run outside of SLURM.
         sbatch: options of `sbatch` for further allocations, such as ``--account=lab``.
     """
 
@@ -46,15 +53,30 @@ class FirstAllocation:
     @property
     def further_name(self) -> str:
         """The name of the batch jobs with its further nodes."""
-        return f"{self.cluster}-further-{self.number}"
+        folder = hashlib.sha256(self.run_folder.encode()).hexdigest()[:8]
+        return f"{self.cluster}-further-{self.number or folder}"
+
+    def require_alone(self) -> None:
+        """Check that this folder's driver does not run inside an allocation.
+
+        Raises:
+            OptionError: it does.
+        """
+        with contextlib.suppress(UnavailableError):
+            number = AllocatedCluster.find(Path(self.run_folder)).number
+            if number:
+                raise OptionError(
+                    f"--run-folder: the cluster in {self.run_folder} is SLURM's job {number}; "
+                    "`megascale platform provide COUNT --platform slurm` asks for more nodes of it"
+                )
 
     def record(self) -> None:
         """Write it down for :meth:`find`."""
         replace_file(Path(self.run_folder) / FILE, json.dumps(asdict(self)) + "\n")
 
     @classmethod
-    def find(cls, run_folder: Path) -> FirstAllocation:
-        """The allocation of the cluster in a run folder.
+    def find(cls, run_folder: Path) -> AllocatedCluster:
+        """The one of a run folder.
 
         Raises:
             UnavailableError: there is none.
@@ -64,8 +86,8 @@ class FirstAllocation:
             return cls(**values | {"sbatch": tuple(values["sbatch"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UnavailableError(
-                f"{run_folder} has no cluster inside an allocation of SLURM ({error}): only one of "
-                "`megascale slurm submit` can be given more nodes"
+                f"{run_folder} has no cluster with nodes of SLURM ({error}): only one of "
+                "`megascale slurm submit` or `megascale slurm nodes` can be given more"
             ) from None
 
     def agents(self, nodes: int) -> list[str]:
@@ -102,14 +124,20 @@ def script(options: Sequence[str], command: Sequence[str]) -> str:
     return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"
 
 
-async def held(first: FirstAllocation) -> tuple[frozenset[str], int]:
+async def held(cluster: AllocatedCluster) -> tuple[frozenset[str], int]:
     """Names of the nodes of all allocations of a cluster, and how many more are queued for.
 
     Raises:
         UnavailableError: SLURM does not answer, or the first allocation has ended.
     """
-    own = await output("squeue", "-h", f"--jobs={first.number}", "--states=all", "-o", _COLUMNS)
-    further = await output("squeue", "-h", f"--name={first.further_name}", "-o", _COLUMNS)
+    own = ""
+    if cluster.number:
+        own = await _first(cluster, _COLUMNS)
+        if not any(line.split()[0] in ("RUNNING", "COMPLETING") for line in own.splitlines()):
+            raise UnavailableError(
+                f"SLURM's job {cluster.number} does not run: nobody needs its nodes"
+            )
+    further = await output("squeue", "-h", f"--name={cluster.further_name}", "-o", _COLUMNS)
     nodes: list[str] = []
     queued = 0
     for line in [*own.splitlines(), *further.splitlines()]:
@@ -120,46 +148,53 @@ async def held(first: FirstAllocation) -> tuple[frozenset[str], int]:
             nodes += (await output("scontrol", "show", "hostnames", hosts)).split()
         else:
             queued += int(count)
-    if not any(line.split()[0] in ("RUNNING", "COMPLETING") for line in own.splitlines()):
-        raise UnavailableError(f"SLURM's job {first.number} does not run: nobody needs its nodes")
     return frozenset(nodes), queued
 
 
-_COLUMNS = "%T %D %N"
-
-
-async def add(first: FirstAllocation, nodes: int) -> None:
+async def add(cluster: AllocatedCluster, nodes: int) -> None:
     """Queue a further allocation; raises UnavailableError as :func:`held`."""
-    await output("sbatch", "--parsable", text=first.script(nodes))
+    await output("sbatch", "--parsable", text=cluster.script(nodes))
 
 
-async def cancel(first: FirstAllocation) -> None:
+async def cancel(cluster: AllocatedCluster) -> None:
     """End all further allocations; raises UnavailableError as :func:`held`."""
-    await output("scancel", f"--name={first.further_name}")
+    await output("scancel", f"--name={cluster.further_name}")
 
 
 async def run_further(run_folder: Path, nodes: int) -> int:
-    """The agents of a further allocation, until they end or the first one is gone.
+    """The agents of a further allocation, until they end or nobody needs them any more.
 
     Returns:
-        0 once the first allocation is gone, else the status with which `srun` has ended.
+        0 once the first allocation or the driver is gone, else 1 or the status 0 of `srun`.
     """
-    first = FirstAllocation.find(run_folder)
-    child = Child("srun", first.agents(nodes), run_folder / "srun-further.log")
+    cluster = AllocatedCluster.find(run_folder)
+    log = run_folder / f"srun-{os.environ.get('SLURM_JOB_ID', '')}.log"
+    child = Child("srun", cluster.agents(nodes), log)
+    driver_seen_s = time.monotonic()
     try:
         while child.exit_status is None:
             await asyncio.sleep(POLL_INTERVAL_S)
-            if await _is_gone(first):
+            if cluster.number:
+                if await _is_gone(cluster):
+                    return 0
+            elif (run_folder / "driver.address").exists():
+                driver_seen_s = time.monotonic()
+            elif time.monotonic() - driver_seen_s > GONE_AFTER_S:
                 return 0
         return int(child.exit_status != 0)
     finally:
         await child.stop(STOP_TIMEOUT_S)
 
 
-async def _is_gone(first: FirstAllocation) -> bool:
+async def _is_gone(cluster: AllocatedCluster) -> bool:
     """Whether the first allocation has ended for good; a requeued one waits in the queue."""
     try:
-        found = await output("squeue", "-h", f"--jobs={first.number}", "--states=all", "-o", "%T")
+        found = await _first(cluster, "%T")
     except UnavailableError as error:  # once SLURM has forgotten it, its number is an error
         return "Invalid job id" in str(error)
     return found.strip() not in (*_STATES.split(","), "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "")
+
+
+async def _first(cluster: AllocatedCluster, columns: str) -> str:
+    """What the queue says of the first allocation, ended or not."""
+    return await output("squeue", "-h", f"--jobs={cluster.number}", "--states=all", "-o", columns)
