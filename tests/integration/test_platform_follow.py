@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,31 +154,74 @@ class Desk(driver_pb2_grpc.DriverServiceServicer):
         return driver_pb2.ReportUnreachableNodesResponse()
 
 
+class LargeDesk(driver_pb2_grpc.DriverServiceServicer):
+    """A driver with more nodes than a page has, of which the last is evicted."""
+
+    def __init__(self, count: int) -> None:
+        self._nodes = [
+            driver_pb2.Node(name=f"n{number:05}", liveness=types_pb2.NODE_LIVENESS_ALIVE)
+            for number in range(count)
+        ]
+        self._nodes[-1].disposition = types_pb2.NODE_DISPOSITION_QUARANTINED
+        self.last = self._nodes[-1].name
+
+    async def ListNodes(
+        self, request: driver_pb2.ListNodesRequest, context: Any
+    ) -> driver_pb2.ListNodesResponse:
+        first = int(request.page_token or 0)
+        after = first + min(request.page_size, 1000)
+        token = str(after) if after < len(self._nodes) else ""
+        return driver_pb2.ListNodesResponse(nodes=self._nodes[first:after], next_page_token=token)
+
+
 class Controller(SlurmPlatform):
     """SLURM's controller that does not hear of n2."""
 
     asked = 0
+    drained: tuple[str, ...] = ()
+
+    async def drain(self, name: str, reason: str) -> None:
+        self.drained += (name,)
 
     async def nodes(self) -> tuple[PlatformNode, ...]:
         self.asked += 1
         return read_nodes("NodeName=n1 State=MIXED\nNodeName=n2 State=MIXED*\n", {})
 
 
-async def test_slurm_is_asked_about_a_silent_node_and_its_answer_is_a_witness(
-    tmp_path: Path,
-) -> None:
-    desk, slurm = Desk(), Controller()
+@contextlib.asynccontextmanager
+async def served(
+    desk: driver_pb2_grpc.DriverServiceServicer,
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a driver of the test."""
     server = grpc.aio.server()
     driver_pb2_grpc.add_DriverServiceServicer_to_server(desk, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    follower = Follower(slurm, tmp_path / "drained.json", None, lambda event, fields: None)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            await follower.look(channel)
-            assert (slurm.asked, desk.reports) == (0, []), "nothing would follow from it"
-            desk.silent = True
-            await follower.look(channel)
-            assert desk.reports == [{"n2": "MIXED NOT_RESPONDING"}]
+            yield channel
     finally:
         await server.stop(0)
+
+
+async def test_slurm_is_asked_about_a_silent_node_and_its_answer_is_a_witness(
+    tmp_path: Path,
+) -> None:
+    desk, slurm = Desk(), Controller()
+    follower = Follower(slurm, tmp_path / "drained.json", None, lambda event, fields: None)
+    async with served(desk) as channel:
+        await follower.look(channel)
+        assert (slurm.asked, desk.reports) == (0, []), "nothing would follow from it"
+        desk.silent = True
+        await follower.look(channel)
+        assert desk.reports == [{"n2": "MIXED NOT_RESPONDING"}]
+
+
+async def test_evicted_nodes_of_a_large_fleet_are_drained_on_whichever_page_they_are(
+    tmp_path: Path,
+) -> None:
+    desk, slurm = LargeDesk(2001), Controller()
+    follower = Follower(slurm, tmp_path / "drained.json", None, lambda event, fields: None)
+    async with served(desk) as channel:
+        await follower.look(channel)
+    assert slurm.drained == (desk.last,)

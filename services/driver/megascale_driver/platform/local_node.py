@@ -23,6 +23,7 @@ from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.peers import Role
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind
+from megascale_driver.platform.interface import MAX_NODES
 
 START_TIMEOUT_S = 90.0
 STOP_NODE_TIMEOUT_S = 10.0
@@ -125,18 +126,25 @@ def _issue_if_absent(
 
 
 async def nodes_of(stub: Any) -> list[driver_pb2.Node]:
-    """The nodes that the driver lists; none while it starts or does not lead yet.
+    """All nodes that the driver lists; none while it starts or does not lead yet.
 
     Raises:
         ClusterError: the driver refuses to list them.
     """
+    found: list[driver_pb2.Node] = []
+    request = driver_pb2.ListNodesRequest(page_size=MAX_PAGE)
     try:
-        answer = await stub.ListNodes(driver_pb2.ListNodesRequest(page_size=MAX_PAGE), timeout=5.0)
+        while len(found) < MAX_NODES:
+            page = await stub.ListNodes(request, timeout=5.0)
+            found += page.nodes
+            request.page_token = page.next_page_token
+            if not request.page_token:
+                break
     except grpc.aio.AioRpcError as error:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return []
         raise ClusterError(f"the driver refuses to list its nodes: {error.details()}") from None
-    return list(answer.nodes)
+    return found
 
 
 def is_ready(run_folder: Path, node: driver_pb2.Node) -> bool:

@@ -27,6 +27,7 @@ from megascale_common.service.errors import (
     TimedOutError,
     UnavailableError,
 )
+from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.kubernetes import decisions
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
 from megascale_driver.platform.kubernetes.decisions import (
@@ -47,7 +48,6 @@ from megascale_driver.platform.providing import Providing
 CALL_TIMEOUT_S = 10.0
 PAGE = 1000
 MAX_HINTS = 3  # standbys in a row that name a leader; after that the next pass tries
-MAX_NODES = 50_000  # above any cluster that Kubernetes supports
 # What one pass does at most: a defect or a storm shows before all machines are concerned.
 MAX_ORDERS = 200
 _DISPOSITION, _LIVENESS = types_pb2.NodeDisposition, types_pb2.NodeLiveness
