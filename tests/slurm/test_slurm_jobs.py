@@ -28,7 +28,7 @@ from megascale_driver.platform.slurm_commands import submit
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(bool(missing()), reason=missing() or "there is a SLURM"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),  # SLURM counts time limits in minutes, on a busy machine too
 ]
 STEPS, INTERVAL = 240, 20
 
