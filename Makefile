@@ -60,7 +60,7 @@ HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 # kubectl, unpacked from Debian's package
 KUBERNETES_TOOLS := $(CURDIR)/.tools/kubernetes
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-group-start bench-heartbeats test-export test-gpu test-system test-netns test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser browser-tools test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-group-start bench-heartbeats test-export test-gpu test-system test-netns netns-tools test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser browser-tools test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -107,8 +107,16 @@ test-system system-tools: export PATH := $(PATH):$(TOOLS)/usr/bin
 test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, a Prometheus or systemd-analyze
 	$(PY) -m pytest -m system -rs tests/system $(PYTEST_ARGS)
 
-test-netns: $(READY) ## a job on hosts of its own (network namespaces): partitions, loss, delay, IPv6 (root, iptables; 3 minutes)
+test-netns: $(READY) netns-tools ## a job on hosts of its own (network namespaces): partitions, loss, delay, IPv6 (root; 3 minutes)
 	unshare --net $(PY) -m pytest -m netns -rs tests/netns $(PYTEST_ARGS)
+
+netns-tools:
+	@if command -v ip >/dev/null && command -v tc >/dev/null && command -v iptables >/dev/null && command -v ip6tables >/dev/null; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing iproute2 and iptables" >&2; \
+	  apt-get update -qq >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2 iptables >&2; \
+	fi; \
+	command -v iptables >/dev/null || echo "no iptables: install your system's package; its tests are skipped" >&2
 
 test-slurm: export PATH := $(PATH):/usr/sbin
 test-slurm: $(READY) slurm-tools ## jobs through a real SLURM: a lost node, the time limit, the next allocation (root; 5 minutes)
@@ -127,7 +135,7 @@ test-kubernetes: export PATH := $(PATH):$(KUBERNETES_TOOLS)/usr/bin
 test-kubernetes: $(READY) kubernetes-tools ## jobs on pods: a pod deleted, machines evicted, lost, drained; kubectl and manifests (about 2 minutes)
 	$(PY) -m pytest -m "kubernetes or not kubernetes" -rs tests/unit/test_kubernetes_decisions.py tests/unit/test_kubernetes_manifests.py tests/integration/test_kubernetes_api.py tests/integration/test_kubernetes_driver_calls.py tests/integration/test_kubernetes_platform.py tests/integration/test_checkpoint_sidecar.py tests/chaos/test_kubernetes_jobs.py $(PYTEST_ARGS)
 
-bench-hosts: $(READY) ## the same faults, with times (root, iptables; RUNS=1)
+bench-hosts: $(READY) netns-tools ## the same faults, with times (root; RUNS=1)
 	@unshare --net $(PY) benchmarks/hosts.py --runs $(or $(RUNS),1)
 
 test-wheel: $(READY) ## build the wheel, install it into empty environments, train outside of the tree (4 minutes)

@@ -195,6 +195,29 @@ async def test_a_machine_is_drained_by_kubectl(cluster: PodCluster) -> None:
 
 
 @whole
+async def test_a_spare_that_a_job_lacks_is_a_pod_more(tmp_path: Path) -> None:
+    async with pod_cluster(tmp_path, machines=4, nodes=2, provide_up_to=3) as cluster:
+        spec = cluster.job("cut", 100_000)
+        spec.recovery.spare_nodes = 2  # one more than there may be
+        async with cluster.client() as client:
+            await client.submit(spec)
+
+            async def stands_by() -> bool:
+                return list((await client.get("cut")).spare_nodes) == ["megascale-node-2"]
+
+            await eventually(stands_by, "a third node", cluster.moves, story=cluster.story)
+            info = await client.cluster_info()
+            assert (info.nodes_alive, info.nodes_wanted, info.nodes_missing) == (3, 4, 1)
+            await client.cancel("cut", reason="seen")
+    found = cluster.api.store.get(("statefulsets", NAMESPACE, "megascale-node"))
+    assert found["spec"]["replicas"] == 3
+    assert cluster.api.rights is not None
+    used = {right for user, right in cluster.api.rights.used if user == PLATFORM}
+    scale = "statefulsets/scale megascale-node"
+    assert {("get", "apps", scale), ("patch", "apps", scale)} <= used
+
+
+@whole
 async def test_a_leading_driver_is_a_pod_that_may_be_deleted(tmp_path: Path) -> None:
     async with pod_cluster(tmp_path, machines=4, nodes=2, driver_pods=True) as cluster:
 

@@ -217,6 +217,8 @@ class KubernetesApi:
         match request.method:
             case "GET" if not name:
                 return self._listed(request, kind, namespace)
+            case "GET" if (plural, sub) == ("statefulsets", "scale"):
+                return scale_of(self.store.get(key))
             case "GET":
                 return self.store.get(key)
             case "POST" if (plural, sub) == ("pods", "eviction"):
@@ -227,6 +229,18 @@ class KubernetesApi:
                     raise Refusal(400, "BadRequest", f"{given['kind']} is no {kind.name}")
                 require_valid(given)
                 return self.store.create(plural, namespace, given)
+            case "PUT" | "PATCH" if (plural, sub) == ("statefulsets", "scale"):
+                form = request.headers.get("Content-Type", MERGE).partition(";")[0]
+                whole = request.method == "PUT"
+                return scale_of(
+                    self.store.update(
+                        key,
+                        lambda found: scaled(
+                            found, body if whole else patched(scale_of(found), body, form)
+                        ),
+                        False,
+                    )
+                )
             case "PUT" if sub in ("", "status"):
                 return self.store.update(key, lambda _: body, sub == "status")
             case "PATCH" if sub in ("", "status"):
@@ -328,6 +342,24 @@ class KubernetesApi:
         return response
 
 
+def scale_of(found: Object) -> Object:
+    """The object that stands for how many pods a workload keeps; without it for none."""
+    names = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
+    meta = {name: found["metadata"][name] for name in names}
+    count = found["spec"].get("replicas", 1)
+    scale: Object = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": meta}
+    return {**scale, "spec": {"replicas": count} if count else {}, "status": {"replicas": count}}
+
+
+def scaled(found: Object, scale: Object) -> Object:
+    """A workload as a scale has it; Refusal 422 for a negative number."""
+    count = scale["spec"].get("replicas", 0)
+    if not isinstance(count, int) or count < 0:
+        raise Refusal(422, "Invalid", f"spec.replicas: Invalid value: {count!r}")
+    meta = {**found["metadata"], "resourceVersion": scale["metadata"].get("resourceVersion")}
+    return {**found, "metadata": meta, "spec": {**found["spec"], "replicas": count}}
+
+
 def _true(text: str) -> bool:
     """As the API reads a boolean of a query."""
     return text.lower() in ("1", "t", "true")
@@ -397,6 +429,10 @@ def discovery(path: str) -> Object | None:
         if kind.api_version == served:
             entry = {"name": kind.plural, "singularName": kind.name.lower(), "kind": kind.name}
             resources.append({**entry, "namespaced": kind.namespaced, "verbs": _VERBS})
+    if served == "apps/v1":
+        entry = {"name": "statefulsets/scale", "singularName": "", "kind": "Scale"}
+        where = {"group": "autoscaling", "version": "v1", "namespaced": True}
+        resources.append({**entry, **where, "verbs": ["get", "patch", "update"]})
     if served == "v1":
         eviction = {"name": "pods/eviction", "singularName": "", "kind": "Eviction"}
         where = {"group": "policy", "version": "v1", "namespaced": True, "verbs": ["create"]}

@@ -36,6 +36,7 @@ from megascale_common.service.identity.peers import Role
 from megascale_common.service.token import read_or_create_token
 
 BASE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "base"
+PROVIDE = BASE.parent / "components" / "provide"
 CLUSTER = f"pods-{os.getpid()}"  # its shared memory is no other test run's
 PLATFORM = f"system:serviceaccount:{NAMESPACE}:megascale-platform"
 SWITCH_LABEL = "topology.kubernetes.io/zone"
@@ -125,7 +126,7 @@ class PodCluster:
         container = platform["spec"]["containers"][0]
         # Outside a pod, and on this machine nobody waits five seconds.
         container["args"] = ["--kubeconfig", str(self.folder / "platform.yaml")]
-        container["args"] += ["--interval-s", "0.5"]
+        container["args"] += ["--interval-s", "0.5", "--provide-after-s", "0.5"]
         if self.driver is None:
             drivers = manifest("Deployment", "driver")
             require_valid(drivers)
@@ -228,11 +229,12 @@ async def pod_cluster(
     *,
     driver_pods: bool = False,
     family: Literal[4, 6] = 4,
+    provide_up_to: int = 0,
 ) -> AsyncIterator[PodCluster]:
     """A cluster that is ready; at the end no process of it is left.
 
     ``driver_pods``: three drivers as pods, on an etcd that wants a certificate. ``family``: of the
-    pods' addresses.
+    pods' addresses. ``provide_up_to``: with the component that adds pods, up to so many nodes.
     """
     runtime = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: socket paths are bounded
     async with contextlib.AsyncExitStack() as stack:
@@ -244,7 +246,8 @@ async def pod_cluster(
         stack.callback(etcd.kill)
         await etcd.start()
         authority.create(folder / "tls", CLUSTER)
-        rights = Rights.of_manifests(manifests())
+        more = manifests(PROVIDE) if provide_up_to else []
+        rights = Rights.of_manifests([*manifests(), *more])
         rights.administrators.add("administrator")
         # kubectl sends no token over a connection without TLS.
         tokens = {"": "administrator", "platform": PLATFORM}
@@ -263,6 +266,7 @@ async def pod_cluster(
         cluster = PodCluster(folder, api, driver, proxy.endpoint if driver_pods else "", family)
         await stack.enter_async_context(cluster.service.serving())
         cluster.machines.overrides["MEGASCALE_DRIVER"] = cluster.service.address
+        cluster.machines.overrides["MEGASCALE_PROVIDE_UP_TO"] = str(provide_up_to)
         cluster.populate(machines, nodes)
         await stack.enter_async_context(cluster.machines.running())
         await cluster.until_ready(nodes)

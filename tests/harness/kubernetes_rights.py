@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,7 +27,8 @@ class Asked(Protocol):
     def name(self) -> str: ...
 
 
-Right = tuple[str, str, str]  # verb, group, resource with its subresource
+# Verb, group, resource with its subresource; after a space the name where a rule has names.
+Right = tuple[str, str, str]
 
 
 @dataclass
@@ -71,9 +73,11 @@ class Rights:
         """Refusal 403 unless the call's user may do it."""
         if call.user in self.administrators:
             return
-        right = (call.verb, call.group, call.resource)
-        places = ("", call.namespace)
-        if not any(right in self.granted.get((call.user, place), ()) for place in places):
+        granted = [self.granted.get((call.user, place), ()) for place in ("", call.namespace)]
+        resources = (call.resource, f"{call.resource} {call.name}")
+        rights = {(call.verb, call.group, each) for each in resources}
+        used = {right for right in rights if any(right in each for each in granted)}
+        if not used:
             where = f" in the namespace {call.namespace!r}" if call.namespace else ""
             raise Refusal(
                 403,
@@ -81,12 +85,13 @@ class Rights:
                 f"{call.resource} {call.name!r} is forbidden: User {call.user!r} cannot "
                 f"{call.verb} resource {call.resource!r} in API group {call.group!r}{where}",
             )
-        self.used.add((call.user, right))
+        self.used |= {(call.user, right) for right in used}
 
 
 def _rights(rules: Iterable[Any]) -> Iterable[Right]:
     for rule in rules:
         for group in rule["apiGroups"]:
             for resource in rule["resources"]:
-                for verb in rule["verbs"]:
-                    yield verb, group, resource
+                names = [f" {name}" for name in rule.get("resourceNames", ())] or [""]
+                for verb, name in itertools.product(rule["verbs"], names):
+                    yield verb, group, f"{resource}{name}"

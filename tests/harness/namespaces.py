@@ -37,7 +37,7 @@ def missing() -> str:
         return "needs root"
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
-        return f"needs {', '.join(absent)}: install iproute2 and iptables"
+        return f"needs {', '.join(absent)}: make netns-tools"
     tried = subprocess.run(
         ["ip", "link", "add", "ms-try", "type", "veth"], capture_output=True, check=False
     )

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from megascale_common.service.errors import OptionError
-from megascale_driver.platform.interface import PREFIX, Platform, PlatformNode
+from megascale_common.service.errors import OptionError, UnavailableError
+from megascale_driver.platform.interface import MAX_NODES, PREFIX, Platform, PlatformNode
 
 
 async def node_of(platform: Platform, name: str) -> PlatformNode:
@@ -53,3 +53,27 @@ async def check(platform: Platform, name: str, undo: Callable[[], Awaitable[None
     assert theirs.drained and theirs.reason == "moved to another rack"
     await undo()
     assert not (await node_of(platform, name)).drained
+
+
+async def check_provide(platform: Platform, count: int, *, gives: bool) -> None:
+    """Ask for one node more than the cluster has.
+
+    Args:
+        count: nodes that it has.
+        gives: whether the platform has one more to give; it then has ``count + 1`` at the end.
+    """
+    for wrong in (-1, 0, MAX_NODES + 1):
+        with pytest.raises(OptionError, match="count"):
+            await platform.provide(wrong)
+    for enough in (1, count):  # none is taken away
+        assert await platform.provide(enough) == count
+    if not gives:
+        for _ in range(2):
+            with pytest.raises(UnavailableError):
+                await platform.provide(count + 1)
+        assert await platform.provide(count) == count
+        return
+    # The number is a total: a caller that ended after it had asked asks for the same again.
+    for _ in range(3):
+        assert await platform.provide(count + 1) == count + 1
+    assert await platform.provide(count) == count + 1

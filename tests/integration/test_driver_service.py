@@ -353,6 +353,8 @@ async def test_eviction_needs_a_reason_can_be_tried_and_moves_the_job(
         )
         assert "n1 is quarantined (its fan is loud)" in explained.explanation
         assert explained.events[0].reason == "SUBMITTED"
+        info = await driver.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest())
+        assert (info.nodes_wanted, info.nodes_missing) == (4, 2)
 
 
 async def test_lists_are_paged_and_logs_and_checkpoints_come_from_the_nodes(
@@ -391,6 +393,7 @@ async def test_lists_are_paged_and_logs_and_checkpoints_come_from_the_nodes(
         assert [c.step for c in found.checkpoints] == [20] and found.next_page_token
         info = await driver.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest())
         assert (info.nodes_alive, info.jobs_running, info.leader) == (2, 1, driver.address())
+        assert (info.nodes_wanted, info.nodes_missing) == (2, 0)
         missing = await refusal(driver.stub.GetJob(driver_pb2.GetJobRequest(name="nobody")))
         assert (missing.code, missing.reason) == ("NOT_FOUND", "JOB_NOT_FOUND")
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -15,6 +15,7 @@ import pytest
 from kubernetes_asyncio import client, config, watch
 from tests.harness import kubectl as tool
 from tests.harness.kubernetes_api import KubernetesApi
+from tests.harness.kubernetes_cluster import manifest
 from tests.harness.kubernetes_objects import NAMESPACE, machine, pod
 from tests.harness.waiting import eventually
 
@@ -260,6 +261,39 @@ async def test_a_real_kubectl_works_with_it(api: KubernetesApi, tmp_path: Path) 
     assert "unschedulable" not in api.store.get(("nodes", "", "m1"))["spec"]
     evicted = [call.name for call in api.calls if call.resource == "pods/eviction"]
     assert "b" in evicted
+    api.store.create("statefulsets", NAMESPACE, manifest("StatefulSet", "node"))
+    await run("scale", "statefulset", "megascale-node", "--replicas=7")
+    found = json.loads(await run("get", "statefulset", "megascale-node", "-o", "json"))
+    assert found["spec"]["replicas"] == 7
+    assert {call.verb for call in api.calls if call.resource == "statefulsets/scale"} & {
+        "patch",
+        "update",
+    }
+
+
+async def test_a_scale_has_the_version_of_its_set_as_a_precondition(api: KubernetesApi) -> None:
+    api.store.create("statefulsets", NAMESPACE, manifest("StatefulSet", "node"))
+    found = client.Configuration()
+    found.host = api.url
+    async with client.ApiClient(found) as connection:
+        apps = client.AppsV1Api(connection)
+        name = "megascale-node"
+        before = await apps.read_namespaced_stateful_set_scale(name, NAMESPACE)
+        after = await apps.patch_namespaced_stateful_set_scale(
+            name, NAMESPACE, {"spec": {"replicas": 9}}
+        )
+        assert after.spec.replicas == 9 != before.spec.replicas
+        old = {"metadata": {"resourceVersion": before.metadata.resource_version}}
+        late = apps.patch_namespaced_stateful_set_scale(
+            name, NAMESPACE, {**old, "spec": {"replicas": 3}}
+        )
+        assert await refusal(late) == (409, "Conflict")
+        wrong = apps.patch_namespaced_stateful_set_scale(
+            name, NAMESPACE, {"spec": {"replicas": -1}}
+        )
+        assert await refusal(wrong) == (422, "Invalid")
+        whole = await apps.read_namespaced_stateful_set(name, NAMESPACE)
+        assert whole.spec.replicas == 9 and whole.spec.template.spec.containers
 
 
 async def end_what_is_deleted(api: KubernetesApi) -> None:

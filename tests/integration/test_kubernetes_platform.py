@@ -15,8 +15,10 @@ import pytest
 from kubernetes_asyncio.config import incluster_config
 from tests.harness import platform_contract
 from tests.harness.kubernetes_api import Call, KubernetesApi
+from tests.harness.kubernetes_cluster import manifest
 from tests.harness.kubernetes_objects import NAMESPACE, machine, pod
 from tests.harness.kubernetes_rights import Rights
+from tests.harness.kubernetes_store import Object
 from tests.harness.waiting import eventually
 
 from megascale_common.service.errors import OptionError, StateError, UnavailableError
@@ -29,6 +31,7 @@ from megascale_driver.platform.kubernetes.controller import Controller
 from megascale_driver.platform.kubernetes.decisions import DriverNode
 from megascale_driver.platform.kubernetes.objects import CONDITION, TAINT, TOPOLOGY, Mark
 from megascale_driver.platform.kubernetes.platform import KubernetesPlatform
+from megascale_driver.platform.providing import Providing
 from megascale_driver.platform.registry import open_platform
 
 SWITCH, POD = "rack", "node-0"
@@ -45,6 +48,10 @@ class Desk:
         self.asked: list[tuple[str, str]] = []
         self.unreachable: list[dict[str, str]] = []  # what was reported, without repetitions
         self.answers = True
+        self.lack = (0, 0)
+
+    async def lacking(self) -> tuple[int, int]:
+        return self.lack
 
     async def nodes(self) -> list[DriverNode]:
         if not self.answers:
@@ -84,8 +91,10 @@ async def cluster(server: KubernetesApi, tmp_path: Path) -> AsyncIterator[Kubern
 
 
 @contextlib.asynccontextmanager
-async def controlled(cluster: KubernetesCluster, desk: Desk) -> AsyncIterator[None]:
-    controller = Controller(cluster, desk, 0.05)  # type: ignore[arg-type]
+async def controlled(
+    cluster: KubernetesCluster, desk: Desk, providing: Providing | None = None
+) -> AsyncIterator[None]:
+    controller = Controller(cluster, desk, 0.05, providing)  # type: ignore[arg-type]
     task = asyncio.create_task(controller.agree_for_ever())
     try:
         yield
@@ -187,6 +196,62 @@ async def test_it_keeps_the_contract_of_platforms(
     server.refuse(403, times=10**6, reason="Forbidden")
     with pytest.raises(UnavailableError, match="rights"):
         await platform.nodes()
+
+
+def stateful_set(replicas: int) -> Object:
+    found = manifest("StatefulSet", "node")
+    found["spec"]["replicas"] = replicas
+    return found
+
+
+def replicas(server: KubernetesApi) -> Any:
+    return server.store.get(("statefulsets", NAMESPACE, "megascale-node"))["spec"]["replicas"]
+
+
+async def test_more_nodes_are_more_pods_of_the_set(
+    server: KubernetesApi, platform: KubernetesPlatform
+) -> None:
+    with pytest.raises(UnavailableError, match="megascale-node"):
+        await platform.provide(1)  # there is no such set
+    server.store.create("statefulsets", NAMESPACE, stateful_set(0))
+    assert await platform.provide(2) == 2
+    await platform_contract.check_provide(platform, 2, gives=True)
+    assert replicas(server) == 3
+    patches = [call for call in server.calls if call.verb == "patch"]
+    assert [(each.resource, each.name) for each in patches] == [
+        ("statefulsets/scale", "megascale-node")
+    ] * 2
+    # Somebody else has changed it meanwhile: it is read again.
+    server.refuse(409, reason="Conflict", concerns=lambda call: call.verb == "patch")
+    assert await platform.provide(4) == 4 and replicas(server) == 4
+    server.refuse(409, times=100, reason="Conflict", concerns=lambda call: call.verb == "patch")
+    with pytest.raises(UnavailableError, match="changes all the time"):
+        await platform.provide(5)
+    assert replicas(server) == 4
+
+
+async def test_pods_are_added_while_jobs_lack_nodes_and_up_to_a_bound(
+    server: KubernetesApi, cluster: KubernetesCluster
+) -> None:
+    server.store.create("statefulsets", NAMESPACE, stateful_set(1))
+    said: list[str] = []
+
+    async def provide(count: int) -> int:
+        return await cluster.provide("megascale-node", count)
+
+    providing = Providing(provide, 3, 0.0, lambda event, fields: said.append(event))
+    desk = Desk()
+    async with controlled(cluster, desk, providing):
+        await asyncio.sleep(0.2)
+        assert replicas(server) == 1
+        desk.lack = (2, 1)
+        await eventually(lambda: replicas(server) == 2, "a second pod")
+        desk.lack = (9, 8)
+        await eventually(lambda: replicas(server) == 3, "the third one is the last")
+        server.refuse(403, times=10**6, reason="Forbidden", concerns=lambda c: c.verb == "patch")
+        desk.lack = (2, 1)
+        await asyncio.sleep(0.2)
+    assert said[:2] == ["provided", "provided"] and replicas(server) == 3
 
 
 async def test_a_drain_by_hand_reaches_the_driver_and_goes_with_kubectl_uncordon(

@@ -1,10 +1,12 @@
 """A whole cluster on mutual TLS: a job trains; every RPC of every server is called by everybody.
 
-Everybody is each role, another node, and those without a certificate that counts.
+Everybody is each role, another node, and those without a certificate that counts. All answers are
+one table, which is printed (`-s`) and written to the file that ``MEGASCALE_ROLE_TABLE`` names.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -131,16 +133,67 @@ def test_every_rpc_of_the_table_is_served_and_called_here() -> None:
     assert called == set(roles.ALLOWED)
 
 
-@pytest.mark.parametrize("role", [*Role])
+SHORT = {
+    "PERMISSION_DENIED ROLE_NOT_ALLOWED": "refused",
+    "PERMISSION_DENIED NOT_ITS_NODE": "NOT_ITS_NODE",
+    "DEADLINE_EXCEEDED UNKNOWN": "OK",  # a stream without an event
+}
+
+
+class Outcomes:
+    """What every caller has got for every RPC: OK, or how it was answered."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, str]] = {}
+
+    def add(self, caller: str, method: MethodDescriptor, code: str, reason: str) -> None:
+        rpc = full_name(method).rpartition(".")[2].replace("/", " ")
+        answer = f"{code} {reason}".strip()
+        self._found.setdefault(rpc, {})[caller] = SHORT.get(answer, reason or code)
+
+    def table(self) -> str:
+        """In Markdown, one row for each RPC."""
+        callers = list(dict.fromkeys(who for row in self._found.values() for who in row))
+        lines = [f"| RPC | {' | '.join(callers)} |", "|---" * (len(callers) + 1) + "|"]
+        for rpc, row in self._found.items():
+            lines.append(f"| {rpc} | {' | '.join(row.get(who, '') for who in callers)} |")
+        return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[Outcomes]:
+    found = Outcomes()
+    yield found
+    print(f"\n{found.table()}")
+    if file := os.environ.get("MEGASCALE_ROLE_TABLE"):
+        Path(file).write_text(found.table())
+
+
+CALLERS = [
+    *((role, "somebody") for role in (Role.VIEWER, Role.OPERATOR, Role.DRIVER)),
+    *((role, name) for name in ("n1", OTHER_NODE) for role in (Role.EXECUTOR, Role.CHECKPOINT)),
+]
+
+
+@pytest.mark.parametrize(("role", "name"), CALLERS)
 async def test_every_rpc_asks_for_the_role(
-    role: Role, addresses: dict[str, str], folder: Path, cluster: ChaosCluster
+    role: Role,
+    name: str,
+    addresses: dict[str, str],
+    folder: Path,
+    cluster: ChaosCluster,
+    outcomes: Outcomes,
 ) -> None:
-    files = authority.issue(folder, cluster.name, role, "somebody")
+    """The servers called are the driver and n1's: n2's certificate is that of another node."""
+    files = in_folder(folder, role, name)
+    if name == "somebody":
+        files = authority.issue(folder, cluster.name, role, name)
     wrong = []
     for place, address in addresses.items():
         async with grpc.aio.secure_channel(address, files.channel_credentials()) as channel:
             for method in methods(place):
                 code, reason = await outcome(channel, method)
+                outcomes.add(f"{role} {name}", method, code, reason)
                 refused = (code, reason) == ("PERMISSION_DENIED", "ROLE_NOT_ALLOWED")
                 if refused == roles.allows(full_name(method), role) or (code, reason) == UNREACHED:
                     wrong.append((full_name(method), code, reason))
@@ -167,7 +220,7 @@ def strangers(folder: Path, elsewhere: Path) -> dict[str, grpc.ChannelCredential
 
 @pytest.mark.parametrize("place", [*SERVED])
 async def test_a_stranger_gets_no_connection_for_any_rpc(
-    place: str, addresses: dict[str, str], folder: Path, tmp_path: Path
+    place: str, addresses: dict[str, str], folder: Path, tmp_path: Path, outcomes: Outcomes
 ) -> None:
     wrong = []
     for who, credentials in strangers(folder, tmp_path).items():
@@ -180,6 +233,7 @@ async def test_a_stranger_gets_no_connection_for_any_rpc(
         async with opened as channel:
             for method in methods(place):
                 code, reason = await outcome(channel, method)
+                outcomes.add(who, method, code, "no connection")
                 if code not in NO_CONNECTION or reason != "UNKNOWN":
                     wrong.append((who, full_name(method), code, reason))
     assert not wrong

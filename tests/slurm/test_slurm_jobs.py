@@ -1,4 +1,4 @@
-"""Jobs through a real SLURM: a lost node, the end of an allocation, and the next one."""
+"""Jobs through a real SLURM: a lost node, more nodes, the end of an allocation, the next one."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from tests.harness.waiting import until
 
 from megascale_client import Client, NotFound
 from megascale_common.service.errors import UnavailableError
-from megascale_driver.platform.slurm import SlurmPlatform, submit
+from megascale_driver.platform.slurm import SlurmPlatform
+from megascale_driver.platform.slurm_commands import submit
 
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(bool(missing()), reason=missing() or "there is a SLURM"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),  # SLURM counts time limits in minutes, on a busy machine too
 ]
 STEPS, INTERVAL = 240, 20
 
@@ -93,9 +94,12 @@ class Submitted:
         lines = log.read_text().splitlines() if log.exists() else []
         return [json.loads(line) for line in lines if line.startswith("{")]
 
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events() if event["event"] == kind]
+
     def until_event(self, kind: str, count: int = 1) -> dict[str, Any]:
         def seen() -> list[dict[str, Any]]:
-            return [event for event in self.events() if event["event"] == kind][count - 1 :]
+            return self.events_of(kind)[count - 1 :]
 
         return until(seen, f"the batch step reports {kind}", self._moves, story=self.story)[0]
 
@@ -143,7 +147,7 @@ def twin_values(folder: Path, steps: int) -> dict[str, bytes]:
 
 
 async def test_slurm_keeps_the_contract_of_platforms(
-    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, slurm.environment[name])
@@ -153,6 +157,8 @@ async def test_slurm_keeps_the_contract_of_platforms(
         slurm.command("scontrol", "update", "NodeName=n2", "State=RESUME")
 
     await platform_contract.check(platform, "n2", undo)
+    with pytest.raises(UnavailableError, match="no cluster inside an allocation"):
+        await SlurmPlatform(tmp_path).provide(1)
     switches = {node.name: node.switch for node in await platform.nodes()}
     assert switches == {"n1": "s0", "n2": "s0", "n3": "s1", "n4": "s1"}
     with pytest.raises(UnavailableError, match="Invalid"):
@@ -171,6 +177,79 @@ def test_a_lost_node_is_replaced_by_the_spare_of_the_allocation(
     values = final_values(tmp_path / "a", STEPS)
     assert len(values) > 20 and values == twin_values(tmp_path / "twin", STEPS)
     slurm.start_node(first[1])
+
+
+async def test_nodes_that_a_job_lacks_come_in_further_allocations_and_go_with_it(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm.environment[name])
+    job = Submitted(
+        *(slurm, job_file(tmp_path / "a", 100_000, 0.1), "--host", own_address()),
+        *("--provide-up-to", "3", "--provide-after-s", "0"),
+    )
+    running = job.until_step(1)
+    here = {*running.nodes, *running.spare_nodes}
+    assert len(here) == 3
+    (fourth,) = set(slurm.names) - here
+    platform = SlurmPlatform(job.folder)
+    assert await platform.provide(3) == 3  # none is added
+    # The spare is lost, and none stands by any more.
+    slurm.kill_node(running.spare_nodes[0])
+    with Client.from_run_folder(job.folder) as client:
+
+        def stands_by() -> bool:
+            return list(client.get("inside").spare_nodes) == [fourth]
+
+        until(stands_by, f"{fourth} stands by", job._moves, story=job.story)
+        assert job.events_of("provided")[-1]["count"] == 3
+        # No node is left for one more: its allocation waits in the queue, and is not asked twice.
+        await platform_contract.check_provide(platform, 3, gives=True)
+        further = slurm.command("squeue", "-h", "-o", "%T %j %D").split("\n")
+        name = f"slurm-further-{job.number}"
+        assert f"RUNNING {name} 1" in further and further.count(f"PENDING {name} 1") == 1
+        client.cancel("inside", "enough")
+    assert job.until_event("ended")["phase"] == "CANCELLED", job.story()
+    until(
+        lambda: not slurm.command("squeue", "-h", "-o", "%j").strip(),
+        "all allocations have ended", job._moves, story=job.story,
+    )  # fmt: skip
+    with pytest.raises(UnavailableError, match="does not run"):
+        await platform.provide(4)
+    slurm.start_node(running.spare_nodes[0])
+
+
+def test_a_driver_outside_of_allocations_is_given_nodes(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    def nodes(count: int, *options: str) -> dict[str, Any]:
+        command = ("slurm", "nodes", str(count), "--run-folder", str(up.folder), "--json")
+        done = subprocess.run(
+            [sys.executable, "-m", "megascale_cli", *command, *options, "--device", "cpu",
+             "--devices-per-node", "1"],
+            env=slurm.environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def queued() -> list[str]:
+        return slurm.command("squeue", "-h", "-o", "%D %j").split("\n")[:-1]
+
+    job = job_file(tmp_path / "a", 20, 0.0)
+    with UpProcess(tmp_path / "up", "--nodes", "0", "--device", "cpu") as up:
+        name = nodes(1)["slurm_name"]
+        for _ in range(2):  # a number in all
+            assert nodes(3) == {"count": 3, "there": 3, "slurm_name": name}
+        assert sorted(queued()) == [f"1 {name}", f"2 {name}"]
+        done = megascale("submit", str(job), "--watch", "--cluster", str(up.folder))
+        assert done.returncode == 0, done.stdout + done.stderr
+        with Client.from_run_folder(up.folder) as client:
+            trained = client.get("inside").nodes
+        assert len(trained) == 2 and set(trained) < set(slurm.names)
+    slurm.command("scancel", f"--name={name}")
+    until(lambda: not queued(), "the allocations have ended", story=slurm.trouble)
+    values = final_values(tmp_path / "a", 20)
+    assert len(values) > 20 and values == twin_values(tmp_path / "twin", 20)
 
 
 def test_an_evicted_node_is_drained_and_the_job_goes_on_in_the_next_allocation(

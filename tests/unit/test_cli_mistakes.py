@@ -74,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("evict n1", USAGE, "--reason"),
         ("cordon n1", USAGE, "--reason"),
         ("init --model 9b", USAGE, "tiny"),
-        ("up --nodes 0", USAGE, "--nodes"),
+        ("up --nodes -1", USAGE, "--nodes"),
         ("checkpoint fetch a", USAGE, "--to"),
         ("demo --steps 1", USAGE, "--steps"),
         ("demo --device cpu --tp 3", USAGE, "multiple"),

@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("logs a --grep ( --json", "--grep", "not a pattern", "see `megascale logs --help`"),
         ("evict --json n1", "--reason", "Missing option", "see `megascale evict --help`"),
         ("profile x --ranks 0;1 --json", "--ranks", "give ranks", "see `megascale profile --help`"),
-        ("up --nodes 0 --json", "--nodes", "Invalid value", "see `megascale up --help`"),
+        ("up --nodes -1 --json", "--nodes", "Invalid value", "see `megascale up --help`"),
         ("pipeline draw --zz --json", "--zz", "No such", "see `megascale pipeline draw --help`"),
         ("checkpoint fetch a --json", "--to", "Missing", "see `megascale checkpoint fetch --help`"),
         ("checkpoint wrong --json", "", "No such command", "see `megascale checkpoint --help`"),

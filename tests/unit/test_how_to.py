@@ -85,7 +85,7 @@ def test_a_page_lists_every_file_that_its_example_takes(
     assert naming(word) ^ set(files) == beside
 
 
-@pytest.mark.parametrize("name", ["GetClusterInfo", "ListCheckpoints", "ListEvents"])
+@pytest.mark.parametrize("name", ["GetMfuDecline", "ListCheckpoints", "ListEvents"])
 def test_other_calls_that_read_take_four_files_too(name: str) -> None:
     assert len(naming(name)) == MAX_FILES
 

@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from tests.harness import kubectl as tool
-from tests.harness.kubernetes_cluster import BASE, manifest, manifests
+from tests.harness.kubernetes_cluster import BASE, PROVIDE, manifest, manifests
 from tests.harness.kubernetes_machines import environment_of, pod_of
 from tests.harness.kubernetes_store import STRATEGIC, Object, patched, selector
 
@@ -114,6 +114,28 @@ def test_kubectl_makes_the_same_of_the_overlay() -> None:
         spec = found["StatefulSet", "megascale-node"]["spec"]["template"]["spec"]
         spec["volumes"].sort(key=lambda volume: volume["name"])
     assert made == ours
+
+
+def test_a_component_lets_the_platform_add_pods_of_the_nodes_set_alone(tmp_path: Path) -> None:
+    role, binding, settings = manifests(PROVIDE)
+    for version in VERSIONS:
+        for each in (role, binding, settings):
+            kubernetes_validate.validate(each, version, strict=True)
+    (rule,) = role["rules"]
+    nodes = manifest("StatefulSet", "node")["metadata"]["name"]
+    assert rule["resourceNames"] == [nodes] == [platform.parser().get_default("stateful_set")]
+    assert _settings()["MEGASCALE_PROVIDE_UP_TO"] == "0", "the base alone adds none"
+    assert settings["data"] == {"MEGASCALE_PROVIDE_UP_TO": "16"}
+    if tool.minor_version() >= KUSTOMIZE_SINCE:
+        overlay = {
+            "resources": [os.path.relpath(BASE, tmp_path)],
+            "components": [os.path.relpath(PROVIDE, tmp_path)],
+        }
+        (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+        made = {_named(each): each for each in yaml.safe_load_all(tool.kustomized(tmp_path))}
+        assert made["Role", "megascale-provide"]["rules"] == [rule]
+        data = made["ConfigMap", "megascale"]["data"]
+        assert data == {**_settings(), **settings["data"]}
 
 
 def _containers(workload: Object) -> dict[str, Any]:

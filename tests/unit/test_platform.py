@@ -66,6 +66,7 @@ async def test_the_page_keeps_the_contract(rack: Platform, tmp_path: Path) -> No
         file.write_text(json.dumps(machines))
 
     await platform_contract.check(rack, "m2", undo)
+    await platform_contract.check_provide(rack, 3, gives=False)
     file.unlink()
     with pytest.raises(UnavailableError, match=r"racks\.json"):
         await rack.nodes()
@@ -78,6 +79,9 @@ async def test_this_machine_keeps_the_contract(local: LocalPlatform) -> None:
     await platform_contract.check(local, "n1", undo)
     ended = await platform_contract.node_of(local, "n2")
     assert (ended.ready, ended.reached, ended.conditions) == (False, False, ("ENDED",))
+    await platform_contract.check_provide(local, 1, gives=False)  # the cluster is down
+    with pytest.raises(UnavailableError, match="at most 256"):
+        await local.provide(257)
     with pytest.raises(UnavailableError, match="no run folder"):
         await LocalPlatform(local.run_folder / "none").nodes()
 
@@ -192,6 +196,14 @@ def test_an_unknown_platform_names_the_known_ones(rack: Platform) -> None:
     assert json.loads(command("platform", "list", "--json").stdout)["slurm"] == "megascale"
 
 
+def test_a_platform_is_asked_for_nodes_by_hand(rack: Platform) -> None:
+    answer = command("platform", "provide", "3", "--platform", "rack", "--json")
+    assert json.loads(answer.stdout) == {"event": "provided", "count": 3, "there": 3}
+    answer = command("platform", "provide", "5", "--platform", "rack")
+    assert answer.status == 3 and "carry 2 here" in answer.text
+    assert command("platform", "provide", "0", "--platform", "rack").status == 2
+
+
 # As SLURM 22.05.8 prints it, shortened in the middle.
 NODES = """\
 NodeName=n2 Arch=x86_64 CPUTot=1 NodeAddr=127.0.0.1 State=IDLE+NOT_RESPONDING CfgTRES=cpu=1
@@ -254,6 +266,9 @@ def test_bad_options_of_slurm_are_named(tmp_path: Path) -> None:
     job.write_text("name: x\n")
     answer = command("slurm", "submit", str(job), "--nodes", "2", "--cluster", "Not A Label")
     assert answer.status == 2 and "--cluster" in answer.text
+    answer = command("slurm", "nodes", "2", "--run-folder", str(tmp_path))
+    assert answer.status == 2 and "--cluster" in answer.text
+    assert not list(tmp_path.glob("allocation.json"))
 
 
 async def test_without_slurm_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,8 +198,9 @@ def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
             print_json(info)
             return
         epoch = f"{info.epoch.cluster_generation}.{info.epoch.create_revision}"
+        missing = f" ({info.nodes_missing} more are wanted)" if info.nodes_missing else ""
         console.print(
-            f"cluster [bold]{info.cluster}[/bold]: {info.nodes_alive} nodes alive, "
+            f"cluster [bold]{info.cluster}[/bold]: {info.nodes_alive} nodes alive{missing}, "
             f"{info.jobs_running} jobs running\n"
             f"driver {info.leader} (megascale {info.build}) leads since "
             f"{local_time(info.leader_since)}, epoch {epoch}"

@@ -2813,6 +2813,8 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     BREAKER_TRIPPED_AT_FIELD_NUMBER: builtins.int
     TENANTS_FIELD_NUMBER: builtins.int
     SILENCES_FIELD_NUMBER: builtins.int
+    NODES_WANTED_FIELD_NUMBER: builtins.int
+    NODES_MISSING_FIELD_NUMBER: builtins.int
     cluster: builtins.str
     """Name of the cluster."""
     leader: builtins.str
@@ -2823,6 +2825,12 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     """Number of nodes that are ALIVE."""
     jobs_running: builtins.int
     """Number of jobs in phase RUNNING."""
+    nodes_wanted: builtins.int
+    """Nodes that should be there for all jobs with their spares, those that operators keep from work
+    included; 0 while no job asks for any. A job above its tenant's quota does not count.
+    """
+    nodes_missing: builtins.int
+    """How many of these are not there: alive, and not evicted."""
     @property
     def epoch(self) -> megascale.v1.types_pb2.Epoch:
         """Epoch of the leader, by which nodes refuse a superseded driver."""
@@ -2861,8 +2869,10 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
         breaker_tripped_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         tenants: collections.abc.Iterable[Global___Tenant] | None = ...,
         silences: collections.abc.Iterable[Global___AlertSilence] | None = ...,
+        nodes_wanted: builtins.int = ...,
+        nodes_missing: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "epoch", b"epoch", "leader_since", b"leader_since"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive", "rules", b"rules", "silences", b"silences", "tenants", b"tenants"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive", "nodes_missing", b"nodes_missing", "nodes_wanted", b"nodes_wanted", "rules", b"rules", "silences", b"silences", "tenants", b"tenants"]) -> None: ...
 
 Global___GetClusterInfoResponse: typing_extensions.TypeAlias = GetClusterInfoResponse

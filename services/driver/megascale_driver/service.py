@@ -11,6 +11,7 @@ from megascale_common.job.wire import spec as job_spec
 from megascale_common.service.build import build_version
 from megascale_common.service.handlers import answers
 from megascale_driver import admission, profile_request, storage_reach, wire
+from megascale_driver.core.demand import demand
 from megascale_driver.core.events import (
     CancelRequested,
     JobSubmitted,
@@ -158,6 +159,7 @@ class DriverService(
         self._require_state()
         state, term = self.engine.state, self.engine.term
         tripped_s = state.breaker.tripped_at_s
+        asked = demand(state, self.engine.policy)
         return driver_pb2.GetClusterInfoResponse(
             rules=self._rules(),
             tenants=wire.tenant_messages(state, self.engine.policy),
@@ -170,4 +172,6 @@ class DriverService(
             build=build_version(),
             nodes_alive=sum(node.liveness is Liveness.ALIVE for node in state.nodes.values()),
             jobs_running=sum(job.phase is JobPhase.RUNNING for job in state.jobs.values()),
+            nodes_wanted=asked.wanted,
+            nodes_missing=asked.missing,
         )

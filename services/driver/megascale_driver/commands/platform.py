@@ -20,15 +20,18 @@ from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
 from megascale_driver.commands.node import Cluster, run_folder
 from megascale_driver.platform.following import Follower
+from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.joining import RunningCluster
 from megascale_driver.platform.local_node import OPERATOR_NAME, RUN_FOLDER_VARIABLE
+from megascale_driver.platform.providing import AFTER_S
 from megascale_driver.platform.registry import known_platforms, open_platform
 
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     no_args_is_help=True,
-    help="List the nodes of SLURM or of another platform; drain there what the driver evicts.",
+    help="List the nodes of SLURM or of another platform; drain there what the driver evicts, and "
+    "ask for nodes that jobs lack.",
 )
 _console = Console(stderr=True, highlight=False)
 RECORD_FILE = "drained.json"  # in the run folder
@@ -40,6 +43,8 @@ _SENTENCES = {
     "replaced": "another node is asked for in place of {node}",
     "not_replaced": "[yellow]this platform provides no node in place of {node}[/yellow]",
     "refused": "[red]node {node}[/red]: {error}",
+    "provided": "{count} nodes in all are asked for: {there} are there or on their way",
+    "not_provided": "[yellow]{count} nodes in all are asked for[/yellow]: {error}",
 }
 
 Name = Annotated[
@@ -85,6 +90,25 @@ def nodes(platform: Name = "local", cluster: Cluster = None, as_json: Json = Fal
 
 
 @app.command()
+def provide(
+    count: Annotated[int, typer.Argument(metavar="COUNT", min=1, max=MAX_NODES)],
+    platform: Name = "local",
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Ask a platform for nodes, until the cluster has COUNT in all; it takes none away.
+
+    Example: [bold]megascale platform provide 8 --platform kubernetes[/bold]
+    """
+    os.environ[RUN_FOLDER_VARIABLE] = str(run_folder(cluster))
+    there = asyncio.run(open_platform(platform).provide(count))
+    if as_json:
+        print(json.dumps({"event": "provided", "count": count, "there": there}))
+    else:
+        _console.print(_SENTENCES["provided"].format(count=count, there=there))
+
+
+@app.command()
 def follow(
     platform: Name = "local",
     cluster: Cluster = None,
@@ -92,6 +116,13 @@ def follow(
         float | None,
         typer.Option(min=0, help="Ask for another node so long after one is lost; default: never."),
     ] = None,
+    provide_up_to: Annotated[
+        int,
+        typer.Option(min=0, max=MAX_NODES, help="Ask for nodes that jobs lack, so many in all."),
+    ] = 0,
+    provide_after_s: Annotated[
+        float, typer.Option(min=0, help="How long jobs lack nodes before more are asked for.")
+    ] = AFTER_S,
     interval_s: Annotated[float, typer.Option(min=0.5, max=600, help="Between looks.")] = 5.0,
     as_json: Json = False,
 ) -> None:
@@ -112,7 +143,12 @@ def follow(
             _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
 
     follower = Follower(
-        open_platform(platform), found.folder / RECORD_FILE, replace_after_s, report
+        open_platform(platform),
+        found.folder / RECORD_FILE,
+        replace_after_s,
+        report,
+        provide_up_to=provide_up_to,
+        provide_after_s=provide_after_s,
     )
     report("following", {"platform": platform, "run_folder": str(found.folder)})
     asyncio.run(_follow(found, follower, interval_s))

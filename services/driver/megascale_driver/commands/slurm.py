@@ -1,14 +1,13 @@
 """The command `megascale slurm`: a job with its own cluster inside an allocation of SLURM.
 
 It also runs as ``python -m megascale_driver.commands.slurm``: that is how a batch script starts the
-driver's side (`run`), and `srun` each node's (`node`).
+driver's side (`run`) or the agents of more nodes (`further`), and `srun` each node's (`node`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,8 +17,11 @@ from rich.console import Console
 
 from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import ServiceError, UnavailableError
-from megascale_driver.platform import slurm
+from megascale_driver.platform import slurm, slurm_commands, slurm_further
 from megascale_driver.platform.allocation import Allocation, AllocationOptions, run_node
+from megascale_driver.platform.interface import MAX_NODES
+from megascale_driver.platform.providing import AFTER_S
+from megascale_driver.platform.slurm_further import AllocatedCluster
 
 app = typer.Typer(
     add_completion=False,
@@ -57,6 +59,17 @@ Sbatch = Annotated[
 ]
 Heartbeat = Annotated[float, typer.Option(min=0.1, max=60, help="Between heartbeats of a node.")]
 Drain = Annotated[bool, typer.Option(help="Drain nodes in SLURM that the driver has evicted.")]
+ProvideUpTo = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=MAX_NODES,
+        help="Ask SLURM for more nodes where the job lacks some, so many in all; 0: for none.",
+    ),
+]
+ProvideAfter = Annotated[
+    float, typer.Option(min=0, help="How long the job lacks nodes before more are asked for.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -74,6 +87,8 @@ def submit(
     host: Host = "",
     heartbeat_interval_s: Heartbeat = 5.0,
     drain: Drain = True,
+    provide_up_to: ProvideUpTo = 0,
+    provide_after_s: ProvideAfter = AFTER_S,
     sbatch: Sbatch = None,
     print_only: Annotated[
         bool, typer.Option("--print", help="Print the batch script, submit nothing.")
@@ -101,17 +116,21 @@ def submit(
     command += ["--run-folder", str(folder), "--save-before-s", str(save_before_s)]
     command += ["--heartbeat-interval-s", f"{heartbeat_interval_s:g}"]
     command += [*(["--host", host] if host else []), *([] if drain else ["--no-drain"])]
-    options = [f"--job-name={cluster}", f"--nodes={count}", "--ntasks-per-node=1"]
-    options += [f"--gpus-per-node={devices_per_node}"] if device == "cuda" else []
-    options += [f"--time={time_limit}"] if time_limit else []
-    options += [f"--signal=B:USR1@{save_before_s}", "--requeue", "--no-kill"]
-    options += ["--open-mode=append", f"--output={folder}/slurm-%j.log", *(sbatch or [])]
-    text = script(options, command)
+    given = [*([f"--time={time_limit}"] if time_limit else []), *(sbatch or [])]
+    if provide_up_to:
+        command += ["--provide-up-to", str(provide_up_to)]
+        command += ["--provide-after-s", f"{provide_after_s:g}"]
+        command += [f"--sbatch={option}" for option in given]
+    options = [f"--job-name={cluster}", f"--nodes={count}"]
+    options += slurm_further.of_every_allocation(device, devices_per_node)
+    options += [f"--signal=B:USR1@{save_before_s}", "--requeue"]
+    options += [f"--output={folder}/slurm-%j.log", *given]
+    text = slurm_further.script(options, command)
     if print_only:
         print(text, end="")
         return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    number = asyncio.run(slurm.submit(text))
+    number = asyncio.run(slurm_commands.submit(text))
     if as_json:
         print(json.dumps({"slurm_job": number, "run_folder": str(folder)}))
         return
@@ -120,6 +139,57 @@ def submit(
         f"megascale jobs --cluster {folder}",
         soft_wrap=True,
     )
+
+
+@app.command()
+def nodes(
+    count: Annotated[int, typer.Argument(metavar="COUNT", min=1, max=MAX_NODES)],
+    devices_per_node: DevicesPerNode = 8,
+    device: Device = "cuda",
+    run_folder: RunFolder = Path("runs/current"),
+    cluster: ClusterName = "",
+    time_limit: TimeLimit = "",
+    sbatch: Sbatch = None,
+    as_json: Json = False,
+) -> None:
+    """Have SLURM give COUNT nodes in all to a driver that runs outside of its allocations.
+
+    The run folder, which all nodes see, has the driver's address, the token and, beyond loopback,
+    the authority for certificates.
+
+    Example: [bold]megascale slurm nodes 4 --run-folder /shared/runs/main --time 24:00:00[/bold]
+    """
+    folder = run_folder.resolve()
+    found = AllocatedCluster(
+        number="",
+        run_folder=str(folder),
+        cluster=cluster or _cluster_of(folder),
+        device=device,
+        devices_per_node=devices_per_node,
+        sbatch=(*([f"--time={time_limit}"] if time_limit else []), *(sbatch or ())),
+    )
+    found.require_alone()
+    found.record()
+    there = asyncio.run(slurm.SlurmPlatform(folder).provide(count))
+    if as_json:
+        print(json.dumps({"count": count, "there": there, "slurm_name": found.further_name}))
+        return
+    _console.print(
+        f"{there} nodes of SLURM are there or queued for. They end with the driver, or by "
+        f"`scancel --name={found.further_name}`",
+        soft_wrap=True,
+    )
+
+
+def _cluster_of(folder: Path) -> str:
+    """The name of the cluster that `megascale up` runs in a folder."""
+    try:
+        return str(json.loads((folder / "up.json").read_text())["cluster"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise typer.BadParameter(
+            f"{folder} is no run folder of `megascale up`: give the cluster's name",
+            param_hint="--cluster",
+        ) from None
 
 
 @app.command(hidden=True)
@@ -134,6 +204,9 @@ def run(
     host: Host = "",
     heartbeat_interval_s: Heartbeat = 5.0,
     drain: Drain = True,
+    provide_up_to: ProvideUpTo = 0,
+    provide_after_s: ProvideAfter = AFTER_S,
+    sbatch: Sbatch = None,
 ) -> None:
     """Run etcd, the driver, the nodes' agents and the job (what the batch script does)."""
     options = AllocationOptions(
@@ -147,6 +220,9 @@ def run(
         save_before_s=float(save_before_s),
         drain=drain,
         heartbeat_interval_s=heartbeat_interval_s,
+        provide_up_to=provide_up_to,
+        provide_after_s=provide_after_s,
+        sbatch=tuple(sbatch or ()),
     )
 
     async def live() -> int:
@@ -163,13 +239,10 @@ def node(
     raise typer.Exit(asyncio.run(run_node(run_folder, cluster, device, devices_per_node, _report)))
 
 
-def script(options: list[str], command: list[str]) -> str:
-    """A batch script: `#SBATCH` lines, and the command that replaces the shell.
-
-    The shell is replaced so that SLURM's signal before the time limit reaches the command.
-    """
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
-    return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"
+@app.command(hidden=True)
+def further(run_folder: Annotated[Path, typer.Argument()], nodes: Nodes) -> None:
+    """Run the agents of a further allocation (what its batch script does)."""
+    raise typer.Exit(asyncio.run(slurm_further.run_further(run_folder, nodes)))
 
 
 def _report(kind: str, fields: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ _SENTENCES = {
 }
 
 
-Nodes = Annotated[int, typer.Option(min=1, max=256, help="Number of nodes, named n1 to nN.")]
+Nodes = Annotated[int, typer.Option(min=0, max=256, help="Number of nodes, named n1 to nN.")]
 DevicesPerNode = Annotated[
     int, typer.Option(min=1, max=64, help="Devices of each node; on CPU, ranks.")
 ]

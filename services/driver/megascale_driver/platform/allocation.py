@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ from megascale_common.node.addresses import is_loopback, on_route_to, split
 from megascale_common.node.files import replace_file
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
-from megascale_driver.platform import slurm
+from megascale_driver.platform import slurm, slurm_commands, slurm_further
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind
 from megascale_driver.platform.following import Follower
 from megascale_driver.platform.local import LocalCluster, LocalOptions, Report
 from megascale_driver.platform.local_node import LocalNode, start_node
+from megascale_driver.platform.providing import AFTER_S
 
 POLL_INTERVAL_S = 0.5
 CALL_TIMEOUT_S = 10.0
@@ -61,6 +62,9 @@ class AllocationOptions:
         host: where the driver serves, as all nodes reach it; beyond loopback with mutual TLS.
         save_before_s: how long before the time limit SIGUSR1 comes.
         drain: ask SLURM to drain the nodes that the driver has evicted.
+        provide_up_to: nodes in all that SLURM is asked for where the job lacks some; 0: no more.
+        provide_after_s: how long they have to be missing.
+        sbatch: options of `sbatch` for the allocations of those.
     """
 
     job_file: Path
@@ -73,6 +77,9 @@ class AllocationOptions:
     save_before_s: float = 300.0
     drain: bool = True
     heartbeat_interval_s: float = 5.0
+    provide_up_to: int = 0
+    provide_after_s: float = AFTER_S
+    sbatch: tuple[str, ...] = ()
 
 
 class Allocation:
@@ -83,7 +90,22 @@ class Allocation:
         self._folder = options.run_folder.resolve()
         self._job = os.environ.get("SLURM_JOB_ID", "")
         self._limit_near, self._stopped = asyncio.Event(), asyncio.Event()
-        self._follower = Follower(slurm.SlurmPlatform(), self._folder / DRAINED_FILE, None, report)
+        self._cluster = slurm_further.AllocatedCluster(
+            number=self._job,
+            run_folder=str(self._folder),
+            cluster=options.cluster,
+            device=options.device,
+            devices_per_node=options.devices_per_node,
+            sbatch=options.sbatch,
+        )
+        self._follower = Follower(
+            slurm.SlurmPlatform(self._folder),
+            self._folder / DRAINED_FILE,
+            None,
+            report,
+            provide_up_to=options.provide_up_to,
+            provide_after_s=options.provide_after_s,
+        )
         self._follow_at_s = 0.0
         self._suspending_since_s = 0.0
 
@@ -107,8 +129,11 @@ class Allocation:
         supervising, agents = None, None
         try:
             await cluster.start()
+            self._cluster.record()
             supervising = asyncio.create_task(cluster.supervise())
-            agents = Child("srun", self._agents(), self._folder / "srun.log")
+            agents = Child(
+                "srun", self._cluster.agents(self._options.nodes), self._folder / "srun.log"
+            )
             name = self._known_job() or await self._submit()
             return await self._see_through(name, agents)
         finally:
@@ -118,6 +143,14 @@ class Allocation:
             await cluster.stop()
             if agents is not None:
                 await agents.stop(STOP_TIMEOUT_S)
+                await self._end_further()
+
+    async def _end_further(self) -> None:
+        """Give back the nodes of further allocations, also those that are still queued."""
+        try:
+            await slurm_further.cancel(self._cluster)
+        except UnavailableError as error:  # they end by themselves once this one is gone
+            self._report("refused", {"node": "", "error": str(error)})
 
     def _local_options(self) -> LocalOptions:
         options = self._options
@@ -131,17 +164,6 @@ class Allocation:
             tls=not is_loopback(options.host),
             host=options.host,
         )
-
-    def _agents(self) -> Sequence[str]:
-        """The step that runs an agent on each node; a lost node ends no other's task."""
-        options = self._options
-        return [
-            *("srun", f"--nodes={options.nodes}", f"--ntasks={options.nodes}"),
-            *("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"),
-            *(sys.executable, "-m", "megascale_driver.commands.slurm", "node"),
-            *("--run-folder", str(self._folder), "--cluster", options.cluster),
-            *("--device", options.device, "--devices-per-node", str(options.devices_per_node)),
-        ]
 
     def _known_job(self) -> str:
         """The name of the job that this run folder has had since an earlier allocation."""
@@ -187,7 +209,7 @@ class Allocation:
                     if self._limit_near.is_set():
                         if phase == "SUSPENDED" or await self._suspend(stub, name):
                             self._report("requeued", {"job": name, "phase": phase})
-                            await slurm.requeue(self._job)
+                            await slurm_commands.requeue(self._job)
                             return 0
                     elif phase == "SUSPENDED" and not resumed:
                         resumed = await self._resume(stub, name)

@@ -1,4 +1,4 @@
-"""Keeps a platform like the driver: evicted nodes are drained there, lost ones are asked for again.
+"""Keeps a platform like the driver: evicted nodes are drained there, missing ones are asked for.
 
 It asks the driver and the platform at an interval and remembers nothing that it could not ask for
 once more, so it may be ended and started at any time, and beside any number of drivers.
@@ -19,6 +19,7 @@ from megascale_common.service.errors import ClusterError, OptionError, Unavailab
 from megascale_driver.platform.evictions import Evictions, Report
 from megascale_driver.platform.interface import Platform
 from megascale_driver.platform.local_node import nodes_of
+from megascale_driver.platform.providing import AFTER_S, Providing
 
 CALL_TIMEOUT_S = 10.0
 
@@ -30,14 +31,25 @@ class Follower:
         record: a file that outlives this process: which drains are done.
         replace_after_s: how long a node is lost, or evicted, before another is asked for; None:
             none is.
+        provide_up_to: nodes in all that are asked for where jobs lack some; 0: none are.
+        provide_after_s: how long they have to be missing.
     """
 
     def __init__(
-        self, platform: Platform, record: Path, replace_after_s: float | None, report: Report
+        self,
+        platform: Platform,
+        record: Path,
+        replace_after_s: float | None,
+        report: Report,
+        *,
+        provide_up_to: int = 0,
+        provide_after_s: float = AFTER_S,
     ) -> None:
         self._platform, self._report = platform, report
         self._replace_after_s = replace_after_s
         self._evictions = Evictions(platform, record, self._take_back, report)
+        self._provides = provide_up_to > 0
+        self._providing = Providing(platform.provide, provide_up_to, provide_after_s, report)
         self._stub: Any = None
         self._lost_since_s: dict[str, float] = {}
         self._asked: set[str] = set()
@@ -49,9 +61,12 @@ class Follower:
             ClusterError: the driver refuses to list its nodes.
         """
         self._stub = driver_pb2_grpc.DriverServiceStub(channel)
-        nodes = await nodes_of(self._stub)
-        if not nodes:
-            return
+        if nodes := await nodes_of(self._stub):
+            await self._settle(nodes)
+        if self._provides:
+            await self._provide()
+
+    async def _settle(self, nodes: Sequence[driver_pb2.Node]) -> None:
         evicted = {
             node.name: node.disposition_reason
             for node in nodes
@@ -62,6 +77,15 @@ class Follower:
         dead = [node.name for node in nodes if node.liveness == types_pb2.NODE_LIVENESS_DEAD]
         if self._replace_after_s is not None:
             await self._replace(sorted({*dead, *evicted}), self._replace_after_s)
+
+    async def _provide(self) -> None:
+        """Ask for what is missing, before any node is there, too."""
+        try:
+            request = driver_pb2.GetClusterInfoRequest()
+            info = await self._stub.GetClusterInfo(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:  # none leads now
+            return
+        await self._providing.settle(info.nodes_wanted, info.nodes_missing)
 
     async def _witness(self, nodes: Sequence[driver_pb2.Node]) -> None:
         """Where a node is silent, report which nodes the platform does not reach either.

@@ -1,7 +1,8 @@
 """What gives nodes to a cluster: this machine, SLURM, Kubernetes, or an installed package's.
 
-The driver alone decides which nodes work. A platform lists its nodes and their conditions, and is
-asked to give no further work to a node that the driver evicts.
+The driver alone decides which nodes work. A platform lists its nodes and their conditions, is
+asked to give no further work to a node that the driver evicts, and for more nodes where jobs lack
+some.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from megascale_common.service.errors import OptionError
+
 # Of the reasons for drains: it shows the platform's operators, and this project, whose they are.
 PREFIX = "megascale: "
+MAX_NODES = 50_000  # of a cluster that is asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,3 +78,28 @@ class Platform(Protocol):
             UnavailableError: the platform refuses or does not answer.
         """
         ...
+
+    async def provide(self, count: int) -> int:
+        """Have the cluster get ``count`` nodes in all; twice is as once, and none is taken away.
+
+        The number is a total, so a caller that ended between two calls asks for the same again.
+        Drained nodes do not count, those that are to come do.
+
+        Returns:
+            how many nodes the cluster has now, those that are to come included.
+
+        Raises:
+            OptionError: ``count`` is not from 1 to :data:`MAX_NODES`.
+            UnavailableError: the platform refuses, does not answer, or has no means to give more.
+        """
+        ...
+
+
+def require_count(count: int) -> None:
+    """Check a number of nodes before a platform is asked for them.
+
+    Raises:
+        OptionError: it is not from 1 to :data:`MAX_NODES`.
+    """
+    if not 1 <= count <= MAX_NODES:
+        raise OptionError(f"count: {count} nodes are asked for; give 1 to {MAX_NODES}")

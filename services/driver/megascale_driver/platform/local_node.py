@@ -23,6 +23,7 @@ from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.peers import Role
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind
+from megascale_driver.platform.interface import MAX_NODES
 
 START_TIMEOUT_S = 90.0
 STOP_NODE_TIMEOUT_S = 10.0
@@ -83,11 +84,17 @@ def running_nodes(run_folder: Path) -> dict[str, int]:
     return found
 
 
-def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
-    """Start the node's agent as a child process, and store what starts it again."""
+def record_node(run_folder: Path, node: LocalNode) -> Path:
+    """Store what starts the node again, which gives it its name; returns its folder."""
     folder = node_folder(run_folder, node.name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(folder / "node.json", json.dumps(asdict(node)) + "\n")
+    return folder
+
+
+def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
+    """Start the node's agent as a child process, and store what starts it again."""
+    folder = record_node(run_folder, node)
     (folder / "executor.address").unlink(missing_ok=True)
     command = [
         *(sys.executable, "-m", _AGENT, "--cluster", cluster, "--node", node.name),
@@ -119,18 +126,25 @@ def _issue_if_absent(
 
 
 async def nodes_of(stub: Any) -> list[driver_pb2.Node]:
-    """The nodes that the driver lists; none while it starts or does not lead yet.
+    """All nodes that the driver lists; none while it starts or does not lead yet.
 
     Raises:
         ClusterError: the driver refuses to list them.
     """
+    found: list[driver_pb2.Node] = []
+    request = driver_pb2.ListNodesRequest(page_size=MAX_PAGE)
     try:
-        answer = await stub.ListNodes(driver_pb2.ListNodesRequest(page_size=MAX_PAGE), timeout=5.0)
+        while len(found) < MAX_NODES:
+            page = await stub.ListNodes(request, timeout=5.0)
+            found += page.nodes
+            request.page_token = page.next_page_token
+            if not request.page_token:
+                break
     except grpc.aio.AioRpcError as error:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return []
         raise ClusterError(f"the driver refuses to list its nodes: {error.details()}") from None
-    return list(answer.nodes)
+    return found
 
 
 def is_ready(run_folder: Path, node: driver_pb2.Node) -> bool:

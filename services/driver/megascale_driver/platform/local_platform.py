@@ -8,18 +8,20 @@ import sys
 from pathlib import Path
 
 from megascale_common.node.files import replace_file
-from megascale_common.service.errors import OptionError, UnavailableError
-from megascale_driver.platform.interface import PREFIX, PlatformNode
+from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
+from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
 from megascale_driver.platform.joining import RunningCluster
 from megascale_driver.platform.local_node import (
     RUN_FOLDER_VARIABLE,
     node_folder,
+    record_node,
     running_nodes,
     stored_node,
 )
 
 DRAINED_FILE = "drained"  # in a node's folder; its text is the reason
-REPLACE_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 120.0
+MAX_LOCAL_NODES = 256  # as of `megascale up`
 
 
 class LocalPlatform:
@@ -34,9 +36,8 @@ class LocalPlatform:
             raise UnavailableError(f"{self.run_folder} is no run folder of `megascale up`")
         running = running_nodes(self.run_folder)
         found = []
-        for path in sorted((self.run_folder / "nodes").glob("*/node.json")):
-            name, node = path.parent.name, stored_node(self.run_folder, path.parent.name)
-            reason = self._reason(name)
+        for name in self._known():
+            node, reason = stored_node(self.run_folder, name), self._reason(name)
             if node is not None:
                 found.append(
                     PlatformNode(
@@ -68,9 +69,47 @@ class LocalPlatform:
         """See :class:`Platform`: starts the node again, or a new one where it is drained."""
         self._require(name)
         if self._reason(name):
-            name = RunningCluster.find(self.run_folder).next_name()
+            name = self._cluster().next_name()
         elif name in running_nodes(self.run_folder):
             return True
+        await self._start(name)
+        return True
+
+    async def provide(self, count: int) -> int:
+        """See :class:`Platform`: nodes that have ended are started again first, then new ones.
+
+        The name of a new one is on disk before it is started: a caller that ends in between starts
+        that one again, and no further one.
+        """
+        require_count(count)
+        if count > MAX_LOCAL_NODES:
+            raise UnavailableError(
+                f"{count} nodes are asked for, and a machine runs at most {MAX_LOCAL_NODES}"
+            )
+        while len(serving := self._serving()) < count:
+            cluster = self._cluster()
+            ended = (name for name in self._known() if not self._reason(name))
+            name = next((name for name in ended if name not in serving), cluster.next_name())
+            try:
+                record_node(self.run_folder, cluster.node(name, None))
+            except ClusterError as error:  # too few GPUs
+                raise UnavailableError(error.message) from None
+            await self._start(name)
+        return len(serving)
+
+    def _cluster(self) -> RunningCluster:
+        try:
+            return RunningCluster.find(self.run_folder)
+        except ClusterError as error:  # its files cannot be read
+            raise UnavailableError(error.message) from None
+
+    def _serving(self) -> set[str]:
+        return {name for name in running_nodes(self.run_folder) if not self._reason(name)}
+
+    def _known(self) -> list[str]:
+        return [path.parent.name for path in sorted(self.run_folder.glob("nodes/*/node.json"))]
+
+    async def _start(self, name: str) -> None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "megascale_driver.commands.node", "start", name),
             *("--detach", "--cluster", str(self.run_folder)),
@@ -79,14 +118,13 @@ class LocalPlatform:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            _, errors = await asyncio.wait_for(process.communicate(), REPLACE_TIMEOUT_S)
+            _, errors = await asyncio.wait_for(process.communicate(), START_TIMEOUT_S)
         except TimeoutError:
             process.kill()
             await process.wait()
-            raise UnavailableError(f"{name} has not started in {REPLACE_TIMEOUT_S:g} s") from None
+            raise UnavailableError(f"{name} has not started in {START_TIMEOUT_S:g} s") from None
         if process.returncode:
             raise UnavailableError(errors.decode(errors="replace").strip()[-500:])
-        return True
 
     def _reason(self, name: str) -> str:
         try:

@@ -1,19 +1,21 @@
-"""SLURM as a platform, through its commands: nodes, draining, batch jobs.
+"""SLURM as a platform, through its commands: nodes, draining, further allocations.
 
 Of several levels of switches, a node's is the lowest, level 0.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
+from pathlib import Path
 
 from megascale_common.service.errors import OptionError, UnavailableError
-from megascale_driver.platform.interface import PREFIX, PlatformNode
+from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
+from megascale_driver.platform.local_node import RUN_FOLDER_VARIABLE
+from megascale_driver.platform.slurm_commands import output
+from megascale_driver.platform.slurm_further import AllocatedCluster, add, held
 
-COMMAND_TIMEOUT_S = 30.0
 _STATE = re.compile(r"\bState=(\S+)")
 _NAME = re.compile(r"^NodeName=(\S+)")
 _REASON = re.compile(r"\bReason=(.*?)(?: \[[^\[\]]*@[^\[\]]*\])?(?: Comment=.*)?$")
@@ -27,15 +29,23 @@ _NOT_READY = {"NOT_RESPONDING", "FAIL", "POWERED_DOWN", "POWERING_DOWN", "REBOOT
 
 
 class SlurmPlatform:
-    """The nodes of the SLURM that the commands on this host reach."""
+    """The nodes of the SLURM that the commands on this host reach.
+
+    ``run_folder``: of the cluster that :meth:`provide` is about; default: that of
+    ``$MEGASCALE_RUN_FOLDER``, else runs/current.
+    """
+
+    def __init__(self, run_folder: Path | None = None) -> None:
+        given = run_folder or Path(os.environ.get(RUN_FOLDER_VARIABLE) or "runs/current")
+        self._run_folder = given.resolve()
 
     async def nodes(self) -> tuple[PlatformNode, ...]:
         """See :class:`Platform`; a node's conditions are its base state, then its flags."""
         switches = {}
-        for switch, hosts in read_leaves(await _output("scontrol", "show", "topology")).items():
-            for name in (await _output("scontrol", "show", "hostnames", hosts)).split():
+        for switch, hosts in read_leaves(await output("scontrol", "show", "topology")).items():
+            for name in (await output("scontrol", "show", "hostnames", hosts)).split():
                 switches[name] = switch
-        return read_nodes(await _output("scontrol", "show", "node", "--oneliner"), switches)
+        return read_nodes(await output("scontrol", "show", "node", "--oneliner"), switches)
 
     async def drain(self, name: str, reason: str) -> None:
         """See :class:`Platform`; running steps of SLURM go on."""
@@ -54,6 +64,20 @@ class SlurmPlatform:
         """SLURM adds no node to an allocation that runs; a requeued one gets healthy nodes."""
         del name
         return False
+
+    async def provide(self, count: int) -> int:
+        """See :class:`Platform`: by a further allocation, which SLURM may queue.
+
+        A node counts from when its allocation is queued until it is drained or not reached.
+        """
+        require_count(count)
+        cluster = AllocatedCluster.find(self._run_folder)
+        names, queued = await held(cluster)
+        nodes = [node for node in await self.nodes() if node.name in names]
+        there = queued + sum(node.ready and not node.drained for node in nodes)
+        if there < count:
+            await add(cluster, count - there)
+        return max(there, count)
 
     async def _node(self, name: str) -> PlatformNode:
         for node in await self.nodes():
@@ -90,24 +114,6 @@ def read_leaves(text: str) -> dict[str, str]:
     return {m[1]: m[2] for m in map(_LEAF.search, text.splitlines()) if m}
 
 
-async def submit(script: str) -> str:
-    """Hand a batch script to SLURM; returns the number of its job.
-
-    Raises:
-        UnavailableError: `sbatch` is absent, refuses or does not answer.
-    """
-    return (await _output("sbatch", "--parsable", text=script)).split(";")[0].strip()
-
-
-async def requeue(job: str) -> None:
-    """End the allocation ``job``, and have its script run again when there is room.
-
-    Raises:
-        UnavailableError: `scontrol` is absent, refuses or does not answer.
-    """
-    await _output("scontrol", "requeue", job)
-
-
 async def own_address() -> str:
     """The address by which the nodes of the cluster reach this one.
 
@@ -115,7 +121,7 @@ async def own_address() -> str:
         UnavailableError: SLURM does not know this node, or its name has no address.
     """
     name = os.environ.get("SLURMD_NODENAME", "")
-    found = _ADDRESS.search(await _output("scontrol", "show", "node", name, "--oneliner"))
+    found = _ADDRESS.search(await output("scontrol", "show", "node", name, "--oneliner"))
     try:
         return socket.gethostbyname(found[1] if found else name)
     except OSError as error:
@@ -125,27 +131,4 @@ async def own_address() -> str:
 
 
 async def _update(name: str, *changes: str) -> None:
-    await _output("scontrol", "update", f"NodeName={name}", *changes)
-
-
-async def _output(*command: str, text: str = "") -> str:
-    program = command[0]
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-    except FileNotFoundError:
-        raise UnavailableError(f"{program} is not installed: run this on a host of SLURM") from None
-    try:
-        answer = await asyncio.wait_for(process.communicate(text.encode()), COMMAND_TIMEOUT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise UnavailableError(f"{program}: no answer in {COMMAND_TIMEOUT_S:.0f} s") from None
-    output, errors = (words.decode(errors="replace") for words in answer)
-    if process.returncode:
-        raise UnavailableError(f"{program} failed: {(errors or output).strip()[:500]}")
-    return output
+    await output("scontrol", "update", f"NodeName={name}", *changes)

@@ -12,15 +12,21 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
 from megascale_common.service.channel import present
-from megascale_common.service.errors import OptionError
+from megascale_common.service.errors import NotFoundError, OptionError, UnavailableError
 from megascale_common.service.identity import certificates
 from megascale_common.service.start import ends_with_a_sentence, read_token
-from megascale_driver.platform.kubernetes.objects import SELECTOR, SWITCH_LABEL
+from megascale_driver.platform.interface import MAX_NODES
+from megascale_driver.platform.kubernetes.objects import SELECTOR, STATEFUL_SET, SWITCH_LABEL
+from megascale_driver.platform.providing import AFTER_S, Providing
+
+if TYPE_CHECKING:
+    from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
 
 INTERVAL_S = 5.0
 
@@ -54,6 +60,23 @@ def parser() -> argparse.ArgumentParser:
         default=INTERVAL_S,
         help="how often the driver is asked at least (default %(default)s)",
     )
+    add(
+        "--provide-up-to",
+        type=int,
+        default=0,
+        help="more pods where jobs lack nodes, so many in all; 0 (the default): none",
+    )
+    add(
+        "--provide-after-s",
+        type=float,
+        default=AFTER_S,
+        help="how long jobs lack nodes before there are more pods (default %(default)s)",
+    )
+    add(
+        "--stateful-set",
+        default=STATEFUL_SET,
+        help="the StatefulSet of the nodes' pods (default %(default)s)",
+    )
     certificates.add_options(made)
     return made
 
@@ -66,6 +89,8 @@ def main() -> None:
     options = made.parse_args()
     if not 0 < options.interval_s <= 3600:
         made.error("--interval-s: give a number of seconds up to 3600")
+    if not 0 <= options.provide_up_to <= MAX_NODES or options.provide_after_s < 0:
+        made.error(f"--provide-up-to, --provide-after-s: give 0 to {MAX_NODES}, and seconds from 0")
     logs.configure("kubernetes")
     with ends_with_a_sentence("megascale kubernetes"):
         present(certificates.of_options(options))
@@ -87,13 +112,33 @@ async def _run(options: argparse.Namespace, token: str) -> None:
             cluster = KubernetesCluster(
                 api, options.namespace, options.selector, options.switch_label
             )
-            running = asyncio.create_task(Controller(cluster, driver, options.interval_s).run())
+            controller = Controller(
+                cluster, driver, options.interval_s, _providing(cluster, options)
+            )
+            running = asyncio.create_task(controller.run())
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, running.cancel)
             with contextlib.suppress(asyncio.CancelledError):
                 await running
     finally:
         await driver.close()
+
+
+def _providing(cluster: KubernetesCluster, options: argparse.Namespace) -> Providing | None:
+    """What asks for nodes that jobs lack, if that is wanted."""
+
+    async def provide(count: int) -> int:
+        try:
+            return await cluster.provide(options.stateful_set, count)
+        except NotFoundError as error:
+            raise UnavailableError(error.message) from None
+
+    def report(event: str, fields: dict[str, Any]) -> None:
+        logs.get(__name__).warning(event, **fields)
+
+    if not options.provide_up_to:
+        return None
+    return Providing(provide, options.provide_up_to, options.provide_after_s, report)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,24 @@ class KubernetesCluster:
             await self._api.delete(path, pod.uid, pod.version, force=force)
         await self._report(pod, why)
 
+    async def provide(self, stateful_set: str, count: int) -> int:
+        """Have a StatefulSet keep ``count`` pods if it keeps fewer; returns how many it keeps.
+
+        Raises:
+            NotFoundError: there is none of that name.
+            StateError: somebody else has changed it meanwhile; ask again.
+            UnavailableError: the server refuses or does not answer.
+        """
+        sets = f"/apis/apps/v1/namespaces/{self._namespace}/statefulsets"
+        found = await self._api.get(f"{sets}/{stateful_set}/scale")
+        there = int(found["spec"].get("replicas", 0))  # the API leaves out a zero
+        if there >= count:
+            return there
+        version = {"resourceVersion": found["metadata"]["resourceVersion"]}
+        patch: Json = {"metadata": version, "spec": {"replicas": count}}
+        await self._api.merge(f"{sets}/{stateful_set}/scale", patch)
+        return count
+
     async def _report(self, pod: Pod, why: str) -> None:
         """An event of the pod; of one name, so that a repeated call is refused as a duplicate."""
         digest = hashlib.sha256(f"{pod.uid} {why}".encode()).hexdigest()[:12]

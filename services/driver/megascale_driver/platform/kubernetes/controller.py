@@ -27,6 +27,7 @@ from megascale_common.service.errors import (
     TimedOutError,
     UnavailableError,
 )
+from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.kubernetes import decisions
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
 from megascale_driver.platform.kubernetes.decisions import (
@@ -42,11 +43,11 @@ from megascale_driver.platform.kubernetes.decisions import (
     Uncordon,
     UnmarkMachine,
 )
+from megascale_driver.platform.providing import Providing
 
 CALL_TIMEOUT_S = 10.0
 PAGE = 1000
 MAX_HINTS = 3  # standbys in a row that name a leader; after that the next pass tries
-MAX_NODES = 50_000  # above any cluster that Kubernetes supports
 # What one pass does at most: a defect or a storm shows before all machines are concerned.
 MAX_ORDERS = 200
 _DISPOSITION, _LIVENESS = types_pb2.NodeDisposition, types_pb2.NodeLiveness
@@ -86,6 +87,11 @@ class Driver:
             if not token:
                 break
         return found
+
+    async def lacking(self) -> tuple[int, int]:
+        """How many nodes there should be, and how many are missing; raises as :meth:`nodes`."""
+        info = await self._call("GetClusterInfo", driver_pb2.GetClusterInfoRequest())
+        return info.nodes_wanted, info.nodes_missing
 
     async def cordon(self, node: str, why: str) -> None:
         """Keep new work off a node; raises as :meth:`nodes`."""
@@ -159,10 +165,20 @@ def _node(found: driver_pb2.Node) -> DriverNode:
 
 
 class Controller:
-    """``run()`` until cancelled; it looks at every change, and every ``interval_s`` besides."""
+    """``run()`` until cancelled; it looks at every change, and every ``interval_s`` besides.
 
-    def __init__(self, cluster: KubernetesCluster, driver: Driver, interval_s: float) -> None:
+    ``providing`` asks for nodes that jobs lack; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        cluster: KubernetesCluster,
+        driver: Driver,
+        interval_s: float,
+        providing: Providing | None = None,
+    ) -> None:
         self._cluster, self._driver, self._interval_s = cluster, driver, interval_s
+        self._providing = providing
         self._said: dict[str, str] = {}
         self._reported = False  # nodes that are not reached, in the newest report
 
@@ -202,6 +218,16 @@ class Controller:
                 _log.info("decided again", order=repr(order)[:200], why=str(error))
             except UnavailableError as error:
                 self._say(type(order).__name__, str(error))
+        if self._providing is not None:
+            await self._provide(self._providing)
+
+    async def _provide(self, providing: Providing) -> None:
+        try:
+            await providing.settle(*await self._driver.lacking())
+        except UnavailableError as error:
+            self._say("nodes", str(error))
+        except StateError as error:
+            _log.info("asked again", why=str(error))
 
     async def _report(self, unreachable: Mapping[str, str]) -> None:
         """Report who is not reached, at each pass, and once that all are reached again."""

@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Json = dict[str, Any]
-# Unless a site says otherwise: the pods of deploy/kubernetes, and a label that clouds set.
+# Unless a site says otherwise: the pods and their set of deploy/kubernetes, and a label that clouds
+# set.
 SELECTOR = "app.kubernetes.io/name=megascale-node"
 SWITCH_LABEL = "topology.kubernetes.io/zone"
+STATEFUL_SET = "megascale-node"
 # "megascale/..." marks what is ours among labels, taints and annotations.
 TAINT = "megascale/evicted"
 MARK = "megascale/eviction"  # annotation of a machine

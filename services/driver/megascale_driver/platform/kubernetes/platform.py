@@ -20,13 +20,14 @@ from megascale_common.service.errors import (
     StateError,
     UnavailableError,
 )
-from megascale_driver.platform.interface import PREFIX, PlatformNode
+from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
 from megascale_driver.platform.kubernetes import objects
 from megascale_driver.platform.kubernetes.api import KubernetesApi
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
 from megascale_driver.platform.kubernetes.objects import Machine, Mark, Pod
 
 NAMESPACE_VARIABLE, SWITCH_VARIABLE = "MEGASCALE_NAMESPACE", "MEGASCALE_SWITCH_LABEL"
+SET_VARIABLE = "MEGASCALE_STATEFUL_SET"
 TRIES = 5  # of a change to a machine that others change at the same time
 
 
@@ -34,7 +35,8 @@ class KubernetesPlatform:
     """The cluster of ``KUBECONFIG``, or of this pod; see :class:`Platform` for the verbs.
 
     The namespace is that of ``MEGASCALE_NAMESPACE`` (default ``megascale``), and the label for a
-    machine's switch that of ``MEGASCALE_SWITCH_LABEL``.
+    machine's switch that of ``MEGASCALE_SWITCH_LABEL``. More nodes are more pods of the StatefulSet
+    of ``MEGASCALE_STATEFUL_SET`` (default ``megascale-node``).
     """
 
     def __init__(self) -> None:
@@ -42,6 +44,7 @@ class KubernetesPlatform:
         self._kubeconfig = Path(file) if file else None
         self._namespace = os.environ.get(NAMESPACE_VARIABLE) or "megascale"
         self._switch_label = os.environ.get(SWITCH_VARIABLE) or objects.SWITCH_LABEL
+        self._stateful_set = os.environ.get(SET_VARIABLE) or objects.STATEFUL_SET
 
     async def nodes(self) -> tuple[PlatformNode, ...]:
         """Our pods that have a machine, with what Kubernetes says of it."""
@@ -101,16 +104,28 @@ class KubernetesPlatform:
                     await cluster.delete_pod(pod, f"{PREFIX}replaced", force=False)
         return True
 
+    async def provide(self, count: int) -> int:
+        """Have the StatefulSet of our pods keep so many; machines for them are the cluster's."""
+        require_count(count)
+        for _ in range(TRIES):
+            async with self._open() as cluster:
+                with contextlib.suppress(StateError):
+                    return await cluster.provide(self._stateful_set, count)
+        raise UnavailableError(f"StatefulSet {self._stateful_set} changes all the time; try again")
+
     @contextlib.asynccontextmanager
     async def _read(self) -> AsyncIterator[KubernetesCluster]:
-        """The cluster as it stands now; what Kubernetes refuses is an UnavailableError."""
+        """The cluster as it stands now; raises as :meth:`_open`."""
+        async with self._open() as found:
+            await found.read()
+            yield found
+
+    @contextlib.asynccontextmanager
+    async def _open(self) -> AsyncIterator[KubernetesCluster]:
+        """A connection to the cluster; what Kubernetes refuses is an UnavailableError."""
         try:
             async with KubernetesApi(self._kubeconfig) as api:
-                found = KubernetesCluster(
-                    api, self._namespace, objects.SELECTOR, self._switch_label
-                )
-                await found.read()
-                yield found
+                yield KubernetesCluster(api, self._namespace, objects.SELECTOR, self._switch_label)
         except (NotFoundError, ExpiredError) as error:
             raise UnavailableError(str(error)) from None
 
