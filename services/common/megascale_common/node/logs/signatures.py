@@ -51,5 +51,5 @@ FATAL_PATTERN = re.compile(
     r"|INTERNAL ASSERT FAILED|\.(?:h|cc|cu):\d+ WARN |unexpected system error"
     r"|ncclCommInit\w*\(.*\) failed|no socket interface found|panicked at|non-zero status"
     r"|NCCL failure|MPI_ERR\w*|error occurred|\bINTERNAL: .*failed"
-    r"|exits? with return code = ?-|\bSIG(?:SEGV|BUS|ABRT)\b"
+    r"|Assertion\b.* failed|exits? with return code = ?-|\bSIG(?:SEGV|BUS|ABRT)\b"
 )

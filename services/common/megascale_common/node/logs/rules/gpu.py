@@ -9,10 +9,10 @@ GPU = (
          "GPU is lost", "GPU_IS_LOST", "nable to determine the device handle",
          "GPU requires reset", kernel=True),
     text("gpu-remap-failed", "gpu_row_remap", "root", "evict_restart", "remap", "Remap",
-         pattern=r"(?i)row[- ]?remap\w*:? (failure|failed)|remapping failure occurred"
+         pattern=r"(?i)row[- ]?remap\w*:? (\w+ )?(failure|failed)|remapping failure occurred"
                  r"\W+yes", kernel=True),
-    text("gpu-remap", "gpu_row_remap", "root", "alert", "remapping", "Row Remapper",
-         pattern=r"(?i)row remapper: .*marked for remapping|row remapping.*pending"
+    text("gpu-remap", "gpu_row_remap", "root", "alert", "remapping", "row remap",
+         pattern=r"(?i)row remapper: .*marked for remapping|row remap(ping)?\b.*pending(?!\W+no)"
                  r"|pending row remap", kernel=True),
     text("gpu-page-retired", "gpu_ecc_uncorrectable", "root", "evict_restart",
          "double bit E", "double-bit E", "Double Bit E", "(DBE)",
@@ -25,10 +25,12 @@ GPU = (
     text("gpu-reset-required", "gpu_recovery_action", "root", "evict_restart", "RESET_REQUIRED",
          kernel=True),
     text("gpu-pmu-halt", "gpu_pmu_halt", "root", "evict_restart", "PmuHalted", "PMU has halted",
+         "PMU halted",
          kernel=True),
     text("gpu-gsp-timeout", "gsp_rpc_timeout", "root", "evict_restart", "RPC from GSP",
          "RPC response from GPU", "GSP Timeout", "kgspIsHeartbeatTimedOut",
-         "GSP RM heartbeat timed out", "waiting for GSP", kernel=True),
+         "GSP RM heartbeat timed out", "waiting for GSP", "returned from rpcRm",
+         "rpcRecvPoll timed", kernel=True),
     text("gpu-adapter", "gpu_init_failed", "root", "evict_restart", "NVRM",
          pattern=r"NVRM:.*(RmInitAdapter|rm_init_adapter|Cannot attach gpu|probe routine failed"
                  r"|nvidia_frontend_open.*failed)", kernel=True),
@@ -60,7 +62,8 @@ GPU = (
          "system not yet initialized", "ErrorSystemNotReady", "ERROR_SYSTEM_NOT_READY"),
     text("fabric-manager", "fabric_manager_failure", "root", "evict_restart", "fabric",
          "Fabric Manager",
-         pattern=r"(?i)fabric ?manager\b.*(don't match|doesn't match|mismatch|invalid value"
+         pattern=r"(?i)failed to start .*fabric ?manager|fabric ?manager\b.*(don't match"
+                 r"|doesn't match|mismatch|invalid value"
                  r"|status=\d+/FAILURE|failed|fatal|error|not (active|running|started)"
                  r"|inactive|unhealthy)"),
     text("fabric-manager-unit", "fabric_manager_failure", "root", "evict_restart",
@@ -97,7 +100,8 @@ GPU = (
          "illegal instruction was encountered", "ErrorIllegalInstruction",
          "ERROR_ILLEGAL_ADDRESS", "ERROR_LAUNCH_FAILED", "ERROR_MISALIGNED_ADDRESS",
          "ErrorInvalidPc", "ErrorInvalidAddressSpace", "ErrorHardwareStackError",
-         "ErrorLaunchTimeout", "launch timed out and was terminated", "invalid program counter",
+         "ErrorLaunchTimeout", "hardware stack error", "launch timed out and was terminated",
+         "invalid program counter",
          "STATUS_EXECUTION_FAILED", "STATUS_MAPPING_ERROR", "operation not supported on global"),
     text("cupti-subscriber", "profiler_conflict", "root", "alert", "CUPTI",
          "ERR_NVGPUCTRPERM", "GPU Performance Counters", "Profiler is already enabled",

@@ -41,20 +41,29 @@ NETWORK = (
                  r"|Port module event.*High Temperature"),
     text("rdma-qp", "rdma_qp_setup_failed", "root", "restart", "ibv_modify_qp", "modify QP",
          "ibv_create_qp", "ibv_create_ah", "ibv_query_gid", "create QP",
-         "rdma_resolve_", "change QP", "failed to create", "obj_create(QP)",
+         "rdma_resolve_", "rdma_connect", "change QP", "failed to create", "obj_create(QP)",
+         "failed to process command", "ailed to allocate pd", "get local LID", "GID index",
          pattern=r"ibv_modify_qp\S* failed|([Ff]ailed|[Uu]nable) to (modify|create"
                  r"|change) (\w+ )?QP"
                  r"|obj_create\(QP\) failed|ibv_(create_ah|query_gid)\S* failed"
                  r"|[Cc]ouldn't create QP"
-                 r"|rdma_resolve_(addr|route)\S* .*(failed|error)"
+                 r"|rdma_(resolve_(addr|route)|connect)\S* .*(failed|error)"
+                 r"|efa\S*: Failed to (process command|allocate)|get local LID"
+                 r"|(?i:unable to find .*GID)"
                  r"|ibv_create_qp\S* failed(?!.*Cannot allocate memory)"),
     text("rdma-memlock", "memlock_limit", "root", "stop", "Cannot allocate memory", "MEMLOCK",
          "max locked memory", "allocate some locked memory", "locked memory limit", "mlock",
+         "lock memory",
          pattern=r"(ibv_(exp_)?reg_\w*mr|ibv_create_(cq|qp)|ibv_reg_mr_iova2?)\b.*Cannot allocate"
                  r"|RLIMIT_MEMLOCK|max locked memory|locked memory limit"
-                 r"|allocate some locked memory|\bmlock(all)?\b.*(failed|Cannot allocate)"),
-    text("rdma-mr-limit", "rdma_mr_limit", "root", "stop", "MKEY", "reg mr failed",
-         pattern=r"CREATE_MKEY.*failed|reg mr failed", kernel=True),
+                 r"|allocate some locked memory|\bmlock(all)?\b.*(failed|Cannot allocate)"
+                 r"|([Ff]ailed|[Uu]nable) to m?lock memory"),
+    text("rdma-mtt", "rdma_mr_limit", "root", "alert", "registering part of your physical"),
+    text("rdma-mr-limit", "rdma_mr_limit", "root", "stop", "MKEY", "reg mr failed", "reg_mr",
+         "egister memory", "memory regions", "max_mr",
+         pattern=r"CREATE_MKEY.*failed|reg mr failed|too many memory regions|\bmax_?mr\b"
+                 r"|max MR count"
+                 r"|(reg_\w*mr|egister memory)\b.*(No space left|RC: -28)", kernel=True),
     text("nccl-net-count", "rdma_device_fatal", "root", "alert",
          "mixed local Net device counts"),
     text("nccl-no-net", "rdma_device_fatal", "root", "alert", "NCCL WARN NET/IB",
