@@ -67,6 +67,7 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
         ("causes", 17),
         ("ordinary", 19),
         ("vocabulary", 48),
+        ("wordings", 55),
     ],
 )
 def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:

@@ -36,7 +36,8 @@ FATAL_LITERALS = ("error", "exception", "fatal", "nccl warn", "terminate called"
 IGNORED = re.compile(
     r"NCCL INFO|^frame #\d|During handling of the above|another exception occurred"
     r"|\[Hardware Error\]|\b(?:0|no) errors?\b|stack trace: \*\*\*|^\s+File \""
-    r"|(?i:\berrors?[=:] ?0\b)|\[?(?:INFO|DEBUG)\b|\b\w*Warning:|^Exception ignored in"
+    r"|(?i:\berrors?\"?[=:] ?(?:0\b|\"\"|null\b|none\b|<?nil\b))"
+    r"|\[?(?:INFO|DEBUG)\b|\b\w*Warning:|^Exception ignored in"
     r"|\(non-fatal\)"
 )
 WRAPPERS = re.compile(

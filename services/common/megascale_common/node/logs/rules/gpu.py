@@ -109,5 +109,6 @@ GPU = (
          pattern=r"MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED|initialize CUPTI: 39"
                  r"|CUPTI_ERROR_(NOT_INITIALIZED|INSUFFICIENT_PRIVILEGES|MAX_LIMIT_REACHED)"
                  r"|ERR_NVGPUCTRPERM|GPU Performance Counters|rofiler is already"
-                 r"|CUPTI (initialization|could not be loaded)|cupti\w*\(.*\)? ?failed"),
+                 r"|CUPTI (initialization|could not be loaded)|\bcupti\w*\)?\(.*\)? ?failed"
+                 r"|[Ff]ailed to \w+ cupti\w+"),
 )  # fmt: skip

@@ -46,7 +46,8 @@ HOST = (
          "hung_task_timeout_secs", kernel=True),
     text("host-oom", "host_oom", "root", "restart", "ut of memory: Kill", "oom-kill",
          "out-of-memory handler", "oom_kill event", "OOM Killed", "OOMKilled", ": Out Of Memory",
-         pattern=r"ut of memory: Kill|oom-kill|out-of-memory handler|oom_kill event|OOM ?Killed"
+         pattern=r"ut of memory: Kill|oom-kill|out-of-memory handler|oom_kill event"
+                 r"|OOM ?Killed(?!\W+false)"
                  r"|task \S+: Out Of Memory", kernel=True),
     text("pcie-fatal", "pcie_error", "root", "evict_restart", "AER:", "PCIe Bus Error",
          pattern=r"AER: .*\((Fatal|fatal)\)|Uncorrected \(Fatal\)|Uncorrectable \(Fatal\)",
@@ -69,5 +70,6 @@ HOST = (
          kernel=True),
     text("nic-power", "pcie_error", "root", "alert", "insufficient power on the PCIe",
          kernel=True),
-    text("nccl-segv", "unknown", "root", "alert", "in libnccl.so"),
+    text("nccl-segv", "unknown", "root", "restart", "in libnccl.so",
+         pattern=r"segfault at"),
 )  # fmt: skip

@@ -87,9 +87,11 @@ _GPU = (
     wide("cuda-oom-words", "cuda_oom", "root", "stop", "out of memory", "outofmemory",
          "handle failed", "not enough gpu memory", "failed to alloc", "cuda malloc", "cudamalloc",
          "out_of_resources", "alloc_failed", "unable to allocate", "resource_exhausted",
+         "cannot allocate memory",
          pattern=r"\b(CUDA|GPU|device|HIP|HBM|VRAM|NPU|XPU|MPS|cu(dnn|blas))\w*\b.{0,160}"
                  r"out[ _]of[ _]memory|out of memory.{0,80}\b(CUDA|GPU|device|allocating|Tried)\b"
-                 r"|reason[:=] out of memory|RESOURCE_EXHAUSTED: .{0,60}alloc"
+                 r"|\b(cuda|gpu)\b.{0,20}cannot allocate memory|reason[:=] out of memory"
+                 r"|RESOURCE_EXHAUSTED: .{0,60}alloc"
                  r"|cudaMalloc\w*.{0,80}fail"
                  r"|(cublas|cudnn|cusolver|cusparse)\w* handle failed"
                  r"|not enough (free )?(GPU|CUDA|device|video) memory|hipErrorOutOfMemory"
@@ -111,7 +113,8 @@ _GPU = (
     wide("gpu-none", "gpu_init_failed", "root", "restart", "available", "detected",
          "initiali", "nvml", "cuinit", "device ordinal", "hiperrornodevice", "is not able to use",
          "no nvidia", "no cuda", "nvidia devices",
-         pattern=r"no (CUDA|NVIDIA|HIP|ROCm)[- ](GPU|device|runtime|capable)\w*.{0,30}"
+         pattern=r"cuda\w*\b.{0,160}initialization error|"
+                 r"no (CUDA|NVIDIA|HIP|ROCm)[- ](GPU|device|runtime|capable)\w*.{0,30}"
                  r"(found|detected|available)|no (available )?GPUs? (was |were )?(found|detected)"
                  r"|CUDA is not available|torch is not able to use GPU|cuInit\W.{0,60}(fail|error)"
                  r"|nvmlInit\w*\W.{0,60}(fail|error)|invalid device ordinal"
@@ -213,13 +216,15 @@ _NETWORK = (
          pattern=r"(mlx[45]_core|mlx5_cmd\w*|bnxt_en|irdma)\b.*(failed|error|timeout|syndrome)",
          unless="\\blink|access_reg|port module|cable", kernel=True),
     wide("qp-words", "rdma_qp_setup_failed", "root", "restart", "ibv_create", "ibv_modify",
-         "ibv_alloc", "ibv_open", "ibv_query", "ibv_get", "endpoint", "completion queue",
+         "ibv_alloc", "ibv_open", "ibv_query", "ibv_get", "ibv_exp", "mlx5dv_", "endpoint",
+         "completion queue",
          "protection domain", "fi_endpoint", "fi_domain", "fi_fabric", "fi_getinfo", "fi_enable",
          "fi_cq_open", "fi_ep_bind", "address handle", "rdma_create", "rdma_connect", "create qp",
          "rdma_cm_event", "queue pair", "modify qp", "create cq", "create ib", "create mr",
          "net/ofi",
          "allocate mr",
-         pattern=r"NET/OFI couldn't open|(call to )?ibv_(create|modify|alloc|open|query"
+         pattern=r"NET/OFI couldn't open|(call to )?(ibv|mlx5dv)_(exp_)?(create|modify|alloc|open"
+                 r"|query|devx_obj"
                  r"|get)_\w+(\(.*?\))?:? "
                  r"(has )?(failed|error|returned)|fi_(endpoint|domain|fabric|getinfo|enable|cq_open"
                  r"|ep_bind|av_\w+)\W.{0,60}(fail|error)|RDMA_CM_EVENT_\w*(ERROR|REJECTED"
@@ -276,7 +281,7 @@ _COMMUNICATION = (
                  r"|could not)|(failed|unable) to (connect to|reach) (the )?(master|coordinator"
                  r"|head node|rank 0|rendezvous)|clients joined|PjRT_Client_Connect"
                  r"|timed out waiting for .{0,20}(nodes|workers|clients|hosts)\b"
-                 r"|failed to connect to GCS"
+                 r"|failed to connect to GCS|\] connect timeout\b"
                  r"|failed to connect to distributed service"
                  r"|(MASTER_ADDR|master|head node|rank 0)\b.{0,60}no route to host"
                  r"|no route to host.{0,60}(MASTER_ADDR|master\b)", weak=True),
@@ -356,7 +361,7 @@ _FILES = (
                  r"|writ(e|ing)|upload(ing)?|flush(ing)?)\b.{0,60}\b(checkpoint|ckpt|file|model"
                  r"|disk|bucket|storage|state|shard|optimizer|weights|s3|snapshot|/)"
                  r"|\b(checkpoint|ckpt|model)\b.{0,40}\b(sav|writ|upload)\w+ (has )?failed"
-                 r"|\b(disk|file) write (error|failed)|torch\.save failed"
+                 r"|\b(disk|file) write (error|failed)|torch\.save failed|\bsav(e|ing) i/o error"
                  r"|parent directory \S+ does not exist"),
     wide("stale-words", "storage_stale_handle", "root", "restart", "stale", "estale", "errno 116",
          pattern=r"stale (nfs )?file handle|\bESTALE\b|errno[ :=]*116\b"),
@@ -370,7 +375,7 @@ _FILES = (
                  r"|\bnan or inf|\binf or nan|either inf, nan"
                  r"|(non-?finite|not finite|infinite) (\w+ )?(loss|grad"
                  r"|norm|value)|(loss|grad\w*|norm|value)\w* .{0,20}(non-?finite|not finite"
-                 r"|infinite)|FloatingPointError|diverged\b.{0,20}\b(nan|inf)\b"
+                 r"|infinite)|FloatingPointError|found (nan|inf) in|diverged\b.{0,20}\b(nan|inf)\b"
                  r"|invalid values\W.{0,60}\bnan\b"),
 )  # fmt: skip
 
@@ -379,7 +384,8 @@ _ENDS = (
          "preemption", "imminent", "interruption", "spot instance", "spot interruption",
          "node_fail", "instances.preempted", "terminationbykubelet",
          "node is shutting down", "maintenance event", "to node fail",
-         pattern=r"\b(job|instance|node|vm|pod|step|worker|task|trial)\b.{0,40}\bpreempted\b"
+         pattern=r"\b(job|instance|node|vm|pod|cluster|step|worker|task"
+                 r"|trial)\b.{0,40}\bpreempted\b"
                  r"|preempt(ed|ing)\b.{0,40}\b(job|instance|node|vm|pod|by)\b|preemption (notice"
                  r"|signal|event|warning)|spot (instance )?(interruption|termination|reclaim)"
                  r"|\bNODE_?FAIL\b|due to node fail|instances\.preempted|TerminationByKubelet"
