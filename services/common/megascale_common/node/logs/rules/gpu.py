@@ -5,6 +5,8 @@ from __future__ import annotations
 from megascale_common.node.logs.signature import text
 
 GPU = (
+    text("gpu-handle-absent", "gpu_init_failed", "root", "evict_restart", "device handle for",
+         pattern=r"device handle for .*: Not Found", kernel=True),
     text("gpu-off-bus", "gpu_fallen_off_bus", "root", "evict_restart", "allen off the bus",
          "GPU is lost", "GPU_IS_LOST", "nable to determine the device handle",
          "GPU requires reset", kernel=True),
@@ -70,7 +72,9 @@ GPU = (
          "nvidia-fabricmanager", pattern=r"nvidia-fabricmanager\S*:? .*([Ff]ailed|not found)"),
     text("driver-unreachable", "gpu_init_failed", "root", "evict_restart",
          "communicate with the NVIDIA driver", "river not loaded", "river Not Loaded",
-         pattern=r"communicate with the NVIDIA driver|(?i:nvml.*driver not loaded)"),
+         "modprobe",
+         pattern=r"communicate with the NVIDIA driver|(?i:nvml.*driver not loaded)"
+                 r"|nvidia-modprobe: unable to load|modprobe: .*(insert|Module) '?nvidia"),
     text("gpu-busy", "gpu_busy", "root", "restart", "busy or unavailable",
          "ErrorDevicesUnavailable", "CUDA_ERROR_DEVICE_UNAVAILABLE"),
     text("cuda-no-device", "gpu_init_failed", "root", "restart", "No CUDA GPUs are available",
@@ -88,7 +92,8 @@ GPU = (
          "CUDA_ERROR_OUT_OF_MEMORY", "HIP out of memory", "OutOfMemoryError",
          "RESOURCE_EXHAUSTED", "cudaMalloc failed", "OOM when allocating tensor",
          "STATUS_NOT_INITIALIZED", "ResourceExhaustedError",
-         pattern=r"OOM when allocating|CUBLAS_STATUS_NOT_INITIALIZED|out of memory"
+         pattern=r"OOM when allocating|out of memory"
+                 r"|CUBLAS_STATUS_NOT_INITIALIZED(?=.*cublasCreate)(?!.*device-side assert)"
                  r"|ErrorMemoryAllocation|STATUS_ALLOC_FAILED|OUT_OF_MEMORY"
                  r"|Failed to CUDA (m|c)alloc|(?<!ray\.exceptions\.)OutOfMemoryError"
                  r"|RESOURCE_EXHAUSTED: Out of memory"),

@@ -67,6 +67,7 @@ HOST = (
          "timeout, completion polled", "critical medium error", "critical target error",
          "EXT4-fs error", "metadata I/O error", "BTRFS error", "Unrecovered read error",
          "failed command: ", "exception Emask", "FAILED Result: hostbyte", "log I/O error",
+         "ext4_end_bio", "sync page write", "Aborting journal on", "JBD2: ",
          kernel=True),
     text("nic-power", "pcie_error", "root", "alert", "insufficient power on the PCIe",
          kernel=True),

@@ -221,16 +221,17 @@ _NETWORK = (
          "protection domain", "fi_endpoint", "fi_domain", "fi_fabric", "fi_getinfo", "fi_enable",
          "fi_cq_open", "fi_ep_bind", "address handle", "rdma_create", "rdma_connect", "create qp",
          "rdma_cm_event", "queue pair", "modify qp", "create cq", "create ib", "create mr",
-         "net/ofi",
-         "allocate mr",
+         "net/ofi", "qp information", "allocate mr",
          pattern=r"NET/OFI couldn't open|(call to )?(ibv|mlx5dv)_(exp_)?(create|modify|alloc|open"
                  r"|query|devx_obj"
                  r"|get)_\w+(\(.*?\))?:? "
-                 r"(has )?(failed|error|returned)|fi_(endpoint|domain|fabric|getinfo|enable|cq_open"
+                 r"(on \S+ )?(has )?(failed|error|returned)"
+                 r"|fi_(endpoint|domain|fabric|getinfo|enable|cq_open"
                  r"|ep_bind|av_\w+)\W.{0,60}(fail|error)|RDMA_CM_EVENT_\w*(ERROR|REJECTED"
                  r"|UNREACHABLE)|creating new endpoint .*failed|rdma_(create|connect)\w*\W.{0,60}"
                  r"(fail|error)|(fail|unable|could not|couldn't|error)\w*.{0,40}"
-                 r"(create|creating|allocate|open|modify|modifying|transition|connect|move|change)"
+                 r"(create|creating|allocate|open|get|modify|modifying|transition|connect|move"
+                 r"|change)"
                  r"\w*.{0,30}\b(QP|MR|IB resources|queue pair|completion queue|\bCQ\b"
                  r"|protection domain|libfabric endpoint|address handle)\b"),
     wide("link-words", "rdma_link_flap", "root", "alert", "link down", "link is down", "link lost",
@@ -272,7 +273,7 @@ _COMMUNICATION = (
          "c10d store", "store based barrier", "store->get", "init_process_group",
          "clients joined", "waiting for clients", "waiting for nodes", "waiting for workers",
          "timeout", "timed out", "connect to", "to reach", "pjrt_client_connect",
-         "distributed service", "no route to host", "master_addr",
+         "distributed service", "no route to host", "master_addr", "registertask",
          unless="waiting in store",
          pattern=r"bootstrap\w*\b.{0,60}(timed? ?out)|(rendezvous|TCPStore|c10d store"
                  r"|store based barrier|store->get|init_process_group"
@@ -282,7 +283,7 @@ _COMMUNICATION = (
                  r"|head node|rank 0|rendezvous)|clients joined|PjRT_Client_Connect"
                  r"|timed out waiting for .{0,20}(nodes|workers|clients|hosts)\b"
                  r"|failed to connect to GCS|\] connect timeout\b"
-                 r"|failed to connect to distributed service"
+                 r"|failed to connect to distributed service|CoordinationService/RegisterTask"
                  r"|(MASTER_ADDR|master|head node|rank 0)\b.{0,60}no route to host"
                  r"|no route to host.{0,60}(MASTER_ADDR|master\b)", weak=True),
     wide("collective-words", "collective_timeout", "secondary", "restart", "timed out",
@@ -342,6 +343,7 @@ _FILES = (
     wide("full-words", "storage_write_failed", "root", "stop", "no space", "disk full",
          "disk is full", "out of disk", "enospc", "not enough space", "insufficient space",
          "file system is full", "errno",
+         unless="cgroup|inotify|sem(get|op)",
          pattern=r"no space left|disk (is )?full|out of disk space|ENOSPC|(not enough"
                  r"|insufficient) (free )?(disk )?space|file ?system is full|errno[ :=]*28\b",
          weak=True),
@@ -357,6 +359,7 @@ _FILES = (
                  r"|timed out|broken pipe|connection reset)"),
     wide("save-words", "storage_write_failed", "root", "restart", "fail", "error", "unable to",
          "could not", "cannot", "couldn't",
+         unless="/sys/fs/cgroup",
          pattern=r"\b(fail|error|unable|could not|cannot|couldn't)\w*\b.{0,60}\b(sav(e|ing)"
                  r"|writ(e|ing)|upload(ing)?|flush(ing)?)\b.{0,60}\b(checkpoint|ckpt|file|model"
                  r"|disk|bucket|storage|state|shard|optimizer|weights|s3|snapshot|/)"
@@ -405,10 +408,11 @@ _ENDS = (
                  r"|exit status 137|command terminated with exit code 137)"),
     wide("teardown-words", "teardown_secondary", "teardown", "none", "sigterm", "sigint",
          "signal 15", "death signal", "shutting down", "driver shutting down", "code 143",
-         "exitcode", "sighup", "atexit",
+         "exitcode", "sighup", "atexit", "disconnect from", "agent shutdown",
          pattern=r"\b(received|caught|got|handling|sending|sent|send)\b.{0,40}\b(SIG(TERM|INT|HUP)"
                  r"|signal[ :=]*(15|2)\b|SIGKILL)|death signal|driver shutting down"
-                 r"|shutting down (background|workers)|exit(ed)?( with)?( code|code| status)"
+                 r"|shutting down (background|workers)|error in atexit|failed to disconnect from"
+                 r"|proceeding with agent shutdown|exit(ed)?( with)?( code|code| status)"
                  r"?[ :=]*(143\b|-15\b)|terminated by signal"),
 )  # fmt: skip
 
@@ -420,6 +424,7 @@ _MEMORY = (
     wide("host-memory-words", "host_oom", "root", "restart", "memoryerror", "bad_alloc",
          "cannot allocate memory", "defaultcpuallocator", "unable to allocate", "errno 12",
          "heap space",
+         unless="cgroup",
          pattern=r"\b\w*MemoryError\b|std::bad_alloc|DefaultCPUAllocator: "
                  r"(can't|not enough)|(fork|clone|malloc|mmap|os error 12|errno 12|OSError)\b"
                  r".{0,60}"
