@@ -9,7 +9,7 @@ ENDS = (
          "job is preempted", "Node failure on", pattern=r"DUE TO (PREEMPTION|JOB REQUEUE"
                  r"|NODE FAILURE)|preempted|Node failure on"),
     text("slurm-ended", "scheduler_ended", "root", "none", "CANCELLED AT", "cancelled by user",
-         "scancel"),
+         "scancel", pattern=r"^(?!.*DUE TO TASK FAILURE)"),
     text("sigkill", "sigkill_unknown", "secondary", "restart", "xitcode", "SIGKILL",
          "signal: Killed", "Killed", "exit code 137", "ignal 9",
          "return code = -9", "xit code: 137", "xited with code 137", "xit status 137",
@@ -26,8 +26,10 @@ ENDS = (
          "Proxy Call to rank", "monitoredBarrier", "got 0 bytes", "Socket closed",
          "lost communication with", "HorovodInternalError", "onnection was closed by",
          "Software caused connection abort", "closed the connection", "Horovod has been shut down",
-         "ranks finished execution",
-         pattern=r"UNAVAILABLE.*Socket closed|lost communication with a remote"
+         "ranks finished execution", "Lost connection to", "scheduler broken",
+         "to scheduler failed", "CommClosedError",
+         pattern=r"Lost connection to|to scheduler (broken|failed)|CommClosedError"
+                 r"|UNAVAILABLE.*Socket closed|lost communication with a remote"
                  r"|HorovodInternalError"
                  r"|Horovod has been shut down|ranks finished execution"
                  r"|Software caused connection abort|peer closed the connection"
@@ -44,5 +46,5 @@ ENDS = (
          "Terminating job step", "Terminating StepId", ": Terminated", "Killing remaining",
          "destructor entered", "] Killing subprocess", "exitcode: -15", "exitcode  : -15",
          "15 (SIGTERM)", "communicator was aborted", "forcing job termination",
-         "MPI_ABORT was invoked", "MPI_Abort("),
+         "MPI_ABORT was invoked", "MPI_Abort(", "DUE TO TASK FAILURE"),
 )  # fmt: skip

@@ -98,9 +98,10 @@ GPU = (
                  r"|Failed to CUDA (m|c)alloc|(?<!ray\.exceptions\.)OutOfMemoryError"
                  r"|RESOURCE_EXHAUSTED: Out of memory"),
     text("cuda-assert", "cuda_device_assert", "root", "stop", "device-side assert",
-         "cudaErrorAssert"),
+         "cudaErrorAssert", pattern=r"device-side assert(?!ions)|cudaErrorAssert"),
     text("cuda-illegal-access", "cuda_illegal_access", "root", "restart",
          "illegal memory access", "unspecified launch failure", "misaligned address",
+         "al memory access was encountered",
          "ErrorIllegalAddress", "ErrorLaunchFailure", "ErrorMisalignedAddress",
          "illegal instruction was encountered", "ErrorIllegalInstruction",
          "ERROR_ILLEGAL_ADDRESS", "ERROR_LAUNCH_FAILED", "ERROR_MISALIGNED_ADDRESS",

@@ -46,9 +46,10 @@ HOST = (
          "hung_task_timeout_secs", kernel=True),
     text("host-oom", "host_oom", "root", "restart", "ut of memory: Kill", "oom-kill",
          "out-of-memory handler", "oom_kill event", "OOM Killed", "OOMKilled", ": Out Of Memory",
+         "Killed process",
          pattern=r"ut of memory: Kill|oom-kill|out-of-memory handler|oom_kill event"
                  r"|OOM ?Killed(?!\W+false)"
-                 r"|task \S+: Out Of Memory", kernel=True),
+                 r"|task \S+: Out Of Memory|Killed process \d+ \(.*total-vm", kernel=True),
     text("pcie-fatal", "pcie_error", "root", "evict_restart", "AER:", "PCIe Bus Error",
          pattern=r"AER: .*\((Fatal|fatal)\)|Uncorrected \(Fatal\)|Uncorrectable \(Fatal\)",
          kernel=True),

@@ -7,7 +7,7 @@ from megascale_common.node.logs.signature import text
 # Error codes of completions as mlx5 prints them (mlx5 Programmer's Reference Manual, CQE syndrome).
 _SYNDROME = r"\bsynd(?:rome)? 0x{}\b"
 _SYNDROMES = ("synd 0x", "syndrome 0x")
-_WC = r"Got completion .*(?:status=(?:IBV_WC_\w+\()?|with error ){}\b"
+_WC = r"Got completion .*(?:status=(?:IBV_WC_\w+\()?|(?:with )?error ){}\b"
 
 NETWORK = (
     text("rdma-flush", "rdma_flush_secondary", "secondary", "none", "Got completion",

@@ -85,11 +85,13 @@ _GPU = (
                  r"|unsupported (CUDA|driver)( driver| runtime)? version|CUDA version: driver"
                  r"|(driver|CUDA) versions? .{0,60}(incompatible|mismatch|older than|too low)"),
     wide("cuda-oom-words", "cuda_oom", "root", "stop", "out of memory", "outofmemory",
+         "out of the memory",
          "handle failed", "not enough gpu memory", "failed to alloc", "cuda malloc", "cudamalloc",
          "out_of_resources", "alloc_failed", "unable to allocate", "resource_exhausted",
          "cannot allocate memory",
          pattern=r"\b(CUDA|GPU|device|HIP|HBM|VRAM|NPU|XPU|MPS|cu(dnn|blas))\w*\b.{0,160}"
-                 r"out[ _]of[ _]memory|out of memory.{0,80}\b(CUDA|GPU|device|allocating|Tried)\b"
+                 r"out[ _]of[ _](the )?memory"
+                 r"|out of memory.{0,80}\b(CUDA|GPU|device|allocating|Tried)\b"
                  r"|\b(cuda|gpu)\b.{0,20}cannot allocate memory|reason[:=] out of memory"
                  r"|RESOURCE_EXHAUSTED: .{0,60}alloc"
                  r"|cudaMalloc\w*.{0,80}fail"
@@ -407,10 +409,11 @@ _ENDS = (
                  r")?[ :=(]*(-9|137)\b|return ?code[ :=]*-9\b|killed by signal 9"
                  r"|exit status 137|command terminated with exit code 137)"),
     wide("teardown-words", "teardown_secondary", "teardown", "none", "sigterm", "sigint",
-         "signal 15", "death signal", "shutting down", "driver shutting down", "code 143",
+         "signal 15", "signal term", "death signal", "shutting down", "driver shutting down",
+         "code 143",
          "exitcode", "sighup", "atexit", "disconnect from", "agent shutdown",
          pattern=r"\b(received|caught|got|handling|sending|sent|send)\b.{0,40}\b(SIG(TERM|INT|HUP)"
-                 r"|signal[ :=]*(15|2)\b|SIGKILL)|death signal|driver shutting down"
+                 r"|signal[ :=]*(15|2|TERM|INT|HUP)\b|SIGKILL)|death signal|driver shutting down"
                  r"|shutting down (background|workers)|error in atexit|failed to disconnect from"
                  r"|proceeding with agent shutdown|exit(ed)?( with)?( code|code| status)"
                  r"?[ :=]*(143\b|-15\b)|terminated by signal"),
