@@ -18,7 +18,7 @@ from megascale_driver.analysis.baselines import (
     compare,
     odd_versions,
 )
-from megascale_driver.comparing import FleetFigures
+from megascale_driver.comparing import FleetFigures, outcomes
 
 GEMM = Key("NVIDIA H200", "gemm", "8192x8192x8192", "TFLOP/s")
 LATENCY = Key("cpu", "disk_speed", "sync", "ms")
@@ -83,23 +83,6 @@ def test_few_nodes_are_compared_with_the_shipped_figure_which_only_warns() -> No
     assert compare(1.0, GEMM, []).verdict is Verdict.UNKNOWN
 
 
-def test_one_slow_result_does_not_condemn_and_two_in_a_row_do() -> None:
-    baselines = FleetBaselines()
-    for number, value in enumerate(fleet(10)):
-        baselines.measured(f"n{number}", "cuda:0", GEMM, value)
-    for value, repeated in ((300, False), (700, False), (300, False), (310, True), (700, False)):
-        baselines.measured("slow", "cuda:0", GEMM, value)
-        assert baselines.repeated("slow", "gemm") is repeated, value
-    # Two devices that are slow once each are not one that is slow twice.
-    baselines.measured("other", "cuda:0", GEMM, 300)
-    baselines.measured("other", "cuda:1", GEMM, 300)
-    assert not baselines.repeated("other", "gemm")
-    baselines.measured("other", "cuda:1", GEMM, 300)
-    assert baselines.repeated("other", "gemm")
-    baselines.forget("other")
-    assert not baselines.repeated("other", "gemm")
-
-
 def test_a_node_is_not_compared_with_itself() -> None:
     baselines = FleetBaselines()
     for node in (*range(MIN_NODES), MIN_NODES - 1):
@@ -128,18 +111,19 @@ def result(name: str, value: float, **more: str) -> types_pb2.CheckResult:
 def test_the_driver_says_what_a_value_was_compared_with_and_what_to_do() -> None:
     figures = FleetFigures()
     for number, value in enumerate(fleet(8)):
-        figures.compare(f"n{number}", "H200", [result("gemm", value, unit="TFLOP/s")])
-    (first,) = figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")])
+        figures.compare(f"n{number}", "H200", [result("gemm", value, unit="TFLOP/s")], {})
+    (first,) = figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")], {})
     assert first.verdict == types_pb2.CHECK_VERDICT_FAIL and first.z < -6
     assert first.baseline_source == "fleet" and "condemns no node" in first.detail
-    (second,) = figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")])
+    slow = {("gemm", "cpu:0"): 1}
+    (second,) = figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")], slow)
     assert "evict the node" in second.detail
-    (other_model,) = figures.compare("old", "A100", [result("gemm", 350, unit="TFLOP/s")])
+    (other_model,) = figures.compare("old", "A100", [result("gemm", 350, unit="TFLOP/s")], {})
     assert other_model.verdict == types_pb2.CHECK_VERDICT_PASS and not other_model.HasField("z")
     assert figures.counts()["gemm", "FAIL"] == 1
     assert figures.medians()["gemm", "", "TFLOP/s"] == pytest.approx(700, rel=0.01)
     wrong = types_pb2.CheckResult(name="gemm", verdict=types_pb2.CHECK_VERDICT_FAIL, value=700)
-    assert figures.compare("n0", "H200", [wrong]) == [wrong]
+    assert figures.compare("n0", "H200", [wrong], {}) == [wrong]
 
 
 def test_versions_of_nodes_are_compared() -> None:
@@ -148,10 +132,10 @@ def test_versions_of_nodes_are_compared() -> None:
     for number in range(6):
         versions = {"torch": "2.11.0" if number else "2.12.0"}
         check = types_pb2.CheckResult(name="versions", verdict=passes, tools=versions)
-        (found,) = figures.compare(f"n{number}", "H200", [check])
+        (found,) = figures.compare(f"n{number}", "H200", [check], {})
         assert found.verdict == passes
     check = types_pb2.CheckResult(name="versions", verdict=passes, tools={"torch": "2.12.0"})
-    (found,) = figures.compare("n0", "H200", [check])
+    (found,) = figures.compare("n0", "H200", [check], {})
     assert found.verdict == types_pb2.CHECK_VERDICT_DEGRADED
     assert found.detail == "torch 2.12.0, most nodes have 2.11.0"
 
@@ -162,25 +146,32 @@ def test_a_new_leader_has_the_fleets_figures_from_the_hellos_of_nodes() -> None:
         said = link_pb2.MeasuredFigure(check="gemm", unit="TFLOP/s", value=value)
         odd = link_pb2.MeasuredFigure(check="gemm", unit="TFLOP/s", value=float("nan"))
         figures.learn(f"n{number}", "H200", [said, odd])
-    (slow,) = figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")])
+    (slow,) = figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")], {})
     assert slow.verdict == types_pb2.CHECK_VERDICT_FAIL and slow.baseline_source == "fleet"
     # What a node measures under this leader takes the place of what it said, and stays.
-    figures.compare("n0", "H200", [result("gemm", 710, unit="TFLOP/s")])
-    before = figures.compare("n1", "H200", [result("gemm", 700, unit="TFLOP/s")])[0].baseline
+    figures.compare("n0", "H200", [result("gemm", 710, unit="TFLOP/s")], {})
+    before = figures.compare("n1", "H200", [result("gemm", 700, unit="TFLOP/s")], {})[0].baseline
     said = link_pb2.MeasuredFigure(check="gemm", unit="TFLOP/s", value=1.0)
     figures.learn("n0", "H200", [said])
-    again = figures.compare("n1", "H200", [result("gemm", 700, unit="TFLOP/s")])[0].baseline
+    again = figures.compare("n1", "H200", [result("gemm", 700, unit="TFLOP/s")], {})[0].baseline
     assert again == before
     figures.forget("n0")
 
 
-def test_a_target_that_fails_twice_in_a_row_is_handed_on_once() -> None:
+def test_two_targets_that_are_slow_once_each_are_not_one_that_is_slow_twice() -> None:
     figures = FleetFigures()
     for number, value in enumerate(fleet(8)):
-        figures.compare(f"n{number}", "H200", [result("gemm", value, unit="TFLOP/s")])
-    figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")])
-    assert figures.take_repeated("slow") == []
-    figures.compare("slow", "H200", [result("gemm", 350, unit="TFLOP/s")])
-    ((name, detail),) = figures.take_repeated("slow")
-    assert name == "gemm" and detail.startswith("cpu:0: ") and "evict the node" in detail
-    assert figures.take_repeated("slow") == []
+        figures.compare(f"n{number}", "H200", [result("gemm", value, unit="TFLOP/s")], {})
+    seen = [result("gemm", value, unit="TFLOP/s") for value in (350, 350, 700, 700)]
+    for target, each in zip(("cuda:0", "cuda:1", "cuda:2", "cuda:3"), seen, strict=True):
+        each.target = target
+    slow = {("gemm", "cuda:1"): 1, ("gemm", "cuda:2"): 1}
+    found = outcomes(figures.compare("slow", "H200", seen, slow), slow)
+    assert [(each.target, each.failed) for each in found] == [
+        ("cuda:0", True), ("cuda:1", True), ("cuda:2", False),
+    ]  # fmt: skip
+    assert "condemns no node" in found[0].detail and "2 times in a row" in found[1].detail
+    wrong = types_pb2.CheckResult(name="gemm", verdict=types_pb2.CHECK_VERDICT_FAIL)
+    assert outcomes([wrong], {}) == [], "a hard floor is no comparison"
+    few = [result("gemm", 1, unit="TFLOP/s")]
+    assert outcomes(FleetFigures().compare("slow", "H200", few, slow), slow) == []

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.harness.desk import POLICY, Desk, exited
 from tests.harness.kernel_lines import gpu_falls_off, logs
 
-from megascale.v1 import types_pb2
-from megascale_driver.core.events import PolicyRequested
+from megascale.v1 import link_pb2, types_pb2
+from megascale_common.service.clock import VirtualClock
+from megascale_driver.core.conditions import MAX_SLOW, SlowCheck
+from megascale_driver.core.events import Audit, NodeReport, PolicyRequested, UncordonRequested
 from megascale_driver.core.fault_checks import CHECKS, EXTRA_S
-from megascale_driver.core.group_events import CheckRepeated
-from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.core.group_events import CheckCompared
+from megascale_driver.core.state import AttemptPhase, Check, Identity, JobPhase, Node
+from megascale_driver.journal import codec
+from megascale_driver.node_calls import NodeCalls
 from megascale_driver.orders import desired_state
+from megascale_driver.presence import reports
 from megascale_executor.agent.self_check import FAULT_CHECKS_S
 from megascale_executor.diagnostics.registry import load_registry
 
@@ -93,22 +100,111 @@ def test_an_attempt_with_more_checks_may_prepare_for_longer() -> None:
     assert desk.job().phase is not JobPhase.PREPARING or desk.job().attempt > 2
 
 
+def slow(desk: Desk, node: str, *, failed: bool = True, origin: str = "") -> None:
+    detail = "cuda:3: 80% of the fleet figure"
+    desk.feed(CheckCompared(desk.now_s, node, "gemm", "cuda:3", failed, detail, origin))
+
+
 def repeated(desk: Desk, node: str) -> None:
-    desk.feed(CheckRepeated(desk.now_s, node, "gemm", "cuda:3: 80% of the fleet figure"))
+    slow(desk, node)
+    slow(desk, node)
+
+
+def lines_of(desk: Desk) -> list[Audit]:
+    return [one for one in desk.audit if one.reason == "CHECK_REPEATED"]
 
 
 def test_a_node_that_fails_a_comparison_twice_is_observed_until_the_rule_is_enforced() -> None:
     desk = running("n1", "n2", "n3")
-    for name in ("n3", "nobody"):
-        repeated(desk, name)
-    (line,) = [one for one in desk.audit if one.reason == "CHECK_REPEATED"]
+    for name in ("nobody", "n3"):
+        slow(desk, name)
+        assert lines_of(desk) == []
+        slow(desk, name)
+    (line,) = lines_of(desk)
     assert (line.subject, line.mode, line.policy) == ("nodes/n3", "OBSERVE", "repeated-check")
     assert "cuda:3: 80%" in line.message and desk.disposition("n3") == "SCHEDULABLE"
     desk.feed(PolicyRequested(desk.now_s, "repeated-check", "ENFORCE", "a test", "me"))
-    repeated(desk, "n3")
+    slow(desk, "n3")
     assert desk.disposition("n3") == "QUARANTINED"
     (line,) = [one for one in desk.audit if one.reason == "NODE_EVICTED"]
-    assert line.policy == "repeated-check"
+    assert line.policy == "repeated-check" and "3 times in a row" in line.message
+
+
+def test_how_often_a_target_was_slow_in_a_row_outlives_the_leader() -> None:
+    desk = running("n1", "n2", "n3")
+    slow(desk, "n3")
+    stored = codec.dump(desk.state.nodes["n3"])
+    node = codec.load(Node, stored)
+    assert node.slow_checks == (SlowCheck("gemm", "cuda:3", 1, ""),)
+    desk.state = replace(desk.state, nodes={**desk.state.nodes, "n3": node})
+    slow(desk, "n3")
+    assert len(lines_of(desk)) == 1
+
+
+def test_a_good_result_or_an_uncordon_begins_the_count_anew() -> None:
+    desk = running("n1", "n2", "n3")
+    slow(desk, "n3")
+    slow(desk, "n3", failed=False)
+    slow(desk, "n3")
+    assert lines_of(desk) == [] and desk.state.nodes["n3"].slow_checks[0].times == 1
+    desk.feed(UncordonRequested(desk.now_s, "n3", "repaired", "me"))
+    slow(desk, "n3")
+    assert lines_of(desk) == []
+
+
+def test_one_measurement_of_an_attempt_counts_once_under_two_leaders() -> None:
+    desk = running("n1", "n2", "n3")
+    for _ in range(3):
+        slow(desk, "n3", origin="a/2")
+    assert lines_of(desk) == []
+    slow(desk, "n3", origin="a/3")
+    assert len(lines_of(desk)) == 1
+
+
+def test_a_node_keeps_a_bounded_number_of_slow_targets() -> None:
+    desk = running("n1", "n2", "n3")
+    for number in range(3 * MAX_SLOW):
+        desk.feed(CheckCompared(desk.now_s, "n3", "gemm", f"cuda:{number}", True, "slow", ""))
+    assert len(desk.state.nodes["n3"].slow_checks) == MAX_SLOW
+
+
+def test_what_checks_after_a_fault_measured_is_compared_with_the_fleet() -> None:
+    desk = running("n1", "n2", "n3")
+    ended(desk, "RuntimeError: CUDA error: an illegal memory access was encountered")
+    calls = NodeCalls("token", VirtualClock())
+    events: list[CheckCompared] = []
+    calls.compared = events.append
+    for number in range(8):
+        said = link_pb2.MeasuredFigure(check="memory_bandwidth", unit="GB/s", value=700 + number)
+        calls.learn(f"other{number}", Identity("i"), [said])
+    name = desk.job().slots[0].node
+    beat = link_pb2.Heartbeat(
+        checks=[
+            types_pb2.CheckResult(
+                name=check, target="cpu:0", verdict=types_pb2.CHECK_VERDICT_PASS,
+                value=350.0, unit="GB/s",
+            )
+            for check in ("memory_bandwidth", "all_reduce")
+        ]
+    )  # fmt: skip
+
+    def seen(job: str = "a") -> tuple[Check, ...]:
+        report = reports.report(beat, types_pb2.Epoch())
+        told = replace(report, job=job, attempt=desk.job().attempt, phase=AttemptPhase.PREPARED)
+        event = NodeReport(desk.now_s, name, "i", told)
+        return calls.beside_the_fleet(event, lambda: beat, desk.state).report.checks
+
+    bandwidth, other = seen()
+    assert bandwidth.verdict == "DEGRADED", "one result alone condemns no node"
+    assert "50% of the fleet figure" in bandwidth.detail and "condemns no node" in bandwidth.detail
+    assert (other.verdict, other.detail) == ("PASS", ""), "no check of the fault's cause"
+    (event,) = events
+    assert (event.node, event.check, event.failed) == (name, "memory_bandwidth", True)
+    assert event.origin == f"a/{desk.job().attempt}"
+    assert seen() == (bandwidth, other) and len(events) == 1, "repeated by each heartbeat"
+    assert seen(job="gone")[0].verdict == "PASS"
+    desk.feed(event)
+    assert desk.state.nodes[name].slow_checks[0].times == 1
 
 
 def test_the_breaker_bounds_what_comparisons_evict() -> None:

@@ -66,6 +66,10 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
         ("last", 20),
         ("causes", 17),
         ("ordinary", 19),
+        ("vocabulary", 48),
+        ("wordings", 55),
+        ("assorted", 61),
+        ("usual", 59),
     ],
 )
 def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:

@@ -1,7 +1,8 @@
 """Compares what nodes measured in diagnostics with the fleet; the verdicts go to who asked.
 
 The figures are in the leader's memory. Each node keeps its own and says them in its hello, so a new
-leader has them when the fleet has linked; how often a node failed in a row begins anew.
+leader has them when the fleet has linked; how often a target failed in a row is stored with the
+node (:mod:`megascale_driver.core.repeated_checks`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.wire_text import enum_name
@@ -31,6 +33,33 @@ _VERDICTS = {
 }
 # Not compared: the maximum error of a clock is set by its server, not by the node.
 _NOT_COMPARED = frozenset({"clock"})
+# How often in a row targets failed by comparison, by (check, target) as in Outcome.
+Slow = Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A target that FAILED by comparison, or one that had and is good again."""
+
+    check: str
+    target: str
+    failed: bool
+    detail: str
+
+
+def outcomes(found: Sequence[types_pb2.CheckResult], slow: Slow) -> list[Outcome]:
+    """What results of :meth:`FleetFigures.beside` add to ``slow`` or take from it."""
+    found_out = []
+    for check in found:
+        target = _target(check)
+        failed = check.verdict == types_pb2.CHECK_VERDICT_FAIL
+        if check.baseline_source and (failed or (check.name, target) in slow):
+            found_out.append(Outcome(check.name, target, failed, check.detail))
+    return found_out
+
+
+def _target(check: types_pb2.CheckResult) -> str:
+    return f"{check.target_class} {check.target}".strip()
 
 
 class FleetFigures:
@@ -39,14 +68,22 @@ class FleetFigures:
     def __init__(self) -> None:
         self._baselines = FleetBaselines()
         self._versions: OrderedDict[str, dict[str, str]] = OrderedDict()
-        self._repeated: list[types_pb2.CheckResult] = []
         self._newest: OrderedDict[str, list[types_pb2.CheckResult]] = OrderedDict()
 
-    def compare(
-        self, node: str, model: str, checks: Sequence[types_pb2.CheckResult]
+    def beside(
+        self, node: str, model: str, checks: Sequence[types_pb2.CheckResult], slow: Slow
     ) -> list[types_pb2.CheckResult]:
-        """The results of ``node`` with baseline, z and the verdict that follows."""
-        found = [self._one(node, model, check) for check in checks]
+        """The results of ``node`` with baseline, z and the verdict that follows.
+
+        ``slow``: the targets of the node that failed before.
+        """
+        return [self._one(node, model, check, slow) for check in checks]
+
+    def compare(
+        self, node: str, model: str, checks: Sequence[types_pb2.CheckResult], slow: Slow
+    ) -> list[types_pb2.CheckResult]:
+        """:meth:`beside` of diagnostics on demand, which are the node's newest from then on."""
+        found = self.beside(node, model, checks, slow)
         self._newest[node] = found
         self._newest.move_to_end(node)
         while len(self._newest) > MAX_NODES:
@@ -60,11 +97,6 @@ class FleetFigures:
                 self._baselines.learn(
                     node, Key(model, one.check, one.target_class, one.unit), one.value
                 )
-
-    def take_repeated(self, node: str) -> list[tuple[str, str]]:
-        """Checks (name, detail) that failed by comparison in a row with the newest results."""
-        found, self._repeated[:] = list(self._repeated), []
-        return [(check.name, f"{check.target}: {check.detail}") for check in found]
 
     def counts(self) -> Counter[tuple[str, str]]:
         """Targets of all nodes by (test, verdict), of each node's newest diagnostics."""
@@ -89,7 +121,9 @@ class FleetFigures:
         self._versions.pop(node, None)
         self._newest.pop(node, None)
 
-    def _one(self, node: str, model: str, check: types_pb2.CheckResult) -> types_pb2.CheckResult:
+    def _one(
+        self, node: str, model: str, check: types_pb2.CheckResult, slow: Slow
+    ) -> types_pb2.CheckResult:
         found = types_pb2.CheckResult()
         found.CopyFrom(check)
         if check.verdict != types_pb2.CHECK_VERDICT_PASS:
@@ -98,28 +132,9 @@ class FleetFigures:
             self._compare_versions(node, found)
         elif check.HasField("value") and check.name not in _NOT_COMPARED:
             key = Key(model, check.name, check.target_class, check.unit)
-            self._annotate(
-                found, node, self._baselines.measured(node, check.target, key, check.value)
-            )
+            times = slow.get((check.name, _target(check)), 0) + 1
+            _annotate(found, self._baselines.measured(node, check.target, key, check.value), times)
         return found
-
-    def _annotate(self, found: types_pb2.CheckResult, node: str, comparison: Comparison) -> None:
-        found.baseline_source = comparison.source
-        if comparison.baseline is not None:
-            found.baseline = comparison.baseline
-        if comparison.z is not None:
-            found.z = comparison.z
-        if comparison.verdict not in _VERDICTS or comparison.baseline is None:
-            return
-        found.verdict = _VERDICTS[comparison.verdict]
-        share = found.value / comparison.baseline
-        found.detail += f"; {share:.0%} of the {comparison.source} figure"
-        if comparison.verdict is Verdict.FAIL:
-            if self._baselines.repeated(node, found.name):
-                found.detail += f", {REPEATS} times or more in a row: evict the node"
-                self._repeated.append(found)
-            else:
-                found.detail += "; run it again: one result alone condemns no node"
 
     def _compare_versions(self, node: str, found: types_pb2.CheckResult) -> None:
         self._versions[node] = dict(found.tools)
@@ -131,3 +146,23 @@ class FleetFigures:
             found.detail = "; ".join(
                 f"{name} {version}, most nodes have {most}" for name, version, most in odd
             )
+
+
+def _annotate(found: types_pb2.CheckResult, comparison: Comparison, times: int) -> None:
+    """Say what a value was compared with; ``times``: FAILs in a row if this is one."""
+    found.baseline_source = comparison.source
+    if comparison.baseline is not None:
+        found.baseline = comparison.baseline
+    if comparison.z is not None:
+        found.z = comparison.z
+    if comparison.verdict not in _VERDICTS or comparison.baseline is None:
+        return
+    found.verdict = _VERDICTS[comparison.verdict]
+    share = found.value / comparison.baseline
+    found.detail += f"; {share:.0%} of the {comparison.source} figure"
+    if comparison.verdict is Verdict.FAIL:
+        found.detail += (
+            f", {times} times in a row: evict the node"
+            if times >= REPEATS
+            else "; run it again: one result alone condemns no node"
+        )

@@ -105,7 +105,7 @@ class Engine:
         self.audit, self.feeds = self._publisher.audit, self._publisher.feeds
         self.observers = self._publisher.observers
         self.node_calls = NodeCalls(token, clock)
-        self.node_calls.repeated = self.post
+        self.node_calls.compared = self.post
         self.links = OpenLinks()
         self.turns = LoopTurns()  # of messages of nodes
         self.orders = OrderSender(self.links)
@@ -173,6 +173,8 @@ class Engine:
             return
         if event is None:
             return
+        if event.report.checks:
+            event = self.node_calls.beside_the_fleet(event, lambda: link.beat, self.state)
         if news is News.DECIDES:
             self.post(event)
             return

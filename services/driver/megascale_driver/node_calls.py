@@ -7,6 +7,7 @@ of its own: calls are rare, and a node may have a new address after a restart.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import grpc
 
@@ -31,15 +32,18 @@ from megascale_common.service.errors import (
     UnusableError,
 )
 from megascale_driver import group_checks
-from megascale_driver.comparing import FleetFigures
+from megascale_driver.analysis.baselines import MAX_NODES
+from megascale_driver.comparing import FleetFigures, Outcome, Slow, outcomes
 from megascale_driver.core.attempt import NodeSlot
 from megascale_driver.core.events import (
     AttemptOpened,
+    NodeReport,
     OpenAttempt,
     OpenFailed,
 )
-from megascale_driver.core.group_events import CheckGroup, CheckRepeated, GroupChecked
-from megascale_driver.core.state import Identity, Node
+from megascale_driver.core.group_events import CheckCompared, CheckGroup, GroupChecked
+from megascale_driver.core.state import Check, Cluster, Identity, Node
+from megascale_driver.presence import reports
 
 OPEN_TIMEOUT_S = 20.0
 LIST_TIMEOUT_S = 10.0
@@ -58,8 +62,10 @@ class NodeCalls:
         self._token = token
         self._clock = clock
         self.figures = FleetFigures()
-        # Who decides on nodes that failed a comparison again and again: the engine.
-        self.repeated: Callable[[CheckRepeated], None] = lambda _: None
+        # Who decides on nodes that fail comparisons: the engine.
+        self.compared: Callable[[CheckCompared], None] = lambda _: None
+        # Of each node the checks of its newest PREPARE as they came, and beside the fleet.
+        self._prepared: dict[str, tuple[tuple[Check, ...], tuple[Check, ...]]] = {}
 
     async def open_attempt(
         self, wanted: OpenAttempt, slots: Sequence[NodeSlot], node: Node, epoch: types_pb2.Epoch
@@ -174,12 +180,46 @@ class NodeCalls:
             stub = executor_pb2_grpc.ExecutorServiceStub(channel)
             request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks, set=of_set)
             reply = await stub.RunNodeDiagnostics(request, timeout=DIAGNOSE_TIMEOUT_S)
-            found = self.figures.compare(node.name, _model(node.identity), reply.checks)
-            for name, detail in self.figures.take_repeated(node.name):
-                self.repeated(CheckRepeated(self._clock.now_s(), node.name, name, detail))
+            slow = _slow(node)
+            found = self.figures.compare(node.name, _model(node.identity), reply.checks, slow)
+            self._tell(node.name, outcomes(found, slow), "")
             return found
         finally:
             await channel.close()
+
+    def beside_the_fleet(
+        self, event: NodeReport, beat: Callable[[], link_pb2.Heartbeat | None], state: Cluster
+    ) -> NodeReport:
+        """The report with the checks that follow a fault compared with the fleet, once.
+
+        A FAIL by comparison is told as DEGRADED: one result condemns no node, and a FAIL of a
+        preparation would. ``beat``: the heartbeat that the report is of.
+        """
+        node, job = state.nodes.get(event.node), state.jobs.get(event.report.job)
+        if node is None or job is None or event.report.attempt != job.attempt:
+            return event
+        raw, asked = event.report.checks, job.current.checks
+        if not asked:
+            return event
+        if self._prepared.get(event.node, ((), ()))[0] != raw:
+            if (whole := beat()) is None:
+                return event
+            slow, measured = _slow(node), [each for each in whole.checks if each.name in asked]
+            found = self.figures.beside(event.node, _model(node.identity), measured, slow)
+            self._tell(event.node, outcomes(found, slow), f"{job.name}/{job.attempt}")
+            told = iter(map(_warned, found))
+            checks = tuple(next(told) if each.name in asked else each for each in raw)
+            if len(self._prepared) >= MAX_NODES:
+                self._prepared.clear()
+            self._prepared[event.node] = raw, checks
+        checks = self._prepared[event.node][1]
+        return replace(event, report=replace(event.report, checks=checks))
+
+    def _tell(self, node: str, found: Sequence[Outcome], origin: str) -> None:
+        now_s = self._clock.now_s()
+        for each in found:
+            of = (each.check, each.target, each.failed, each.detail, origin)
+            self.compared(CheckCompared(now_s, node, *of))
 
     def learn(
         self, node: str, identity: Identity, measured: Sequence[link_pb2.MeasuredFigure]
@@ -229,3 +269,13 @@ class NodeCalls:
 
 def _model(identity: Identity) -> str:
     return identity.devices[0].model if identity.devices else ""
+
+
+def _slow(node: Node) -> Slow:
+    return {(each.check, each.target): each.times for each in node.slow_checks}
+
+
+def _warned(check: types_pb2.CheckResult) -> Check:
+    if check.baseline_source and check.verdict == types_pb2.CHECK_VERDICT_FAIL:
+        check.verdict = types_pb2.CHECK_VERDICT_DEGRADED
+    return reports.check(check)

@@ -23,7 +23,7 @@ MAD_SCALE = 1.4826
 MIN_SPREAD_RATIO = 0.002
 MAX_KEYS, MAX_NODES = 4096, 16384
 _ROUNDS = 10
-# Verdicts that count towards the same one being repeated.
+# FAILs of one target in a row that are evidence; one alone may be another process on the device.
 REPEATS = 2
 _LEARNED = ""  # in place of a target: the median that a node reported of itself
 
@@ -143,14 +143,13 @@ def compare(value: float, key: Key, others: Iterable[float]) -> Comparison:
 
 
 class FleetBaselines:
-    """The newest value of every node by key and target, and how often each was slow in a row.
+    """The newest value of every node by key and target.
 
     Bounded: the key that was measured least recently leaves first, as does the node of a key.
     """
 
     def __init__(self) -> None:
         self._values: OrderedDict[Key, OrderedDict[str, dict[str, float]]] = OrderedDict()
-        self._slow: OrderedDict[tuple[str, str, str], int] = OrderedDict()
 
     def measured(self, node: str, target: str, key: Key, value: float) -> Comparison:
         """Compare a value with the other nodes', then keep it as this node's newest."""
@@ -165,7 +164,6 @@ class FleetBaselines:
         own[target] = value
         nodes.move_to_end(node)
         self._bound(nodes)
-        self._count(node, key.test, key.target_class + target, found.verdict)
         return found
 
     def learn(self, node: str, key: Key, value: float) -> None:
@@ -181,33 +179,10 @@ class FleetBaselines:
         while len(self._values) > MAX_KEYS:
             self._values.popitem(last=False)
 
-    def repeated(self, node: str, test: str) -> bool:
-        """Whether a target of ``node`` failed ``test`` REPEATS times in a row.
-
-        One slow measurement never condemns a node: another process may have used the device.
-        """
-        return any(
-            count >= REPEATS
-            for (of_node, of_test, _), count in self._slow.items()
-            if (of_node, of_test) == (node, test)
-        )
-
     def forget(self, node: str) -> None:
-        """The node was repaired or is gone: its values and its history do not count any more."""
+        """The node was repaired or is gone: its values do not count any more."""
         for nodes in self._values.values():
             nodes.pop(node, None)
-        for slow in [each for each in self._slow if each[0] == node]:
-            del self._slow[slow]
-
-    def _count(self, node: str, test: str, target: str, verdict: Verdict) -> None:
-        slow = (node, test, target)
-        if verdict is Verdict.FAIL:
-            self._slow[slow] = self._slow.get(slow, 0) + 1
-            self._slow.move_to_end(slow)
-        elif verdict is not Verdict.UNKNOWN:
-            self._slow.pop(slow, None)
-        while len(self._slow) > MAX_NODES:
-            self._slow.popitem(last=False)
 
 
 def odd_versions(

@@ -21,7 +21,7 @@ from megascale_driver.core.attempt import (
     SearchLog,
     TrafficSeen,
 )
-from megascale_driver.core.conditions import Condition
+from megascale_driver.core.conditions import Condition, SlowCheck
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.platform_sign import PlatformSign
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
@@ -58,6 +58,7 @@ class NodeChanges(TypedDict, total=False):
     checks: tuple[Check, ...]
     desired: Desired
     desired_version: int
+    slow_checks: tuple[SlowCheck, ...]
 
 
 class JobChanges(TypedDict, total=False):

@@ -1,9 +1,12 @@
-"""What goes wrong with a job beside its phase: its conditions, and failures that nodes report."""
+"""What goes wrong beside a phase: conditions of jobs, failures that nodes report, slow targets."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
+
+MAX_SLOW: Final = 32  # slow targets that are kept of a node
 
 
 class ConditionType(enum.StrEnum):
@@ -31,3 +34,16 @@ class CheckpointFailure:
     step: int
     rank: int
     error: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlowCheck:
+    """A target of a node that was slower than the fleet in ``check``, ``times`` in a row.
+
+    ``origin``: the attempt (JOB/NUMBER) whose checks measured it last; "" on demand.
+    """
+
+    check: str
+    target: str
+    times: int
+    origin: str = ""

@@ -13,7 +13,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.analysis_events import LossDiverged, PlanCompared, StragglerFound
-from megascale_driver.core.group_events import CheckGroup, CheckRepeated, GroupChecked
+from megascale_driver.core.group_events import CheckCompared, CheckGroup, GroupChecked
 from megascale_driver.core.state import Identity, Report
 from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
 
@@ -388,7 +388,7 @@ Event = (
     | AttemptOpened
     | OpenFailed
     | GroupChecked
-    | CheckRepeated
+    | CheckCompared
     | LossDiverged
     | StragglerFound
     | TrafficStood

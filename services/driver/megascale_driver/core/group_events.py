@@ -1,4 +1,4 @@
-"""Checks of groups of nodes: the effect that has one carried out, and the event of its answers."""
+"""Checks of groups of nodes and what comparisons found: the effect of the first, and events."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from megascale_driver.analysis.group_search import Answer
 
 
 @dataclass(frozen=True, slots=True)
-class CheckRepeated:
-    """A target of a node failed the same check by comparison with the fleet again and again."""
+class CheckCompared:
+    """A target of a node was compared with the fleet: it FAILED, or is good again after that.
+
+    ``origin``: the attempt (JOB/NUMBER) that began with the check, of which each leader hears;
+    "" for one on demand.
+    """
 
     now_s: float
     node: str
     check: str
+    target: str
+    failed: bool
     detail: str
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ from megascale_driver.core.events import (
     UncordonRequested,
     UpdateRequested,
 )
-from megascale_driver.core.group_events import CheckRepeated, GroupChecked
+from megascale_driver.core.group_events import CheckCompared, GroupChecked
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import schedule
 from megascale_driver.core.state import Cluster, Request
@@ -206,8 +206,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         divergence.diverged(draft, event)
     elif isinstance(event, StragglerFound):
         stragglers.found(draft, event)
-    elif isinstance(event, CheckRepeated):
-        repeated_checks.failed(draft, event)
+    elif isinstance(event, CheckCompared):
+        repeated_checks.compared(draft, event)
     elif isinstance(event, TrafficStood):
         traffic.stood(draft, event)
     elif isinstance(event, TrafficChanged):

@@ -230,6 +230,8 @@ def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
 
 def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
     """Let the node have work again; from a quarantine, also for the jobs that left it."""
+    if node.slow_checks:
+        draft.node(node.name, slow_checks=())
     if node.disposition is Disposition.SCHEDULABLE:
         return
     before = node.disposition

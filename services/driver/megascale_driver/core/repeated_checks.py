@@ -2,29 +2,53 @@
 
 One slow measurement condemns no node, because another process may have used the device. The second
 one in a row of the same target is evidence, and still a comparison: it is observed unless an
-operator has the rule enforced. Then the node is quarantined, within the breaker's limits.
+operator has the rule enforced. Then the node is quarantined, within the breaker's limits. How often
+it was is stored with the node, so a new leader counts on.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from megascale_driver.analysis.baselines import REPEATS
 from megascale_driver.core import breaker, nodes
+from megascale_driver.core.conditions import MAX_SLOW, SlowCheck
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
-from megascale_driver.core.group_events import CheckRepeated
+from megascale_driver.core.group_events import CheckCompared
 from megascale_driver.core.state import Disposition
 
 REPEATED_CHECK: Final = "repeated-check"
 _MAX_DETAIL = 400
 
 
-def failed(draft: Draft, event: CheckRepeated) -> None:
-    """Write down what is advised; quarantine the node where the rule is enforced."""
+def compared(draft: Draft, event: CheckCompared) -> None:
+    """Count what FAILS in a row; write down what is advised, or quarantine where enforced."""
     node = draft.nodes.get(event.node)
-    if node is None or node.disposition is Disposition.QUARANTINED:
+    if node is None:
         return
-    reason = f"check {event.check} failed twice in a row: {event.detail[:_MAX_DETAIL]}"
+    others = tuple(
+        each
+        for each in node.slow_checks
+        if (each.check, each.target) != (event.check, event.target)
+    )
+    if not event.failed:
+        if others != node.slow_checks:
+            draft.node(event.node, slow_checks=others)
+        return
+    before = next((each for each in node.slow_checks if each not in others), None)
+    if before is not None and event.origin and before.origin == event.origin:
+        return  # the same measurement, told to another leader
+    times = before.times + 1 if before is not None else 1
+    newest = SlowCheck(event.check, event.target, times, event.origin)
+    draft.node(event.node, slow_checks=(*others, newest)[-MAX_SLOW:])
+    if times >= REPEATS and node.disposition is not Disposition.QUARANTINED:
+        _advise(draft, event, times)
+
+
+def _advise(draft: Draft, event: CheckCompared, times: int) -> None:
+    detail = event.detail[:_MAX_DETAIL]
+    reason = f"check {event.check} of {event.target} failed {times} times in a row: {detail}"
     evidence = (Evidence("check", f"nodes/{event.node}", event.check),)
     enforced = draft.enforced(REPEATED_CHECK)
     if enforced and breaker.allows(draft, event.node, REPEATED_CHECK):

@@ -17,7 +17,7 @@ from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.attempt import Attempt, FailureCount, NodeSlot
 from megascale_driver.core.checkpoint_progress import Progress
-from megascale_driver.core.conditions import Condition
+from megascale_driver.core.conditions import Condition, SlowCheck
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.platform_sign import REACHED, PlatformSign
 from megascale_driver.core.replica_orders import NodeReplicaOrders
@@ -261,6 +261,8 @@ class Node:
     checks: tuple[Check, ...] = field(default=(), metadata=VOLATILE)
     desired: Desired = field(default_factory=Desired, metadata=VOLATILE)
     desired_version: int = field(default=1, metadata=VOLATILE)
+    # Targets whose newest figure is a FAIL beside the fleet's; an uncordon forgets them.
+    slow_checks: tuple[SlowCheck, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

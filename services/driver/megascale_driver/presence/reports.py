@@ -73,7 +73,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         failure=beat.failure[:MAX_TEXT],
         finished_step=max(0, beat.finished_step),
         workers=tuple([_worker(item, clock_offset_s) for item in beat.workers]),
-        checks=tuple([_check(item) for item in beat.checks]),
+        checks=tuple([check(item) for item in beat.checks]),
         store_endpoint=beat.store_endpoint,
         progress=tuple([_progress(item) for item in beat.checkpoints]),
         traces=tuple([_trace(item) for item in beat.traces[:MAX_TRACES]]) if beat.traces else (),
@@ -92,7 +92,8 @@ def pages(beat: link_pb2.Heartbeat) -> tuple[RankStatus, ...]:
     return tuple(_status(item) for item in beat.workers if item.phase)
 
 
-def _check(item: types_pb2.CheckResult) -> Check:
+def check(item: types_pb2.CheckResult) -> Check:
+    """The result of a check, cut to a bound."""
     verdict = _VERDICTS.get(item.verdict) or _VERDICTS[0]
     elapsed_s = item.elapsed.ToNanoseconds() / 1e9 if item.HasField("elapsed") else 0.0
     return Check(item.name, verdict, item.target, item.detail[:MAX_TEXT], elapsed_s)

@@ -217,6 +217,7 @@ class AttemptRunner:
             self._processes.environment,
             assignment.checks,
         )
+        self.diagnosis.remember(findings)
         # The workers of an earlier attempt have ended, so what is sealed does not change any more:
         # with PREPARED the driver gets the figures from which it plans the restore.
         await self._daemon.refresh()

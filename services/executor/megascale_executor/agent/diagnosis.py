@@ -107,7 +107,7 @@ class Diagnosis:
                         "the node was given work before the checks were done; "
                         "ask again when it is idle"
                     )
-                self._remember(running.result())
+                self.remember(running.result())
                 return running.result()
             finally:
                 running.cancel()
@@ -121,7 +121,8 @@ class Diagnosis:
             for (check, of, unit), value in self._measured.items()
         ]
 
-    def _remember(self, findings: Sequence[Finding]) -> None:
+    def remember(self, findings: Sequence[Finding]) -> None:
+        """Keep what good findings measured, for the hello."""
         values: dict[tuple[str, str, str], list[float]] = {}
         for each in findings:
             if each.value is not None and each.verdict == "PASS":

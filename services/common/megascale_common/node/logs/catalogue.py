@@ -22,7 +22,7 @@ _XID_TOLD = re.compile(
     r"(?<![sS])\bxid(?:_?errors?|criticalerror)?\b(?: (?:error|code|event|number))*[ :=#\"']*"
     r"\(?(\d{1,3})\b(?![.:]?\d)", re.IGNORECASE
 )  # fmt: skip
-_DEVICE = re.compile(r"\b(?:nvidia|nvrm|gpus?|device|pci)\b|GPU-", re.IGNORECASE)
+_DEVICE = re.compile(r"\b(?:nvidia|nvrm|gpus?|device|pci|dmesg|kmsg)\b|GPU-", re.IGNORECASE)
 LITERALS = ("xid", "sxid", "xidcriticalerror", "xid_errors", "xiderror")  # in lower case
 _FATAL = re.compile(r"(?<![-\w])fatal", re.IGNORECASE)
 _NON_FATAL = re.compile(r"\bnon-?fatal", re.IGNORECASE)

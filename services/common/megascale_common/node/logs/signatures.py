@@ -32,12 +32,14 @@ FATAL_LITERALS = ("error", "exception", "fatal", "nccl warn", "terminate called"
                   "root cause", "assert failed", " warn ", "ncclcomminit",
                   "interface found", "panicked", "non-zero status",
                   "nccl failure", "mpi_err", "internal: ", "return code",
-                  "sigsegv", "sigbus", "sigabrt")  # fmt: skip
+                  "sigsegv", "sigbus", "sigabrt", "free(): ", "malloc(): ", "double free",
+                  "munmap_chunk", "process received signal", "smashing")  # fmt: skip
 IGNORED = re.compile(
     r"NCCL INFO|^frame #\d|During handling of the above|another exception occurred"
     r"|\[Hardware Error\]|\b(?:0|no) errors?\b|stack trace: \*\*\*|^\s+File \""
-    r"|(?i:\berrors?[=:] ?0\b)|\[?(?:INFO|DEBUG)\b|\b\w*Warning:|^Exception ignored in"
-    r"|\(non-fatal\)"
+    r"|(?i:\berrors?\"?[=:] ?(?:0\b|\"\"|null\b|none\b|<?nil\b))"
+    r"|\[?(?:INFO|DEBUG)\b|\b\w*Warning:|^Exception ignored in"
+    r"|\(non-fatal\)|\b[Ee]rror[ _]rate\b"
 )
 WRAPPERS = re.compile(
     r"terminate called|exitcode|ChildFailedError|DistBackendError|ncclInvalidUsage|Last error"
@@ -51,5 +53,7 @@ FATAL_PATTERN = re.compile(
     r"|INTERNAL ASSERT FAILED|\.(?:h|cc|cu):\d+ WARN |unexpected system error"
     r"|ncclCommInit\w*\(.*\) failed|no socket interface found|panicked at|non-zero status"
     r"|NCCL failure|MPI_ERR\w*|error occurred|\bINTERNAL: .*failed"
-    r"|exits? with return code = ?-|\bSIG(?:SEGV|BUS|ABRT)\b"
+    r"|Assertion\b.* failed|exits? with return code = ?-|\bSIG(?:SEGV|BUS|ABRT)\b"
+    r"|\b(?:free|malloc|realloc|munmap_chunk)\(\): |double free or|Process received signal"
+    r"|stack smashing|NCCL error|CUDA error\b"
 )

@@ -18,10 +18,12 @@ COMMUNICATION = (
                  r"|op\.preamble\.length <= op\.nbytes|mismatch in rank count"),
     text("shm-full", "shm_exhausted", "root", "stop", "No space left on device",
          pattern=r"(/dev/shm|</torch_|/psm_|'/torch_).*No space left"
-                 r"|No space left on device.*(/dev/shm|</torch_|/psm_|'/torch_)"),
+                 r"|No space left on device.*(/dev/shm|</torch_|/psm_|'/torch_)"
+                 r"|torch_shm_manager.*No space left"),
     text("shm-gone", "shm_attach_failed", "root", "restart", "open shared memory object",
          "'/psm_", pattern=r"open shared memory object .*No such file|No such file.*'/psm_"),
-    text("files-open", "file_limit", "root", "stop", "oo many open files", "file-max limit",
+    text("files-open", "file_limit", "root", "stop", "oo many open files", "oo many files open",
+         "file-max limit",
          "items of ancdata"),
     text("shm-exhausted", "shm_exhausted", "root", "stop", "creating shared memory segment",
          "failed to extend /dev/shm", "insufficient shared memory", "out of shared memory",
@@ -47,7 +49,7 @@ COMMUNICATION = (
          "preparing to dump debug info", "Could not acquire GIL", "watchdog hang",
          "watchdog thread heartbeat", "dump signal", "watchdog thread may be stuck"),
     text("rendezvous-closed", "rendezvous_closed", "secondary", "restart",
-         "RendezvousClosedError", "RendezvousGracefulExitError"),
+         "RendezvousClosedError", "RendezvousGracefulExitError", "endezvous is closed"),
     text("rendezvous-timeout", "rendezvous_timeout", "root", "restart", "RendezvousTimeoutError",
          "RendezvousConnectionError", "client socket has timed out", "wait timeout after",
          "DistStoreError", "failed to connect/validate", "store based barrier", "to any network",

@@ -18,7 +18,7 @@ FILES_AND_NUMBERS = (
                  r"|not responding|not connected|endpoint shutdown"
                  r"|Lustre.*(was lost|timed out|operation .* failed)"),
     text("storage-full", "storage_write_failed", "root", "stop", "No space left on device",
-         "ENOSPC", "StorageFull", weak=True),
+         "ENOSPC", "StorageFull", pattern=r"^(?!.*(cgroup|inotify|sem(get|op)))", weak=True),
     text("storage-object", "storage_write_failed", "root", "restart", "when calling the",
          "S3UploadFailedError", "minReplication", "could only be replicated to",
          "botocore.exceptions", "google.api_core.exceptions", "google.cloud.storage",
@@ -49,7 +49,7 @@ FILES_AND_NUMBERS = (
                  r"(detected|encountered|found) (in|at|for|during))|(?i:(detected|found) nans? )"
                  r"|gradients are Nan/Inf|total norm .*is non-finite|diverged with loss = NaN"
                  r"|found NaN|(became|is) (infinite or )?NaN|NaN or Inf (found )?in (loss|grad)"
-                 r"|(?i:(grad[_ ]norm|\bloss)['\"]?[:=] ?nan\b)|Unexpected result nan"
+                 r"|(?i:(grad[_ ]norm|(?:\b|_)loss)['\"]?[:= ]{1,3}nan\b)|Unexpected result nan"
                  r"|(?i:loss (is|=) ?(nan|inf)\b)|Invalid loss, terminating"
                  r"|returned nan values in|(?i:loss is (not finite|non-finite))"),
 )  # fmt: skip

@@ -5,14 +5,16 @@ from __future__ import annotations
 from megascale_common.node.logs.signature import text
 
 GPU = (
+    text("gpu-handle-absent", "gpu_init_failed", "root", "evict_restart", "device handle for",
+         pattern=r"device handle for .*: Not Found", kernel=True),
     text("gpu-off-bus", "gpu_fallen_off_bus", "root", "evict_restart", "allen off the bus",
          "GPU is lost", "GPU_IS_LOST", "nable to determine the device handle",
          "GPU requires reset", kernel=True),
     text("gpu-remap-failed", "gpu_row_remap", "root", "evict_restart", "remap", "Remap",
-         pattern=r"(?i)row[- ]?remap\w*:? (failure|failed)|remapping failure occurred"
+         pattern=r"(?i)row[- ]?remap\w*:? (\w+ )?(failure|failed)|remapping failure occurred"
                  r"\W+yes", kernel=True),
-    text("gpu-remap", "gpu_row_remap", "root", "alert", "remapping", "Row Remapper",
-         pattern=r"(?i)row remapper: .*marked for remapping|row remapping.*pending"
+    text("gpu-remap", "gpu_row_remap", "root", "alert", "remapping", "row remap",
+         pattern=r"(?i)row remapper: .*marked for remapping|row remap(ping)?\b.*pending(?!\W+no)"
                  r"|pending row remap", kernel=True),
     text("gpu-page-retired", "gpu_ecc_uncorrectable", "root", "evict_restart",
          "double bit E", "double-bit E", "Double Bit E", "(DBE)",
@@ -25,10 +27,12 @@ GPU = (
     text("gpu-reset-required", "gpu_recovery_action", "root", "evict_restart", "RESET_REQUIRED",
          kernel=True),
     text("gpu-pmu-halt", "gpu_pmu_halt", "root", "evict_restart", "PmuHalted", "PMU has halted",
+         "PMU halted",
          kernel=True),
     text("gpu-gsp-timeout", "gsp_rpc_timeout", "root", "evict_restart", "RPC from GSP",
          "RPC response from GPU", "GSP Timeout", "kgspIsHeartbeatTimedOut",
-         "GSP RM heartbeat timed out", "waiting for GSP", kernel=True),
+         "GSP RM heartbeat timed out", "waiting for GSP", "returned from rpcRm",
+         "rpcRecvPoll timed", kernel=True),
     text("gpu-adapter", "gpu_init_failed", "root", "evict_restart", "NVRM",
          pattern=r"NVRM:.*(RmInitAdapter|rm_init_adapter|Cannot attach gpu|probe routine failed"
                  r"|nvidia_frontend_open.*failed)", kernel=True),
@@ -60,14 +64,17 @@ GPU = (
          "system not yet initialized", "ErrorSystemNotReady", "ERROR_SYSTEM_NOT_READY"),
     text("fabric-manager", "fabric_manager_failure", "root", "evict_restart", "fabric",
          "Fabric Manager",
-         pattern=r"(?i)fabric ?manager\b.*(don't match|doesn't match|mismatch|invalid value"
+         pattern=r"(?i)failed to start .*fabric ?manager|fabric ?manager\b.*(don't match"
+                 r"|doesn't match|mismatch|invalid value"
                  r"|status=\d+/FAILURE|failed|fatal|error|not (active|running|started)"
                  r"|inactive|unhealthy)"),
     text("fabric-manager-unit", "fabric_manager_failure", "root", "evict_restart",
          "nvidia-fabricmanager", pattern=r"nvidia-fabricmanager\S*:? .*([Ff]ailed|not found)"),
     text("driver-unreachable", "gpu_init_failed", "root", "evict_restart",
          "communicate with the NVIDIA driver", "river not loaded", "river Not Loaded",
-         pattern=r"communicate with the NVIDIA driver|(?i:nvml.*driver not loaded)"),
+         "modprobe",
+         pattern=r"communicate with the NVIDIA driver|(?i:nvml.*driver not loaded)"
+                 r"|nvidia-modprobe: unable to load|modprobe: .*(insert|Module) '?nvidia"),
     text("gpu-busy", "gpu_busy", "root", "restart", "busy or unavailable",
          "ErrorDevicesUnavailable", "CUDA_ERROR_DEVICE_UNAVAILABLE"),
     text("cuda-no-device", "gpu_init_failed", "root", "restart", "No CUDA GPUs are available",
@@ -85,19 +92,22 @@ GPU = (
          "CUDA_ERROR_OUT_OF_MEMORY", "HIP out of memory", "OutOfMemoryError",
          "RESOURCE_EXHAUSTED", "cudaMalloc failed", "OOM when allocating tensor",
          "STATUS_NOT_INITIALIZED", "ResourceExhaustedError",
-         pattern=r"OOM when allocating|CUBLAS_STATUS_NOT_INITIALIZED|out of memory"
+         pattern=r"OOM when allocating|out of memory"
+                 r"|CUBLAS_STATUS_NOT_INITIALIZED(?=.*cublasCreate)(?!.*device-side assert)"
                  r"|ErrorMemoryAllocation|STATUS_ALLOC_FAILED|OUT_OF_MEMORY"
                  r"|Failed to CUDA (m|c)alloc|(?<!ray\.exceptions\.)OutOfMemoryError"
                  r"|RESOURCE_EXHAUSTED: Out of memory"),
     text("cuda-assert", "cuda_device_assert", "root", "stop", "device-side assert",
-         "cudaErrorAssert"),
+         "cudaErrorAssert", pattern=r"device-side assert(?!ions)|cudaErrorAssert"),
     text("cuda-illegal-access", "cuda_illegal_access", "root", "restart",
          "illegal memory access", "unspecified launch failure", "misaligned address",
+         "al memory access was encountered",
          "ErrorIllegalAddress", "ErrorLaunchFailure", "ErrorMisalignedAddress",
          "illegal instruction was encountered", "ErrorIllegalInstruction",
          "ERROR_ILLEGAL_ADDRESS", "ERROR_LAUNCH_FAILED", "ERROR_MISALIGNED_ADDRESS",
          "ErrorInvalidPc", "ErrorInvalidAddressSpace", "ErrorHardwareStackError",
-         "ErrorLaunchTimeout", "launch timed out and was terminated", "invalid program counter",
+         "ErrorLaunchTimeout", "hardware stack error", "launch timed out and was terminated",
+         "invalid program counter",
          "STATUS_EXECUTION_FAILED", "STATUS_MAPPING_ERROR", "operation not supported on global"),
     text("cupti-subscriber", "profiler_conflict", "root", "alert", "CUPTI",
          "ERR_NVGPUCTRPERM", "GPU Performance Counters", "Profiler is already enabled",
@@ -105,5 +115,6 @@ GPU = (
          pattern=r"MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED|initialize CUPTI: 39"
                  r"|CUPTI_ERROR_(NOT_INITIALIZED|INSUFFICIENT_PRIVILEGES|MAX_LIMIT_REACHED)"
                  r"|ERR_NVGPUCTRPERM|GPU Performance Counters|rofiler is already"
-                 r"|CUPTI (initialization|could not be loaded)|cupti\w*\(.*\)? ?failed"),
+                 r"|CUPTI (initialization|could not be loaded)|\bcupti\w*\)?\(.*\)? ?failed"
+                 r"|[Ff]ailed to \w+ cupti\w+"),
 )  # fmt: skip

@@ -13,8 +13,9 @@ HARMLESS = (
     text("peermem-context", "benign", "benign", "none", "nv_get_p2p_free_callback"),
     text("mlx5-access-reg", "benign", "benign", "none", "ACCESS_REG",
          pattern=r"mlx5_cmd_out_err.*ACCESS_REG.*failed"),
-    text("group-not-destroyed", "benign", "benign", "none", "process group has NOT been destroyed",
-         "destroy_process_group() was not called"),
+    text("left-at-exit", "benign", "benign", "none", "process group has NOT been destroyed",
+         "destroy_process_group() was not called", "leaked semaphore", "leaked shared_memory"),
+    text("retried", "benign", "benign", "none", "Retrying (Retry(total="),
     text("socket-retry", "benign", "benign", "none", "socket.cpp",
          pattern=r"\[W[^\]]*socket\.cpp:\d+\].*(cannot be initialized|has failed to connect"
                  r"|not yet listening)"),
@@ -36,5 +37,5 @@ HARMLESS = (
          "XDG_RUNTIME_DIR not set", "loss scaler reducing", "perf: interrupt took too long",
          "Could not load dynamic library", "ACPI Error", "ACPI BIOS Error",
          "lowering kernel.perf_event", "[[SysMon]]",
-         "caller indicates that this is not a failure"),
+         "caller indicates that this is not a failure", "error-free", "find NCCL_TOPO_FILE"),
 )  # fmt: skip

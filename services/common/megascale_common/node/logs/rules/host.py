@@ -9,8 +9,9 @@ from megascale_common.node.logs.signature import text
 
 HOST = (
     text("dimm-cper-ue", "host_dimm_ue", "root", "evict_restart", "multi-bit ECC",
-         "multi-bit uncorrectable",
-         pattern=r"\[Hardware Error\].*multi-bit (uncorrectable )?ECC", kernel=True),
+         "multi-bit uncorrectable", "ulti-bit memory error",
+         pattern=r"\[Hardware Error\].*multi-bit (uncorrectable )?ECC|ulti-bit memory errors?\b",
+         kernel=True),
     text("dimm-cper-ce", "host_dimm_ce", "root", "alert", "single-bit ECC",
          pattern=r"\[Hardware Error\].*single-bit ECC", kernel=True),
     text("dimm-ue", "host_dimm_ue", "root", "evict_restart", "EDAC", "Memory failure: 0x",
@@ -27,6 +28,8 @@ HOST = (
          kernel=True),
     text("cper-fatal", "host_hardware_error", "root", "evict_restart", "Hardware Error",
          pattern=r"event severity: fatal", kernel=True),
+    text("mce-fatal", "host_hardware_error", "root", "evict_restart", "Machine Check Exception",
+         pattern=r"Machine Check Exception: \d+ Bank", kernel=True),
     text("cper", "host_hardware_error", "root", "alert", "Hardware Error",
          pattern=r"event severity: recoverable|Machine [Cc]heck|error from APEI"
                  r"|MC\d+_STATUS\[", kernel=True,
@@ -43,12 +46,15 @@ HOST = (
          "hung_task_timeout_secs", kernel=True),
     text("host-oom", "host_oom", "root", "restart", "ut of memory: Kill", "oom-kill",
          "out-of-memory handler", "oom_kill event", "OOM Killed", "OOMKilled", ": Out Of Memory",
-         pattern=r"ut of memory: Kill|oom-kill|out-of-memory handler|oom_kill event|OOM ?Killed"
-                 r"|task \S+: Out Of Memory", kernel=True),
+         "Killed process",
+         pattern=r"ut of memory: Kill|oom-kill|out-of-memory handler|oom_kill event"
+                 r"|OOM ?Killed(?!\W+false)"
+                 r"|task \S+: Out Of Memory|Killed process \d+ \(.*total-vm", kernel=True),
     text("pcie-fatal", "pcie_error", "root", "evict_restart", "AER:", "PCIe Bus Error",
          pattern=r"AER: .*\((Fatal|fatal)\)|Uncorrected \(Fatal\)|Uncorrectable \(Fatal\)",
          kernel=True),
-    text("pcie", "pcie_error", "root", "alert", "AER:", "PCIe Bus Error", kernel=True),
+    text("pcie", "pcie_error", "root", "alert", "AER:", "PCIe Bus Error", "pciehp",
+         pattern=r"PCIe Bus Error|AER: (?!enabled)|pciehp.*Link Down", kernel=True),
     text("disk-failed", "host_disk_failed", "root", "evict_restart", "ilesystem",
          "Disk failure on", "after reset failure", "after probe failure", "Corruption detected",
          "etadata corruption",
@@ -61,8 +67,11 @@ HOST = (
          "Identify Controller failed", "controller is down; will reset", "aborting reset",
          "timeout, completion polled", "critical medium error", "critical target error",
          "EXT4-fs error", "metadata I/O error", "BTRFS error", "Unrecovered read error",
-         "failed command: ", "exception Emask", kernel=True),
+         "failed command: ", "exception Emask", "FAILED Result: hostbyte", "log I/O error",
+         "ext4_end_bio", "sync page write", "Aborting journal on", "JBD2: ",
+         kernel=True),
     text("nic-power", "pcie_error", "root", "alert", "insufficient power on the PCIe",
          kernel=True),
-    text("nccl-segv", "unknown", "root", "alert", "in libnccl.so"),
+    text("nccl-segv", "unknown", "root", "restart", "in libnccl.so",
+         pattern=r"segfault at"),
 )  # fmt: skip
