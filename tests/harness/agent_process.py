@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness import program_start
 from tests.harness.processes import living_processes_of_group, until_gone
 from tests.harness.waiting import until
 
@@ -106,7 +107,7 @@ def start_agent(
         f"{sys.executable} {_SCRIPTED}" if template is None else template,
     ]
     with (folder / "agent.log").open("ab") as log:
-        process = subprocess.Popen(
+        process = program_start.start(
             command, stdout=log, stderr=log, env=child_environment(), start_new_session=True
         )
     return AgentProcess(process, run_folder, node)

@@ -6,7 +6,6 @@ import mmap
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.harness import program_start
 from tests.harness.checkpoint_files import slot_bytes
 from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import CALL_TIMEOUT_S, Standstill, until
@@ -78,7 +78,7 @@ class DaemonProcess:
         command += ["--staging-folder", str(self.base), *arguments]
         self.log = self.run_folder / "daemon.log"
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
+            self.process = program_start.start(
                 command, env=child_environment(), stdout=log, stderr=log
             )
         self.address = self._wait(written_before)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import grpc
+from tests.harness import program_start
 from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
@@ -77,7 +78,9 @@ class DriverProcess:
             # From the main thread, though it blocks: the parent-death signal is sent when the
             # thread that spawned the process ends.
             environment = child_environment(self._environment)
-            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: ASYNC220
+            # Other code can only be executed.
+            starts = subprocess.Popen if "PYTHONPATH" in self._environment else program_start.start
+            self._process = starts(command, env=environment, stdout=log, stderr=log)
         await eventually(self._serves, "the driver's address", self._starts, story=self.log)
         await self._close_channel()
         self._channel = open_channel(self.address(), self.token)

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.harness import program_start
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.driver import DriverProcess
 from tests.harness.etcd import CuttableProxy
@@ -142,10 +143,9 @@ class HaCluster:
         ]
         environment = child_environment({"PYTHONPATH": python_path(self.folder / "site", code)})
         with (folder / "agent.log").open("ab") as log:
+            starts = program_start.start if code is None else subprocess.Popen
             self._agents.append(
-                subprocess.Popen(
-                    command, stdout=log, stderr=log, env=environment, start_new_session=True
-                )
+                starts(command, stdout=log, stderr=log, env=environment, start_new_session=True)
             )
 
     def _end_agent(self, agent: subprocess.Popen[bytes]) -> None:

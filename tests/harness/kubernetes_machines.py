@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.harness import program_start
 from tests.harness.kubernetes_api import KubernetesApi
 from tests.harness.kubernetes_store import Key, Object
 from tests.harness.processes import living_processes_of_group, until_gone
@@ -273,7 +274,7 @@ class Machines:
         if running.probe is None:
             command = [located(word, running.paths) for word in probe["exec"]["command"]]
             with (running.folder / "probe.log").open("ab") as log:
-                running.probe = subprocess.Popen(
+                running.probe = program_start.start(
                     [sys.executable, *command[1:]], stdout=log, stderr=log, env=child_environment()
                 )
         status = running.probe.poll()

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.harness import program_start
 from tests.harness.paced import python_path
 from tests.harness.processes import cpu_ticks, ended
 from tests.harness.waiting import log_bytes, until
@@ -27,23 +28,28 @@ END_REASON = "the test is over"
 
 def megascale(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command of the CLI until it ends, within the timeout of the test."""
-    return subprocess.run(
+    process = program_start.start(
         [sys.executable, "-m", "megascale_cli", *arguments],
         env={**os.environ, "COLUMNS": "200"},  # wide enough to break no message
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        check=False,
     )
+    output, errors = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 class UpProcess:
     """`megascale up` with ``options`` in ``folder``; as a context manager it ends all processes.
 
-    Its jobs may have the optimizer of :mod:`tests.harness.paced`.
+    Its jobs may have the optimizer of :mod:`tests.harness.paced`. ``executed``: its programs start
+    as they do for users, and not by :mod:`tests.harness.program_start`.
     """
 
-    def __init__(self, folder: Path, *options: str, dashboard: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *options: str, dashboard: bool = False, executed: bool = False
+    ) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
         self._marked = {
@@ -65,7 +71,8 @@ class UpProcess:
             *options,
         ]
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
-            self.process = subprocess.Popen(
+            starts = subprocess.Popen if executed else program_start.start
+            self.process: subprocess.Popen[bytes] = starts(
                 command,
                 env={**self._marked, "MEGASCALE_PARENT_PID": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
@@ -104,7 +111,7 @@ class UpProcess:
 
     def beside(self, *arguments: str) -> subprocess.Popen[str]:
         """A command of the CLI as a process that counts as one of this cluster."""
-        return subprocess.Popen(
+        return program_start.start(
             [sys.executable, "-m", "megascale_cli", *arguments],
             env={**self._marked, "COLUMNS": "200"},
             stdin=subprocess.DEVNULL,

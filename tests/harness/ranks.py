@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.harness import program_start
 from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import STANDSTILL_S, ProgressWatch, Standstill
 
@@ -98,7 +99,7 @@ class RankPool:
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
     def _start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return program_start.start(
             [sys.executable, "-m", "tests.harness.ranks"],
             cwd=REPOSITORY,
             env=child_environment(

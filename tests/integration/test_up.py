@@ -22,7 +22,7 @@ OPTIONS = ("--nodes", "2", "--devices-per-node", "1", "--device", "cpu", "--node
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[UpProcess]:
-    with UpProcess(tmp_path / "cluster", *OPTIONS) as running:
+    with UpProcess(tmp_path / "cluster", *OPTIONS, executed=True) as running:
         yield running
 
 
@@ -137,7 +137,7 @@ async def test_ready_means_that_the_daemons_of_all_nodes_serve(
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DAEMON)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"), prepend=os.pathsep)
-    with UpProcess(tmp_path / "cluster", *OPTIONS) as up:
+    with UpProcess(tmp_path / "cluster", *OPTIONS, executed=True) as up:
         async with AsyncClient.from_run_folder(up.folder) as client:
             assert all([bool(node.checkpoint_endpoint) async for node in client.nodes()])
 
@@ -149,7 +149,7 @@ def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(
     """A shell without job control starts background commands with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        running = UpProcess(tmp_path / "cluster", *OPTIONS[2:], "--nodes", "1")
+        running = UpProcess(tmp_path / "cluster", *OPTIONS[2:], "--nodes", "1", executed=True)
     finally:
         signal.signal(signal.SIGINT, before)
     with running as up:
