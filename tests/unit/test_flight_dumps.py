@@ -14,6 +14,7 @@ from tests.unit.test_flight_recorder import inside
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_driver.analysis import flight_recorder
 from megascale_executor.agent import flight_dumps
+from megascale_executor.agent.stacks import stack_since
 from megascale_trainer.process import flight_dump
 
 CPU = torch.device("cpu")
@@ -71,6 +72,23 @@ def test_a_record_that_is_too_long_or_fails_is_not_written(
     until(out.exists, "the third is written")
     assert seen[:2] == [False, False] and out.read_bytes() == b"short"
     assert "no communicator" in capfd.readouterr().out
+
+
+def test_the_training_threads_stack_comes_with_the_record(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the agent reads it from the log: this test stands for the thread that trains."""
+    pipe, out = tmp_path / "request", tmp_path / "out"
+    flight_dump.answer(pipe, out, lambda: b"{}")
+    with pipe.open("wb") as request:
+        request.write(b"1")
+    until(out.exists, "it is answered")
+    log = tmp_path / "log"
+    log.write_text(capfd.readouterr().err)
+    stack = stack_since(log, 0)
+    inner, caller, _ = stack.partition(" < pytest_pyfunc_call (")
+    assert caller, "innermost first"
+    assert "test_the_training_threads_stack_comes_with_the_record (unit/test_flight_dumps" in inner
 
 
 def test_only_a_device_with_nccl_has_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
