@@ -72,8 +72,9 @@ GPU = (
          "nvidia-fabricmanager", pattern=r"nvidia-fabricmanager\S*:? .*([Ff]ailed|not found)"),
     text("driver-unreachable", "gpu_init_failed", "root", "evict_restart",
          "communicate with the NVIDIA driver", "river not loaded", "river Not Loaded",
-         "modprobe",
+         "modprobe", "nvidia-container-cli",
          pattern=r"communicate with the NVIDIA driver|(?i:nvml.*driver not loaded)"
+                 r"|nvidia-container-cli: initialization error: (driver|nvml) error"
                  r"|nvidia-modprobe: unable to load|modprobe: .*(insert|Module) '?nvidia"),
     text("gpu-busy", "gpu_busy", "root", "restart", "busy or unavailable",
          "ErrorDevicesUnavailable", "CUDA_ERROR_DEVICE_UNAVAILABLE"),
