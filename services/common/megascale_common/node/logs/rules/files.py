@@ -18,7 +18,7 @@ FILES_AND_NUMBERS = (
                  r"|not responding|not connected|endpoint shutdown"
                  r"|Lustre.*(was lost|timed out|operation .* failed)"),
     text("storage-full", "storage_write_failed", "root", "stop", "No space left on device",
-         "ENOSPC", "StorageFull", pattern=r"^(?!.*(cgroup|inotify|sem(get|op)))", weak=True),
+         "ENOSPC", "StorageFull", unless="cgroup|inotify|sem(get|op)", weak=True),
     text("storage-object", "storage_write_failed", "root", "restart", "when calling the",
          "S3UploadFailedError", "minReplication", "could only be replicated to",
          "botocore.exceptions", "google.api_core.exceptions", "google.cloud.storage",

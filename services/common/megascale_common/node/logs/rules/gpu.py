@@ -40,7 +40,7 @@ GPU = (
          kernel=True),
     text("cuda-ecc", "gpu_ecc_uncorrectable", "root", "evict_restart", "uncorrectable ECC",
          "ECC_UNCORRECTABLE", "ErrorECCUncorrectable",
-         pattern=r"^(?!.*(Hardware Error|DIMM))"),
+         unless="Hardware Error|DIMM"),
     text("cuda-nvlink", "nvlink_error", "root", "evict_restart", "ErrorNvlinkUncorrectable",
          "ncorrectable NVLink error"),
     text("fabric-switch-fatal", "nvlink_error", "root", "evict_restart", "NVSwitch",

@@ -7,7 +7,7 @@ from megascale_common.node.logs.signature import text
 HARMLESS = (
     text("advice-cuda", "benign", "advice", "none", "CUDA_LAUNCH_BLOCKING", "TORCH_USE_CUDA_DSA",
          "might be asynchronously reported", "CUDA kernel errors might be",
-         pattern=r"^(?!.*\b(CUDA|HIP) (runtime )?error\b)"),  # else the error is on the same line
+         unless=r"\b(CUDA|HIP) (runtime )?error\b"),  # else the error is on the same line
     text("advice-nccl", "benign", "advice", "none", "NCCL_DEBUG",
          pattern=r"^You can use NCCL_DEBUG|^\W*Set NCCL_DEBUG"),
     text("peermem-context", "benign", "benign", "none", "nv_get_p2p_free_callback"),
