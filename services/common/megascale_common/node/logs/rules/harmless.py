@@ -19,7 +19,8 @@ HARMLESS = (
     text("socket-retry", "benign", "benign", "none", "socket.cpp",
          pattern=r"\[W[^\]]*socket\.cpp:\d+\].*(cannot be initialized|has failed to connect"
                  r"|not yet listening)"),
-    text("gradient-overflow", "benign", "benign", "none", "Gradient overflow", "OVERFLOW! Rank"),
+    text("gradient-overflow", "benign", "benign", "none", "Gradient overflow", "OVERFLOW! Rank",
+         unless=r"loss=nan\b"),
     text("peer-access-missing", "benign", "benign", "none", "Custom allreduce",
          pattern=r"Setup Custom allreduce failed|Custom allreduce is disabled"),
     text("nfs-recovered", "benign", "benign", "none", "nfs: server",
