@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from tests.harness.desk import POLICY, Desk, exited
 from tests.harness.kernel_lines import gpu_falls_off, logs
+from tests.harness.presence import arrived
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import VirtualClock
@@ -14,9 +16,12 @@ from megascale_driver.core.conditions import MAX_SLOW, SlowCheck
 from megascale_driver.core.events import Audit, NodeReport, PolicyRequested, UncordonRequested
 from megascale_driver.core.fault_checks import CHECKS, EXTRA_S
 from megascale_driver.core.group_events import CheckCompared
+from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import AttemptPhase, Check, Identity, JobPhase, Node
+from megascale_driver.engine import Engine, Term
 from megascale_driver.journal import codec
 from megascale_driver.node_calls import NodeCalls
+from megascale_driver.open_links import Link
 from megascale_driver.orders import desired_state
 from megascale_driver.presence import reports
 from megascale_executor.agent.self_check import FAULT_CHECKS_S
@@ -216,3 +221,33 @@ def test_the_breaker_bounds_what_comparisons_evict() -> None:
     gone = [name for name in names if desk.disposition(name) == "QUARANTINED"]
     assert len(gone) == POLICY.breaker_nodes
     assert [one for one in desk.audit if one.reason == "BREAKER_TRIPPED"]
+
+
+def test_the_engine_has_each_report_of_such_checks_compared() -> None:
+    desk = running("n1", "n2", "n3")
+    ended(desk, "RuntimeError: CUDA error: an illegal memory access was encountered")
+    clock = VirtualClock()
+    engine = Engine(Policy(), clock, "token", "here")
+    nothing = cast(Any, None)
+    engine.term = Term(nothing, nothing, types_pb2.Epoch(create_revision=1), clock.now_s())
+    engine.state = desk.state
+    for number in range(8):
+        said = link_pb2.MeasuredFigure(check="memory_bandwidth", unit="GB/s", value=700 + number)
+        engine.node_calls.learn(f"other{number}", Identity("i"), [said])
+    name = desk.job().slots[0].node
+    link = Link(name, Identity("i"), clock.now_s())
+    engine.links.add(link)
+    engine.opened(link)
+    beat = link_pb2.Heartbeat(
+        seq=1, job="a", attempt=desk.job().attempt, phase=link_pb2.ATTEMPT_PHASE_PREPARED
+    )
+    beat.checks.add(
+        name="memory_bandwidth", target="cpu:0", unit="GB/s", value=350.0,
+        verdict=types_pb2.CHECK_VERDICT_PASS,
+    )  # fmt: skip
+    engine.heard(link, arrived(beat), clock.now_s())
+    events = [entry.event for entry in engine._inbox.clear()]
+    (compared,) = [each for each in events if isinstance(each, CheckCompared)]
+    assert compared.failed and compared.node == name
+    (report,) = [each.report for each in events if isinstance(each, NodeReport)]
+    assert [each.verdict for each in report.checks] == ["DEGRADED"]

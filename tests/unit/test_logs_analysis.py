@@ -70,6 +70,8 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
         ("wordings", 55),
         ("assorted", 61),
         ("usual", 59),
+        ("rarer", 26),
+        ("kinds", 16),
     ],
 )
 def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:

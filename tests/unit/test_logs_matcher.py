@@ -142,7 +142,7 @@ def test_words_of_ordinary_lines_do_not_pass_the_gate() -> None:
 def test_lines_that_differ_in_digits_alone_are_looked_at_again_when_one_is_troubled() -> None:
     steps = b"".join(b"step %d loss %d.%d\n" % (n, n % 7, n) for n in range(500))
     bad = b"step 501 loss nan\n"
-    assert found(steps + bad + steps + bad) == [("nan-words", 2)]
+    assert found(steps + bad + steps + bad) == [("nan", 2)]
     assert found(steps) == []
 
 
@@ -172,3 +172,10 @@ def test_a_vocabulary_does_not_count_in_lines_of_information() -> None:
     kind = kind_of(told)
     assert kind is not None and kind.category == "collective_timeout"
     assert kind_of(f"[INFO] {told}") is None
+
+
+def test_a_setting_that_says_info_makes_no_line_information() -> None:
+    hint = b"RuntimeError: NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"
+    ((name, count),) = found(hint + b"\n")
+    assert name.startswith("unknown-fatal") and count == 1
+    assert found(b"2026-01-01 INFO: RuntimeError was caught\n") == []

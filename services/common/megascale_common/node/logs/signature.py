@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -31,28 +32,20 @@ def text(
     action: Action,
     *literals: str,
     pattern: str | None = None,
-    kernel: bool = False,
-    weak: bool = False,
-) -> Signature:
-    """A signature of a text; ``pattern`` is compared with the line as it is."""
-    kind = Kind(name, category, role, action, kernel=kernel, weak=weak)
-    lower = tuple(dict.fromkeys(literal.lower() for literal in literals))
-    return Signature(kind, lower, re.compile(pattern) if pattern else None)
-
-
-def wide(
-    name: str,
-    category: str,
-    role: Role,
-    action: Action,
-    *literals: str,
-    pattern: str,
     unless: str | None = None,
     kernel: bool = False,
     weak: bool = False,
+    wide: bool = False,
 ) -> Signature:
-    """A signature of a vocabulary; its patterns are compared without regard to case."""
+    """A signature of a text; its patterns are compared with the line as it is.
+
+    ``wide``: of a vocabulary; its patterns are compared without regard to case.
+    """
     kind = Kind(name, category, role, action, kernel=kernel, weak=weak)
     lower = tuple(dict.fromkeys(literal.lower() for literal in literals))
-    but = re.compile(unless, re.IGNORECASE) if unless else None
-    return Signature(kind, lower, re.compile(pattern, re.IGNORECASE), but, wide=True)
+    flags = re.IGNORECASE if wide else re.NOFLAG
+    matches = re.compile(pattern, flags) if pattern else None
+    return Signature(kind, lower, matches, re.compile(unless, flags) if unless else None, wide)
+
+
+wide = functools.partial(text, wide=True)

@@ -38,7 +38,7 @@ IGNORED = re.compile(
     r"NCCL INFO|^frame #\d|During handling of the above|another exception occurred"
     r"|\[Hardware Error\]|\b(?:0|no) errors?\b|stack trace: \*\*\*|^\s+File \""
     r"|(?i:\berrors?\"?[=:] ?(?:0\b|\"\"|null\b|none\b|<?nil\b))"
-    r"|\[?(?:INFO|DEBUG)\b|\b\w*Warning:|^Exception ignored in"
+    r"|(?<!\w)(?<!DEBUG=)\[?(?:INFO|DEBUG)\b|\b\w*Warning:|^Exception ignored in"
     r"|\(non-fatal\)|\b[Ee]rror[ _]rate\b"
 )
 WRAPPERS = re.compile(

@@ -66,5 +66,5 @@ COMMUNICATION = (
                  r"|failed to connect to any network|connect\(\) timed out|connectFullMesh failed",
          weak=True),
     text("port-in-use", "port_in_use", "root", "restart", "ddress already in use", "EADDRINUSE",
-         pattern=r"^(?!.*\bmount\.)"),
+         unless=r"\bmount\."),
 )  # fmt: skip

@@ -9,7 +9,7 @@ ENDS = (
          "job is preempted", "Node failure on", pattern=r"DUE TO (PREEMPTION|JOB REQUEUE"
                  r"|NODE FAILURE)|preempted|Node failure on"),
     text("slurm-ended", "scheduler_ended", "root", "none", "CANCELLED AT", "cancelled by user",
-         "scancel", pattern=r"^(?!.*DUE TO TASK FAILURE)"),
+         "scancel", unless="DUE TO TASK FAILURE"),
     text("sigkill", "sigkill_unknown", "secondary", "restart", "xitcode", "SIGKILL",
          "signal: Killed", "Killed", "exit code 137", "ignal 9",
          "return code = -9", "xit code: 137", "xited with code 137", "xit status 137",

@@ -18,11 +18,12 @@ FILES_AND_NUMBERS = (
                  r"|not responding|not connected|endpoint shutdown"
                  r"|Lustre.*(was lost|timed out|operation .* failed)"),
     text("storage-full", "storage_write_failed", "root", "stop", "No space left on device",
-         "ENOSPC", "StorageFull", pattern=r"^(?!.*(cgroup|inotify|sem(get|op)))", weak=True),
+         "ENOSPC", "StorageFull", unless="cgroup|inotify|sem(get|op)", weak=True),
     text("storage-object", "storage_write_failed", "root", "restart", "when calling the",
          "S3UploadFailedError", "minReplication", "could only be replicated to",
          "botocore.exceptions", "google.api_core.exceptions", "google.cloud.storage",
-         "azure.core.exceptions", "gcsfs.retry", "AzureHttpError", "HdfsError",
+         "azure.core.exceptions", "azure.storage.StorageException", "gcsfs.retry",
+         "AzureHttpError", "HdfsError",
          pattern=r"when calling the (PutObject|UploadPart\w*|CreateMultipartUpload"
                  r"|CompleteMultipartUpload|CopyObject) operation|S3UploadFailedError"
                  r"|to 0 (of the \d+ minReplication )?nodes"
@@ -31,6 +32,7 @@ FILES_AND_NUMBERS = (
                  r"|google\.api_core\.exceptions\.(ServiceUnavailable|TooManyRequests"
                  r"|GatewayTimeout"
                  r"|InternalServerError|RetryError)|azure\.core\.exceptions\.(Service\w+|Http\w+)"
+                 r"|azure\.storage\.StorageException: .*(Connection reset|timed? ?out|unavailable)"
                  r"|gcsfs\.retry\.HttpError|AzureHttpError|hdfs\.util\.HdfsError"),
     text("storage-write", "storage_write_failed", "root", "restart", "StreamWriter failed",
          "unexpected pos", "nput/output error", "cannot be opened", "ead-only file system",

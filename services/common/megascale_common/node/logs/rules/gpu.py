@@ -40,7 +40,7 @@ GPU = (
          kernel=True),
     text("cuda-ecc", "gpu_ecc_uncorrectable", "root", "evict_restart", "uncorrectable ECC",
          "ECC_UNCORRECTABLE", "ErrorECCUncorrectable",
-         pattern=r"^(?!.*(Hardware Error|DIMM))"),
+         unless="Hardware Error|DIMM"),
     text("cuda-nvlink", "nvlink_error", "root", "evict_restart", "ErrorNvlinkUncorrectable",
          "ncorrectable NVLink error"),
     text("fabric-switch-fatal", "nvlink_error", "root", "evict_restart", "NVSwitch",
@@ -72,8 +72,9 @@ GPU = (
          "nvidia-fabricmanager", pattern=r"nvidia-fabricmanager\S*:? .*([Ff]ailed|not found)"),
     text("driver-unreachable", "gpu_init_failed", "root", "evict_restart",
          "communicate with the NVIDIA driver", "river not loaded", "river Not Loaded",
-         "modprobe",
+         "modprobe", "nvidia-container-cli",
          pattern=r"communicate with the NVIDIA driver|(?i:nvml.*driver not loaded)"
+                 r"|nvidia-container-cli: initialization error: (driver|nvml) error"
                  r"|nvidia-modprobe: unable to load|modprobe: .*(insert|Module) '?nvidia"),
     text("gpu-busy", "gpu_busy", "root", "restart", "busy or unavailable",
          "ErrorDevicesUnavailable", "CUDA_ERROR_DEVICE_UNAVAILABLE"),

@@ -7,7 +7,7 @@ from megascale_common.node.logs.signature import text
 HARMLESS = (
     text("advice-cuda", "benign", "advice", "none", "CUDA_LAUNCH_BLOCKING", "TORCH_USE_CUDA_DSA",
          "might be asynchronously reported", "CUDA kernel errors might be",
-         pattern=r"^(?!.*\b(CUDA|HIP) (runtime )?error\b)"),  # else the error is on the same line
+         unless=r"\b(CUDA|HIP) (runtime )?error\b"),  # else the error is on the same line
     text("advice-nccl", "benign", "advice", "none", "NCCL_DEBUG",
          pattern=r"^You can use NCCL_DEBUG|^\W*Set NCCL_DEBUG"),
     text("peermem-context", "benign", "benign", "none", "nv_get_p2p_free_callback"),
@@ -19,7 +19,8 @@ HARMLESS = (
     text("socket-retry", "benign", "benign", "none", "socket.cpp",
          pattern=r"\[W[^\]]*socket\.cpp:\d+\].*(cannot be initialized|has failed to connect"
                  r"|not yet listening)"),
-    text("gradient-overflow", "benign", "benign", "none", "Gradient overflow", "OVERFLOW! Rank"),
+    text("gradient-overflow", "benign", "benign", "none", "Gradient overflow", "OVERFLOW! Rank",
+         unless=r"loss=nan\b"),
     text("peer-access-missing", "benign", "benign", "none", "Custom allreduce",
          pattern=r"Setup Custom allreduce failed|Custom allreduce is disabled"),
     text("nfs-recovered", "benign", "benign", "none", "nfs: server",

@@ -146,7 +146,7 @@ _HOST = (
                  r".*(?<!\b0 )\buncorrect(able|ed)\b(?!.*\b(0|no) errors?)",
          unless="gpu|nvidia|cuda", kernel=True),
     wide("dimm-ce-words", "host_dimm_ce", "root", "alert", "correctable", "corrected",
-         pattern=r"^(?=.*(dimm|memory (module|device|controller|bank|error|read|scrub)|\bSEL\b"
+         pattern=r"^(?=.*(dimm|memory (module|device|controller|bank|error|read|scrub|#)|\bSEL\b"
                  r"|ipmi|bmc|\bMC#?\d)).*(?<!\b0 )\bcorrect(able|ed)\b"
                  r"|predictive failure.*dimm|dimm.*predictive failure",
          unless="gpu|nvidia|cuda|pci", kernel=True),
@@ -158,8 +158,8 @@ _HOST = (
          pattern=r"CPU#\d+ stuck for|unable to handle kernel|fixing recursive fault"
                  r"|fatal exception in interrupt", kernel=True),
     wide("board-words", "host_hardware_error", "root", "alert", "nmi received for unknown",
-         "IERR", "clock throttled", "power supply", "core temperature",
-         pattern=r"NMI received for unknown reason|\bIERR\b|cpu clock throttled"
+         "IERR", "CATERR", "PMIC", "clock throttled", "power supply", "core temperature",
+         pattern=r"NMI received for unknown reason|\b(IERR|CATERR|PMIC_ERR)\b|cpu clock throttled"
                  r"|power supply\b.{0,40}\b(lost|fail\w*|deasserted)\b", kernel=True),
     wide("pcie-words", "pcie_error", "root", "alert", "containment event",
          "pcie link", "pcie width", "pcie speed",
@@ -326,7 +326,8 @@ _FILES = (
     wide("mount-words", "storage_unreachable", "root", "alert", "mount", "lustre",
          "lnet", "gpfs", "mmfs", "ceph", "beegfs", "weka", "nfs:", "juicefs", "glusterfs",
          "host is down", "enotconn", "cifs", "libceph",
-         pattern=r"FailedMount|(unable|failed) to (attach or )?mount|mount\w*\.\w+ failed"
+         pattern=r"FailedMount|\bmount error\b|(unable|failed) to (attach or )?mount"
+                 r"|mount\w*\.\w+ failed"
                  r"|mount\.\w+: .*(timed out|refused|error|fail|no route|unreachable|denied)"
                  r"|\b(Lustre|LNet)(Error)?\b.*(fail|error|lost|evict|timed out|unreachable|down"
                  r"|inactive for)"
