@@ -16,11 +16,13 @@ from megascale_common.node.logs.rules.gpu import GPU
 from megascale_common.node.logs.rules.harmless import HARMLESS
 from megascale_common.node.logs.rules.host import HOST
 from megascale_common.node.logs.rules.network import NETWORK
+from megascale_common.node.logs.rules.standing import STANDING
 from megascale_common.node.logs.rules.wide import WIDE
 from megascale_common.node.logs.signature import Signature
 
 SIGNATURES: tuple[Signature, ...] = (
     *HARMLESS, *GPU, *HOST, *NETWORK, *COMMUNICATION, *FILES_AND_NUMBERS, *ENDS, *WIDE,
+    *STANDING,
 )  # fmt: skip
 
 # A line that ends something and that no signature knows; the weak form only wraps another line.

@@ -12,7 +12,7 @@ COMMUNICATION = (
          "inconsistent", "appears not to match", "Mismatched allreduce", "Mismatched allgather",
          "Mismatched broadcast", "Mismatched data types", "essage truncated", "preamble.length",
          "mismatch in rank count",
-         pattern=r"mismatch between collectives|Mismatched (collective|allreduce|allgather"
+         pattern=r"mismatch between collectives|[Mm]ismatched (collective|allreduce|allgather"
                  r"|broadcast|data types)|ollective operation counts|has inconsistent \d+ params"
                  r"|appears not to match (sizes|strides) of the same param|[Mm]essage truncated"
                  r"|op\.preamble\.length <= op\.nbytes|mismatch in rank count"),

@@ -38,5 +38,6 @@ HARMLESS = (
          "XDG_RUNTIME_DIR not set", "loss scaler reducing", "perf: interrupt took too long",
          "Could not load dynamic library", "ACPI Error", "ACPI BIOS Error",
          "lowering kernel.perf_event", "[[SysMon]]",
-         "caller indicates that this is not a failure", "error-free", "find NCCL_TOPO_FILE"),
+         "caller indicates that this is not a failure", "error-free", "find NCCL_TOPO_FILE",
+         "Only EFA provider is supported"),
 )  # fmt: skip

@@ -19,7 +19,8 @@ HOST = (
          "hardware memory corruption", "Uncorrectable ECC",
          pattern=r"hardware memory corruption|(Memory|DIMM).*Uncorrectable ECC|EDAC .*\b\d+ UE\b"
                  r"|Memory failure: 0x|Uncorrected error\s*$"
-                 r"|[Uu]ncorrected hardware memory|[Uu]ncorrectable memory error", kernel=True),
+                 r"|[Uu]ncorrected hardware memory|[Uu]ncorrectable memory error",
+         unless=r"\bGPU|NVRM", kernel=True),
     text("dimm-ce", "host_dimm_ce", "root", "alert", "EDAC", "orrected memory error",
          "orrected error, no action", "orrected read error", "MEMORY CONTROLLER",
          pattern=r"EDAC .*\b\d+ CE\b|EDAC .*HANDLING MCE MEMORY|\bCorrected memory error"
