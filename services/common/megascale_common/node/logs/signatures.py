@@ -47,7 +47,8 @@ WRAPPERS = re.compile(
     r"terminate called|exitcode|ChildFailedError|DistBackendError|ncclInvalidUsage|Last error"
     r"|watchdog thread terminated|raised from|Root Cause|^Traceback|ncclSystemError"
     r"|unhandled system error|ncclInternalError|tasks? .*[Ee]xited|errors\.error_handler"
-    r"|error_handler: \{|Connect to \S+ failed|RpcError|MPI_ERRORS_ARE_FATAL"
+    r"|error_handler: \{|Connect to \S+ failed|RpcError|MPI_ERRORS_ARE_FATAL|\bAborted\b"
+    r"|\bSIGABRT\b"
 )
 FATAL_PATTERN = re.compile(
     r"\b\w*(?:Error|Exception)\b|\b(?:ERROR|FATAL|[Ff]atal|[Ee]rror:)|NCCL WARN|terminate called"

@@ -35,6 +35,7 @@ _DEVICES = (
          unless=r"registered|being initialized|unregistered|fully initialized",
          pattern=r"nvidia-(nvlink|nvswitch)\d*: .*(unable|fail|error|fault|fatal|timed out)"
                  r"|\bNVLink\b ?\W{0,2}(link )?\d* ?(is |went |has gone )?(down|inactive)\b"
+                 r"|nvlink.{0,60}\ball links are inactive"
                  r"|nvlink.{0,60}(replay|recovery|crc|fatal|minor|data).{0,20} errors?\b.{0,40}"
                  r"(detected|exceed|increas)", kernel=True),
     wide("nvswitch-fatal", "nvlink_error", "root", "evict_restart", "nvswitch",
@@ -43,11 +44,13 @@ _DEVICES = (
          pattern=r"fabric (state|initialization)\b.{0,40}(not (start|complete|register|run)|fail"
                  r"|in progress|but is not)"),
     wide("gpu-absent", "gpu_init_failed", "root", "restart", "devices available",
-         "gpu devices", "cuda device", "lazily at initialization", "cuda libraries",
+         "gpu devices", "cuda device", "initialize the nvidia", "initialise the nvidia",
+         "lazily at initialization", "cuda libraries",
          "is not loaded", "your machine only has", "no supported gpu", "bound to vfio",
          "could not find cuda", "nvidia-smi", "cuda devices", "invalid device id", "/dev/nvidia",
          "device_count", unless="initialize backend",
-         pattern=r"only \d+ devices available, \d+ requested|no visible (GPU|CUDA) devices"
+         pattern=r"failed to initiali[sz]e the NVIDIA (GPU|graphics|device|kernel)"
+                 r"|only \d+ devices available, \d+ requested|no visible (GPU|CUDA) devices"
                  r"|CUDA call failed lazily at initialization|error loading CUDA libraries"
                  r"|deserialize object on (a )?CUDA device|NVIDIA driver\b.{0,40}is not loaded"
                  r"|but your machine only has|no supported GPU|NVRM:.*bound to vfio"
@@ -162,6 +165,10 @@ _RUNS = (
          pattern=r"DatanodeInfoWithStorage.{0,80} (are|is) bad|low on resource: ephemeral"
                  r"|ephemeral[- ]storage.{0,40}exceed|exceed\w*.{0,40}ephemeral[- ]storage"
                  r"|\bDiskPressure\b"),
+    wide("service-lost", "storage_unreachable", "root", "alert", "operations using this service",
+         "@o2ib", "@tcp",
+         pattern=r"in progress operations using this service"
+                 r"|(timed out|lost|unreachable|failed)\b.{0,80}@(o2ib|tcp)\d*\b"),
     wide("mount-timed-out", "storage_unreachable", "root", "alert", "errno 110", "errno 121",
          "errno 112", "errno 103", "errno 107", "errno 108",
          pattern=r"errno (110|112|103|107|108)\b.{0,60}: ?['\"]?/"),
