@@ -35,12 +35,13 @@ FATAL_LITERALS = ("error", "exception", "fatal", "nccl warn", "terminate called"
                   "interface found", "panicked", "non-zero status",
                   "nccl failure", "mpi_err", "internal: ", "return code",
                   "sigsegv", "sigbus", "sigabrt", "free(): ", "malloc(): ", "double free",
-                  "munmap_chunk", "process received signal", "smashing")  # fmt: skip
+                  "exited on signal", "munmap_chunk", "process received signal",
+                  "smashing")  # fmt: skip
 IGNORED = re.compile(
     r"NCCL INFO|^frame #\d|During handling of the above|another exception occurred"
     r"|\[Hardware Error\]|\b(?:0|no) errors?\b|stack trace: \*\*\*|^\s+File \""
     r"|(?i:\berrors?\"?[=:] ?(?:0\b|\"\"|null\b|none\b|<?nil\b))"
-    r"|(?<!\w)(?<!DEBUG=)\[?(?:INFO|DEBUG)\b|\b\w*Warning:|^Exception ignored in"
+    r"|(?<!\w)(?<!DEBUG=)\[?(?:INFO|DEBUG)\b|\b\w+Warning:|^Exception ignored in"
     r"|\(non-fatal\)|\b[Ee]rror[ _]rate\b"
 )
 WRAPPERS = re.compile(
@@ -58,5 +59,6 @@ FATAL_PATTERN = re.compile(
     r"|NCCL failure|MPI_ERR\w*|error occurred|\bINTERNAL: .*failed"
     r"|Assertion\b.* failed|exits? with return code = ?-|\bSIG(?:SEGV|BUS|ABRT)\b"
     r"|\b(?:free|malloc|realloc|munmap_chunk)\(\): |double free or|Process received signal"
+    r"|exited on signal \d"
     r"|stack smashing|NCCL error|CUDA error\b"
 )

@@ -43,7 +43,8 @@ COMMUNICATION = (
                  r"|imeout at NCCL work|timeout caused pair closure"
                  r"|Timed out waiting \d+ms for (recv|send)"),
     text("timeout-aborted", "collective_timeout", "secondary", "restart",
-         "communicator was aborted", pattern=r"communicator was aborted.*([Tt]imed out|Timeout at NCCL)"),
+         "communicator was aborted",
+         pattern=r"communicator was aborted.*([Tt]imed out|Timeout at NCCL)"),
     text("watchdog-stuck", "watchdog_stuck", "secondary", "restart", "watchdog got stuck",
          "Heartbeat monitor timed out", "no heartbeat of its watchdog",
          "preparing to dump debug info", "Could not acquire GIL", "watchdog hang",

@@ -40,7 +40,8 @@ FILES_AND_NUMBERS = (
          "Remote I/O error", "iostream error", "SafetensorError", "IoError",
          pattern=r"iostream error|(SafetensorError|IoError).*(code: 5\b|I/O error|Input/output)"
                  r"|StreamWriter failed writing|unexpected pos \d+|\[Errno 5\]"
-                 r"|write\(\).*Input/output error|^RuntimeError: File \S+ cannot be opened"
+                 r"|\bError\b.*Input/output error|write\(\).*Input/output error"
+                 r"|^RuntimeError: File \S+ cannot be opened"
                  r"|\bOSError.*[Rr]ead-only file system|Remote I/O error"),
     text("nan", "numeric_nan", "root", "stop", "NaN", "nan", "NAN", "Invalid loss",
          "not finite", "on-finite", "Minimum loss scale reached", "loss scale already at minimum",

@@ -29,6 +29,8 @@ _DEVICES = (
     wide("gsp-start", "gpu_init_failed", "root", "evict_restart", "gsp firmware", "gsp-rm",
          pattern=r"NVRM:.*(failed|unable|cannot|could not).{0,60}\bGSP(-RM| firmware)",
          kernel=True),
+    wide("gpu-hung", "gpu_channel_error", "root", "alert", "gpu hung", "gpu hang",
+         pattern=r"\bGPU (hung\b|hang\b.{0,40}(ecode|detected|recover))"),
     wide("uvm-fatal", "gpu_mmu_fault", "root", "restart", "global fatal error", "mmu fault",
          pattern=r"uvm.*global fatal error|\bMMU fault\b", kernel=True),
     wide("nvlink-kernel", "nvlink_error", "root", "alert", "nvlink", "nvswitch",
@@ -93,10 +95,15 @@ _DEVICES = (
          pattern=r"\b(efa|ena)\b.*(reset is required|keep alive watchdog|trigger reset"
                  r"|admin\w* queue.*(timeout|error))|transmit queue \d+ timed out", kernel=True),
     wide("mr-words", "rdma_mr_limit", "root", "restart", "ibv_reg", "reg_mr", "mr_reg", "regmr",
-         "register mr", "memory region", unless="cannot allocate|cuda|errno: 12|code: 12",
+         "register mr", "memory region", "register memory", "gpu mr", "umem get failed",
+         "create mr", "allocate mr",
+         unless="cannot allocate|cuda|errno: 12|code: 12",
          pattern=r"\b(ibv_(exp_)?reg_\w*|fi_mr_reg\w*|reg_?mr\w*|\w*mr_reg\w*)\b.{0,160}"
-                 r"(fail|error)|(fail|unable|could not)\w*.{0,30}regist\w+.{0,30}"
-                 r"(\bMRs?\b|memory region)"),
+                 r"(fail|error)|(fail|unable|could not|couldn't)\w*.{0,30}(regist|creat|alloc)\w+"
+                 r".{0,30}(\bMRs?\b|memory (region|0x))|umem get failed"),
+    # A path with one slash is the name of shared memory.
+    wide("shm-name", "shm_attach_failed", "root", "restart", "file exists",
+         pattern=r"File ?Exists(Error)?\b.*'/[^/']+'\s*$"),
     wide("memlock-words", "memlock_limit", "root", "stop", "ulimit -l", "locked memory",
          "memlock", "locked-in-memory",
          pattern=r"(check|raise|increase|set|see|insufficient|exceed\w*|too (low|small)).{0,60}"
@@ -114,7 +121,9 @@ _DEVICES = (
          pattern=r"NMI: (PCI system error|IOCK error)|thermal trip", kernel=True),
     wide("memory-short", "host_oom", "root", "restart", "oom_reaper", "failcnt",
          "page allocation failure", "memory budget", "memory.max", "kubernetes memory",
-         pattern=r"oom_reaper: reaped|memory: usage \d+kB, limit \d+kB, failcnt [1-9]"
+         "memory cgroup",
+         pattern=r"Memory cgroup (stats for|out of mem)|oom_reaper: reaped"
+                 r"|memory: usage \d+kB, limit \d+kB, failcnt [1-9]"
                  r"|page allocation failure: order|exceeded \d+% memory budget", kernel=True,
          weak=True),
 )  # fmt: skip
@@ -173,8 +182,9 @@ _RUNS = (
          "errno 112", "errno 103", "errno 107", "errno 108",
          pattern=r"errno (110|112|103|107|108)\b.{0,60}: ?['\"]?/"),
     wide("ended-by", "scheduler_ended", "root", "none", "specified deadline", "term_owner",
-         "term_admin", "due to time limit", "term_unknown",
-         pattern=r"longer than specified deadline|TERM_(OWNER|ADMIN)"),
+         "term_admin", "not requeued because",
+         pattern=r"longer than specified deadline|TERM_(OWNER|ADMIN)"
+                 r"|not requeued because: timed[- ]out"),
     wide("moved-by", "scheduler_preempted", "root", "restart", "node shutdown", "taintmanager",
          "disruptiontarget", "preempt", "evicted",
          pattern=r"imminent node shutdown|TaintManagerEviction|DeletionByTaintManager"

@@ -222,7 +222,7 @@ _NETWORK = (
          "completion queue",
          "protection domain", "fi_endpoint", "fi_domain", "fi_fabric", "fi_getinfo", "fi_enable",
          "fi_cq_open", "fi_ep_bind", "address handle", "rdma_create", "rdma_connect", "create qp",
-         "rdma_cm_event", "queue pair", "modify qp", "create cq", "create ib", "create mr",
+         "rdma_cm_event", "queue pair", "modify qp", "create cq", "create ib",
          "net/ofi", "qp information", "allocate mr",
          pattern=r"NET/OFI couldn't open|(call to )?(ibv|mlx5dv)_(exp_)?(create|modify|alloc|open"
                  r"|query|devx_obj"
@@ -234,7 +234,7 @@ _NETWORK = (
                  r"(fail|error)|(fail|unable|could not|couldn't|error)\w*.{0,40}"
                  r"(create|creating|allocate|open|get|modify|modifying|transition|connect|move"
                  r"|change)"
-                 r"\w*.{0,30}\b(QP|MR|IB resources|queue pair|completion queue|\bCQ\b"
+                 r"\w*.{0,30}\b(QP|IB resources|queue pair|completion queue|\bCQ\b"
                  r"|protection domain|libfabric endpoint|address handle)\b"),
     wide("link-words", "rdma_link_flap", "root", "alert", "link down", "link is down", "link lost",
          "carrier", "port down", "port is down", "port_err", "link flap", "cable", "port module",
