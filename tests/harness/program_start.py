@@ -39,9 +39,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROOM_BYTES = 16 * 1024
 _FORKED = ("megascale_", "tests.harness.", "torch.distributed.run")
 _ROOM_VARIABLE = "MEGASCALE_TEST_ROOM"
-# When it is imported, pyarrow's allocator would start a thread, which a fork would lack, and gRPC
-# handlers of forks, which agents do without.
+# When they are imported, pyarrow's allocator and numpy would start threads, which forks would lack,
+# and gRPC handlers of forks, which agents do without.
 _BEFORE_IMPORTS = {
+    "OMP_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
