@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if excluded & {collection_path, *collection_path.parents} else None
 
 
-def pytest_collection_finish() -> None:
+# They take as long to import as torch, and few tests need them. Every process of pytest-xdist
+# imports all test modules, so these tests import them when they run.
+LATE = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers")
+_COLLECTED = pytest.StashKey[frozenset[str]]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what was imported (torch, for one) out of every later garbage collection."""
+    session.config.stash[_COLLECTED] = frozenset(LATE) & sys.modules.keys()
     gc.enable()
     gc.collect()
     gc.freeze()
     # Given back to the collection at exit: Triton complains of what that does not find.
     atexit.register(gc.unfreeze)
+
+
+@pytest.fixture
+def collected_late(pytestconfig: pytest.Config) -> frozenset[str]:
+    """Which modules of LATE the collection of this process has imported."""
+    return pytestconfig.stash[_COLLECTED]
 
 
 @pytest.fixture(scope="session")

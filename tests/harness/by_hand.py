@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from tests.harness import program_start
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.local_cluster import MARK_VARIABLE, processes_marked
 from tests.harness.paced import paced, python_path
@@ -63,7 +64,8 @@ class HandRun:
     """A run in the background; its standard output is JSON lines.
 
     ``rendezvous``: torchrun's options where it is one of several, ``inside`` a command that runs
-    another elsewhere, such as in a network of its own.
+    another elsewhere, such as in a network of its own. ``executed``: its programs start as they do
+    for users, and not by :mod:`tests.harness.program_start`.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class HandRun:
         *options: str,
         rendezvous: tuple[str, ...] = (),
         inside: tuple[str, ...] = (),
+        executed: bool = False,
     ) -> None:
         self.folder, self.site = folder, folder / "site"
         self._mark = uuid.uuid4().hex
@@ -92,7 +95,8 @@ class HandRun:
         ]
         command += ["--run-folder", str(folder / "runs"), *options]
         with self.output.open("wb") as output, self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(
+            starts = subprocess.Popen if executed else program_start.start
+            self.process: subprocess.Popen[bytes] = starts(
                 command,
                 env={
                     **os.environ,

@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from tests.harness.checkpoint_files import image_of, write_images
 from tests.harness.training import start, tiny_job
 from torch._C._distributed_c10d import FileStore
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, zeros
 
 from megascale_checkpoint import restore
 from megascale_common.job.config import JobConfig, from_accepted
@@ -167,6 +164,12 @@ def load_dcp_shards(
 
     Returns by name whether rows and columns hold what a rank that loads all of it has.
     """
+    # Not above: every process of `make test` imports this module when it collects the tests, and
+    # these take longer than torch itself.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
     store = FileStore(str(folder / "dcp"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
     try:

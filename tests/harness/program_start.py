@@ -37,10 +37,12 @@ from megascale_common.node.process import child_environment
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Room in the process table for the command line and the environment of what is forked.
 ROOM_BYTES = 16 * 1024
+_FORKED = ("megascale_", "tests.harness.", "torch.distributed.run")
 _ROOM_VARIABLE = "MEGASCALE_TEST_ROOM"
-# When it is imported, pyarrow's allocator would start a thread, which a fork would lack, and gRPC
-# handlers of forks, which agents do without.
+# When they are imported, pyarrow's allocator and numpy would start threads, which forks would lack,
+# and gRPC handlers of forks, which agents do without.
 _BEFORE_IMPORTS = {
+    "OMP_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
@@ -53,7 +55,8 @@ _created = asyncio.create_subprocess_exec
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """:class:`subprocess.Popen` with these arguments; ``command`` is ``python -m megascale_...``.
 
-    Call it from the main thread if the program arms its parent-death signal.
+    Any other command is executed. Call it from the main thread if the program arms its
+    parent-death signal.
     """
     _chosen.owner = _template()
     fork_from(_chosen.owner)
@@ -153,10 +156,9 @@ def fork_from(owner: Owner) -> None:
 
 
 def _ours(command: Sequence[str | bytes]) -> bool:
-    words = [os.fsdecode(word) for word in command[:3]]
-    return words[:2] == [sys.executable, "-m"] and words[2].startswith(
-        ("megascale_", "tests.harness.")
-    )
+    python, *words = (os.fsdecode(word) for word in command)
+    module = words[words[:1] == ["-u"] :][:2]
+    return python == sys.executable and module[:1] == ["-m"] and module[1].startswith(_FORKED)
 
 
 def _request(arguments: Sequence[Any]) -> dict[str, Any] | None:

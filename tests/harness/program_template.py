@@ -30,12 +30,15 @@ _OWNERS = frozenset(
         "megascale_driver",
         "megascale_driver.commands.node",
         "megascale_executor.agent",
+        "megascale_trainer",
+        "torch.distributed.run",
     )
 )
 # What programs import, some of it late.
 _IMPORTED = (
     "torch",
     "torch._dynamo",  # when a layer is first computed again
+    "torch.distributed.run",
     "duckdb",
     "pyarrow.parquet",
     "safetensors.numpy",
@@ -47,6 +50,7 @@ _IMPORTED = (
     "megascale_executor.agent.__main__",
     "megascale_checkpoint.__main__",
     "megascale_trainer.data.loader",
+    "megascale_trainer.launch.run",
     "megascale_trainer.process.self_check",
     "megascale_trainer.process.worker",
 )
@@ -99,8 +103,9 @@ def _become(request: framing.Message, descriptors: Sequence[int]) -> NoReturn:
     for entry in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
         if entry and entry not in sys.path:
             sys.path.insert(0, entry)
-    _open_streams(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
-    module, sys.argv = command[2], ["-m", *command[3:]]
+    module, *arguments = command[command.index("-m") + 1 :]
+    sys.argv = ["-m", *arguments]
+    _open_streams(unbuffered="-u" in command[:2] or "PYTHONUNBUFFERED" in environment)
     if module in _OWNERS:
         fork_from(_fork_template())
     _run(module)

@@ -99,7 +99,9 @@ class RankPool:
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
     def _start(self) -> subprocess.Popen[str]:
-        return program_start.start(
+        # A resident pool is started once, and forks a process that knows the devices' torch alone.
+        starts = subprocess.Popen if self._resident else program_start.start
+        return starts(
             [sys.executable, "-m", "tests.harness.ranks"],
             cwd=REPOSITORY,
             env=child_environment(

@@ -38,7 +38,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of two ranks that train without an end in between."""
     folder = tmp_path_factory.mktemp("whole")
-    run = HandRun(folder, write_job(folder, small_job(folder, parallelism={"dp": 2})), 2)
+    job = write_job(folder, small_job(folder, parallelism={"dp": 2}))
+    run = HandRun(folder, job, 2, executed=True)
     try:
         assert run.end() == 0, run.story()
         losses = run.losses()

@@ -10,21 +10,29 @@ import torch
 from tests.harness.checkpoint_files import STATES
 from tests.harness.exporting import MODELS, STEP, job_of, random_values, write_model
 from tests.harness.ranks import RankPool
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from megascale_checkpoint.export.dcp import export_dcp
-from megascale_checkpoint.export.stored import open_checkpoint
+from megascale_checkpoint.export.stored import ParameterReader, open_checkpoint
 from megascale_common.service.errors import DamagedError
 
+# torch.distributed.checkpoint is imported when the tests run: it takes longer than torch itself, in
+# each process of `make test`, which all collect these tests.
 CONFIG = job_of(MODELS["llama"][1], {"tp": 2, "dp": 2})
 
 
+def export(stored: ParameterReader, folder: Path, seen: list[tuple[int, int]]) -> int:
+    from megascale_checkpoint.export.dcp import export_dcp
+
+    return export_dcp(stored, folder, lambda *figures: seen.append(figures))
+
+
 def test_the_stock_loader_reads_parameters_states_and_step(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     write_model(tmp_path / "written", CONFIG)
     stored = open_checkpoint(str(tmp_path / "written"))
     seen: list[tuple[int, int]] = []
-    size = export_dcp(stored, tmp_path / "out", lambda *figures: seen.append(figures))
+    size = export(stored, tmp_path / "out", seen)
     values = random_values(CONFIG)
     count = sum(each.size for each in values.values())
     assert size == 3 * 4 * count
@@ -53,7 +61,7 @@ def test_the_stock_loader_reads_parameters_states_and_step(tmp_path: Path) -> No
 def test_ranks_load_rows_and_columns_of_it(pool: RankPool, tmp_path: Path) -> None:
     write_model(tmp_path / "written", CONFIG)
     stored = open_checkpoint(str(tmp_path / "written"))
-    export_dcp(stored, tmp_path / "out", lambda *_: None)
+    export(stored, tmp_path / "out", [])
     found = pool.run(
         "tests.harness.exporting:load_dcp_shards",
         2,
@@ -72,5 +80,5 @@ def test_a_damaged_file_leaves_no_folder(tmp_path: Path) -> None:
     data[-100] ^= 1
     file.write_bytes(data)
     with pytest.raises(DamagedError, match=r"rank-00003\.safetensors: .* fails its checksum"):
-        export_dcp(stored, tmp_path / "out", lambda *_: None)
+        export(stored, tmp_path / "out", [])
     assert [path.name for path in tmp_path.iterdir()] == ["written"]

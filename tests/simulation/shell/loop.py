@@ -51,7 +51,7 @@ class Process:
         self.dies_after = -1
         self.on_death: Callable[[], None] = lambda: None
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
-        self.held: list[_Handle | _Timer] = []
+        self.held: list[_Handle] = []
         self._loop = loop
         self._context = contextvars.copy_context()
         self._context.run(_CURRENT.set, self)
@@ -83,35 +83,11 @@ class Process:
             self.held = []
 
 
-class _Handle(asyncio.Handle):
-    """A callback with its place among those that are ready together.
+class _Handle(asyncio.TimerHandle):
+    """A callback with its place among those that are ready together; of a timer also its time.
 
     It sets what asyncio's own sets, without a question for the loop's debug mode each time.
     """
-
-    __slots__ = ("key",)
-    key: int
-    _loop: Any
-    _callback: Any
-    _context: contextvars.Context
-    _repr: Any
-    _source_traceback: Any
-
-    def __init__(
-        self,
-        callback: Any,
-        args: Any,
-        loop: VirtualLoop,
-        context: contextvars.Context | None,
-        key: int,
-    ) -> None:
-        self._callback, self._args, self._loop, self.key = callback, args, loop, key
-        self._context = contextvars.copy_context() if context is None else context
-        self._cancelled, self._repr, self._source_traceback = False, None, None
-
-
-class _Timer(asyncio.TimerHandle):
-    """The same of a timer."""
 
     __slots__ = ("key",)
     key: int
@@ -162,7 +138,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.most_steps = 100_000_000
         self.now_s = START_S  # the virtual time
         # (when, number, what): heaps of TimerHandles compare them in Python, at 5 % of a run.
-        self._timers: list[tuple[float, int, _Timer | _Call]] = []
+        self._timers: list[tuple[float, int, _Handle | _Call]] = []
         self._numbers = itertools.count()
         # See Note [Order]; the key of the callback that runs, and how many it has brought about.
         self.ordered = False
@@ -178,7 +154,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """Run a callback with the next ones that are ready."""
-        handle = _Handle(callback, args, self, context, self._next_key() if self.ordered else 0)
+        key = self._next_key() if self.ordered else 0
+        handle = _Handle(self.now_s, callback, args, self, context, key)
         self._ready.append(handle)
         return handle
 
@@ -193,7 +170,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         """Run a callback at a virtual time."""
         key = self._next_key() if self.ordered else 0
-        timer = _Timer(when, callback, args, self, context, key)
+        timer = _Handle(when, callback, args, self, context, key)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
@@ -238,7 +215,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._children += 1
         return hash((self._key, self._children))
 
-    def ready_again(self, handles: list[_Handle | _Timer]) -> None:
+    def ready_again(self, handles: list[_Handle]) -> None:
         """Callbacks of a process that goes on."""
         self._ready.extend(handles)
 
@@ -296,7 +273,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             elif not what._cancelled:
                 self._run(what)
 
-    def _run(self, handle: _Handle | _Timer) -> None:
+    def _run(self, handle: _Handle) -> None:
         process = handle._context.get(_CURRENT)
         if process is not None:
             if not process.alive:
@@ -317,7 +294,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         except Exception as error:
             self._failed(error)
 
-    def _count(self, what: _Handle | _Timer | _Call) -> None:
+    def _count(self, what: _Handle | _Call) -> None:
         """Count what is about to run, and make its key that of what it brings about."""
         self.steps += 1
         if self.steps > self.most_steps:
@@ -329,7 +306,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.call_exception_handler({"message": "a callback failed", "exception": error})
 
     # What BaseEventLoop asks of its subclasses.
-    _ready: deque[_Handle | _Timer | _Call]
+    _ready: deque[_Handle | _Call]
 
     def _process_events(self, event_list: list[Any]) -> None:
         raise NotImplementedError
@@ -341,7 +318,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 _key_of: Callable[[Any], int] = operator.attrgetter("key")
 
 
-def _cancelled(what: _Timer | _Call) -> bool:
+def _cancelled(what: _Handle | _Call) -> bool:
     return type(what) is not _Call and what.cancelled()  # type: ignore[union-attr]
 
 

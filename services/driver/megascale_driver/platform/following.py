@@ -48,8 +48,9 @@ class Follower:
         self._platform, self._report = platform, report
         self._replace_after_s = replace_after_s
         self._evictions = Evictions(platform, record, self._take_back, report)
-        self._provides = provide_up_to > 0
-        self._providing = Providing(platform.provide, provide_up_to, provide_after_s, report)
+        self._providing: Providing | None = None
+        if provide_up_to:  # else a platform of before `provide` will do
+            self._providing = Providing(platform.provide, provide_up_to, provide_after_s, report)
         self._stub: Any = None
         self._lost_since_s: dict[str, float] = {}
         self._asked: set[str] = set()
@@ -63,8 +64,8 @@ class Follower:
         self._stub = driver_pb2_grpc.DriverServiceStub(channel)
         if nodes := await nodes_of(self._stub):
             await self._settle(nodes)
-        if self._provides:
-            await self._provide()
+        if self._providing is not None:
+            await self._provide(self._providing)
 
     async def _settle(self, nodes: Sequence[driver_pb2.Node]) -> None:
         evicted = {
@@ -78,14 +79,14 @@ class Follower:
         if self._replace_after_s is not None:
             await self._replace(sorted({*dead, *evicted}), self._replace_after_s)
 
-    async def _provide(self) -> None:
+    async def _provide(self, providing: Providing) -> None:
         """Ask for what is missing, before any node is there, too."""
         try:
             request = driver_pb2.GetClusterInfoRequest()
             info = await self._stub.GetClusterInfo(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:  # none leads now
             return
-        await self._providing.settle(info.nodes_wanted, info.nodes_missing)
+        await providing.settle(info.nodes_wanted, info.nodes_missing)
 
     async def _witness(self, nodes: Sequence[driver_pb2.Node]) -> None:
         """Where a node is silent, report which nodes the platform does not reach either.
