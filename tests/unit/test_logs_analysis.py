@@ -72,6 +72,8 @@ def test_the_corpus_is_classified(held_out: bool) -> None:
         ("usual", 59),
         ("rarer", 26),
         ("kinds", 16),
+        ("likely", 61),
+        ("further", 61),
     ],
 )
 def test_excerpts_gathered_after_the_rules_are_classified(name: str, count: int) -> None:

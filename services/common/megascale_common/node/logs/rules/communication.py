@@ -12,7 +12,7 @@ COMMUNICATION = (
          "inconsistent", "appears not to match", "Mismatched allreduce", "Mismatched allgather",
          "Mismatched broadcast", "Mismatched data types", "essage truncated", "preamble.length",
          "mismatch in rank count",
-         pattern=r"mismatch between collectives|Mismatched (collective|allreduce|allgather"
+         pattern=r"mismatch between collectives|[Mm]ismatched (collective|allreduce|allgather"
                  r"|broadcast|data types)|ollective operation counts|has inconsistent \d+ params"
                  r"|appears not to match (sizes|strides) of the same param|[Mm]essage truncated"
                  r"|op\.preamble\.length <= op\.nbytes|mismatch in rank count"),
@@ -43,7 +43,8 @@ COMMUNICATION = (
                  r"|imeout at NCCL work|timeout caused pair closure"
                  r"|Timed out waiting \d+ms for (recv|send)"),
     text("timeout-aborted", "collective_timeout", "secondary", "restart",
-         "communicator was aborted", pattern=r"communicator was aborted.*timed out"),
+         "communicator was aborted",
+         pattern=r"communicator was aborted.*([Tt]imed out|Timeout at NCCL)"),
     text("watchdog-stuck", "watchdog_stuck", "secondary", "restart", "watchdog got stuck",
          "Heartbeat monitor timed out", "no heartbeat of its watchdog",
          "preparing to dump debug info", "Could not acquire GIL", "watchdog hang",

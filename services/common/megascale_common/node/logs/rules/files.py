@@ -6,19 +6,20 @@ from megascale_common.node.logs.signature import text
 
 FILES_AND_NUMBERS = (
     text("storage-quota", "storage_quota", "root", "stop", "quota exceeded", "EDQUOT", "Errno 122",
-         pattern=r"[Qq]uota exceeded|EDQUOT|Errno 122"),
+         "QuotaExceeded", pattern=r"[Qq]uota ?[Ee]xceeded|EDQUOT|Errno 122"),
     text("storage-stale", "storage_stale_handle", "root", "restart", "tale file handle",
          "tale NFS file handle", "Errno 116"),
     text("storage-gone", "storage_unreachable", "root", "alert", "nfs: server",
          "endpoint is not connected", "endpoint shutdown", "LustreError", "Lustre:",
          "libceph", "ceph:", "was evicted by", "beegfs", "mount.nfs",
-         pattern=r"libceph: (osd\d+.*(down|timed out|socket closed|socket error)|mon\d+.*"
+         unless="UCX|ucp_",
+         pattern=r"libceph: ((osd|mds)\d+.*(down|timed out|socket closed|socket error)|mon\d+.*"
                  r"session lost)|ceph: .*(hung|caps stale|timed out)|client was evicted by"
                  r"|beegfs.*([Cc]ommunication error|not reachable)|mount\.nfs.*timed out"
                  r"|not responding|not connected|endpoint shutdown"
                  r"|Lustre.*(was lost|timed out|operation .* failed)"),
     text("storage-full", "storage_write_failed", "root", "stop", "No space left on device",
-         "ENOSPC", "StorageFull", unless="cgroup|inotify|sem(get|op)", weak=True),
+         "ENOSPC", "StorageFull", unless="cgroup|inotify|sem(get|op)|shmget", weak=True),
     text("storage-object", "storage_write_failed", "root", "restart", "when calling the",
          "S3UploadFailedError", "minReplication", "could only be replicated to",
          "botocore.exceptions", "google.api_core.exceptions", "google.cloud.storage",
@@ -39,7 +40,8 @@ FILES_AND_NUMBERS = (
          "Remote I/O error", "iostream error", "SafetensorError", "IoError",
          pattern=r"iostream error|(SafetensorError|IoError).*(code: 5\b|I/O error|Input/output)"
                  r"|StreamWriter failed writing|unexpected pos \d+|\[Errno 5\]"
-                 r"|write\(\).*Input/output error|^RuntimeError: File \S+ cannot be opened"
+                 r"|\bError\b.*Input/output error|write\(\).*Input/output error"
+                 r"|^RuntimeError: File \S+ cannot be opened"
                  r"|\bOSError.*[Rr]ead-only file system|Remote I/O error"),
     text("nan", "numeric_nan", "root", "stop", "NaN", "nan", "NAN", "Invalid loss",
          "not finite", "on-finite", "Minimum loss scale reached", "loss scale already at minimum",

@@ -30,6 +30,9 @@ HARMLESS = (
          pattern=r"resource busy: '\S*\.nfs[0-9a-f]+"),
     text("nccl-fallback", "benign", "benign", "none", "open libibverbs", "a path for pattern",
          "Cannot get incoming CPU", "Maximum retry reached for"),
+    text("rdma-managed", "benign", "benign", "none", "async event",
+         pattern=r"async event\S* : (client reregistration|(GID|P_Key|pkey) table change"
+                 r"|(SM|LID) change|port active|port is active|GID change)"),
     text("mlx4-command", "benign", "benign", "none", "mlx4_core",
          pattern=r"mlx4_core \S+ command 0x\w+ failed: fw status"),
     text("framework-noise", "benign", "benign", "none", "Unable to register cu",
@@ -38,5 +41,6 @@ HARMLESS = (
          "XDG_RUNTIME_DIR not set", "loss scaler reducing", "perf: interrupt took too long",
          "Could not load dynamic library", "ACPI Error", "ACPI BIOS Error",
          "lowering kernel.perf_event", "[[SysMon]]",
-         "caller indicates that this is not a failure", "error-free", "find NCCL_TOPO_FILE"),
+         "caller indicates that this is not a failure", "error-free", "find NCCL_TOPO_FILE",
+         "Only EFA provider is supported"),
 )  # fmt: skip

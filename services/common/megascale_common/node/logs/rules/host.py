@@ -16,10 +16,11 @@ HOST = (
          pattern=r"\[Hardware Error\].*single-bit ECC", kernel=True),
     text("dimm-ue", "host_dimm_ue", "root", "evict_restart", "EDAC", "Memory failure: 0x",
          "Uncorrected error", "ncorrected hardware memory error", "ncorrectable memory error",
-         "hardware memory corruption", "Uncorrectable ECC",
+         "hardware memory corruption", "Uncorrectable ECC", "recovery action for",
          pattern=r"hardware memory corruption|(Memory|DIMM).*Uncorrectable ECC|EDAC .*\b\d+ UE\b"
-                 r"|Memory failure: 0x|Uncorrected error\s*$"
-                 r"|[Uu]ncorrected hardware memory|[Uu]ncorrectable memory error", kernel=True),
+                 r"|Memory failure: 0x|\bMCE 0x[0-9a-f]+: |Uncorrected error\s*$"
+                 r"|[Uu]ncorrected hardware memory|[Uu]ncorrectable memory error",
+         unless=r"\bGPU|NVRM", kernel=True),
     text("dimm-ce", "host_dimm_ce", "root", "alert", "EDAC", "orrected memory error",
          "orrected error, no action", "orrected read error", "MEMORY CONTROLLER",
          pattern=r"EDAC .*\b\d+ CE\b|EDAC .*HANDLING MCE MEMORY|\bCorrected memory error"

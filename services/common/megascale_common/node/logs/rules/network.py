@@ -52,7 +52,7 @@ NETWORK = (
          "failed to process command", "ailed to allocate pd", "get local LID", "GID index",
          pattern=r"ibv_modify_qp\S* failed|([Ff]ailed|[Uu]nable) to (modify|create"
                  r"|change) (\w+ )?QP"
-                 r"|obj_create\(QP\) failed|ibv_(create_ah|query_gid)\S* failed"
+                 r"|obj_create\(QP\) failed|ibv_(create_ah|query_gid)\b.{0,160} failed"
                  r"|[Cc]ouldn't create QP"
                  r"|rdma_(resolve_(addr|route)|connect)\S* .*(failed|error)"
                  r"|efa\S*: Failed to (process command|allocate)|get local LID"

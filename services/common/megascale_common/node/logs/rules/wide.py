@@ -202,9 +202,9 @@ _NETWORK = (
                  r"|transport error: endpoint timeout|\(UNDELIVERABLE\)", weak=True),
     wide("rdma-memory", "memlock_limit", "root", "stop", "cannot allocate memory", "enomem",
          "mr_reg", "ibv_reg", "reg_mr", "memory registration",
-         pattern=r"(mr_reg|reg_\w*mr|ibv_reg\w*|create_cq|create_qp|register\w* (memory|buffer)"
-                 r"|memory registration).{0,300}(cannot allocate memory|\bENOMEM\b|errno[ :=]*12\b"
-                 r"|ret\w*[ :=]*-12\b)"),
+         pattern=r"(mr_reg|reg_\w*mr|ibv_reg\w*|create_cq|create_qp"
+                 r"|register\w* (the )?(memory|buffer)|memory registration).{0,300}"
+                 r"(cannot allocate memory|\bENOMEM\b|errno[ :=]*12\b|ret\w*[ :=]*-12\b)"),
     wide("nic-fatal", "rdma_device_fatal", "root", "evict_restart", "mlx4_core", "mlx5_core",
          "bnxt_en", "irdma", "efa", "wc_fatal", "catastrophic",
          pattern=r"(mlx[45]_core|bnxt_en|bnxt_re|irdma|\befa\b).*(load_one failed|probe of \S+ "
@@ -222,7 +222,7 @@ _NETWORK = (
          "completion queue",
          "protection domain", "fi_endpoint", "fi_domain", "fi_fabric", "fi_getinfo", "fi_enable",
          "fi_cq_open", "fi_ep_bind", "address handle", "rdma_create", "rdma_connect", "create qp",
-         "rdma_cm_event", "queue pair", "modify qp", "create cq", "create ib", "create mr",
+         "rdma_cm_event", "queue pair", "modify qp", "create cq", "create ib",
          "net/ofi", "qp information", "allocate mr",
          pattern=r"NET/OFI couldn't open|(call to )?(ibv|mlx5dv)_(exp_)?(create|modify|alloc|open"
                  r"|query|devx_obj"
@@ -234,7 +234,7 @@ _NETWORK = (
                  r"(fail|error)|(fail|unable|could not|couldn't|error)\w*.{0,40}"
                  r"(create|creating|allocate|open|get|modify|modifying|transition|connect|move"
                  r"|change)"
-                 r"\w*.{0,30}\b(QP|MR|IB resources|queue pair|completion queue|\bCQ\b"
+                 r"\w*.{0,30}\b(QP|IB resources|queue pair|completion queue|\bCQ\b"
                  r"|protection domain|libfabric endpoint|address handle)\b"),
     wide("link-words", "rdma_link_flap", "root", "alert", "link down", "link is down", "link lost",
          "carrier", "port down", "port is down", "port_err", "link flap", "cable", "port module",
@@ -252,7 +252,7 @@ _COMMUNICATION = (
          unless="out of resource|hardware limit",
          pattern=r"unable to \w+ (\w+ ){0,3}(file|bytes).{0,40}</torch_"
                  r"|(insufficient|not enough|out of|exhausted|ran out of|too small).{0,30}"
-                 r"(shared memory|/dev/shm|\bshm\b)|(/dev/shm|shared memory|\bshm\b).{0,80}"
+                 r"(shared memory|/dev/shm|\bshm\b)|(/dev/shm|shared memory|\bshm(get)?\b).{0,80}"
                  r"(is full|too small|exhausted|no space left|exceeded|cannot allocate memory)"),
     wide("shm-gone-words", "shm_attach_failed", "root", "restart", "shared memory", "shm_open",
          "shmat", "shm_unlink",
@@ -269,7 +269,7 @@ _COMMUNICATION = (
                  r"|between) (the )?ranks|collectives? .{0,60}"
                  r"(differ|mismatch|do(es)? not match)|ranks? .{0,60}different (number of )?"
                  r"(param|collective|tensor|sequence num)\w*|collectives? .{0,40}out of order"
-                 r"|\bRAS\b.*\bmismatch\b"),
+                 r"|\bRAS\b.*\bmismatch\b", unless="version"),
     wide("rendezvous-words", "rendezvous_timeout", "root", "restart", "rendezvous", "tcpstore",
          "to GCS", "nodes to join",
          "c10d store", "store based barrier", "store->get", "init_process_group",
@@ -346,7 +346,7 @@ _FILES = (
     wide("full-words", "storage_write_failed", "root", "stop", "no space", "disk full",
          "disk is full", "out of disk", "enospc", "not enough space", "insufficient space",
          "file system is full", "errno",
-         unless="cgroup|inotify|sem(get|op)",
+         unless="cgroup|inotify|sem(get|op)|shmget",
          pattern=r"no space left|disk (is )?full|out of disk space|ENOSPC|(not enough"
                  r"|insufficient) (free )?(disk )?space|file ?system is full|errno[ :=]*28\b",
          weak=True),
