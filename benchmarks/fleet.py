@@ -173,8 +173,10 @@ async def put_all(etcd: Etcd, batches: Iterable[list[Put]]) -> None:
                 # the first is sent, and the loop would renew no lease meanwhile.
                 await room.acquire()
                 tasks.create_task(put(rows))
-    except* EtcdError as failed:
-        raise failed.exceptions[0] from failed
+    except ExceptionGroup as failed:
+        # (What an except* block raises comes in a group again, in some releases of Python 3.11.)
+        of_etcd = failed.subgroup(EtcdError)
+        raise failed if of_etcd is None else of_etcd.exceptions[0] from failed
 
 
 def log_rows(own: int, of_job: int) -> Iterator[list[Put]]:

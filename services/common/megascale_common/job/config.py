@@ -212,7 +212,8 @@ class TrainingConfig:
     bucket_mib: int = 64
     kernels: Kernels = "auto"
     fp8: Fp8Config = field(default_factory=Fp8Config)
-    cuda_graphs: bool = True
+    # Builds that know it without this default train without graphs, with the same numbers.
+    cuda_graphs: bool = field(default=True, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,10 +145,8 @@ class TraceReport:
 
 @dataclass(frozen=True, slots=True)
 class StoppedReport:
-    """What had failed on a node in the attempt stopped last; (rank, frames) that stood still.
-
-    ``records``: NCCL's, of those that stood still.
-    """
+    """What had failed on a node in the attempt stopped last; of ranks that stood still (rank,
+    frames) and NCCL's records."""
 
     job: str
     attempt: int
