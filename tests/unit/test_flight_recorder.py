@@ -67,6 +67,23 @@ def test_the_rank_that_did_not_enter_is_named_with_what_it_is_missing_from() -> 
     assert (missing.number, missing.waiting, missing.missing) == (4, (0, 1, 2), (3,))
 
 
+def test_communicators_of_the_same_ranks_without_a_description_are_not_one() -> None:
+    """torch describes a group that nobody has described as "undefined" (H200s, torch 2.11)."""
+    there: Group = ("7", "undefined", [0, 1])
+    back: Group = ("8", "undefined", [0, 1])
+
+    def rank(there_until: int, back_until: int) -> bytes:
+        return dump(
+            *(entry(there, each, "completed", p2p=True) for each in range(1, there_until + 1)),
+            *(entry(back, each, "scheduled", p2p=True) for each in range(1, back_until + 1)),
+            groups=(there, back),
+        )
+
+    found = verdict([parse(0, rank(9, 1)), parse(1, rank(9, 0))])
+    assert found.culprits == (1,), "of the second it has entered none, of the first nine"
+    assert found.missing[0].group == "8"
+
+
 def test_hosts_that_are_ahead_of_their_devices_wait_in_the_first_that_is_not_complete() -> None:
     # Ranks 0 to 2 have enqueued up to 9 and the device stands in 4, which rank 3 has not enqueued.
     ahead = dump(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 MAX_DUMP_BYTES = 64 << 20  # of a rank; 2,000 entries with stacks have some 4 MiB
 _VERSION = re.compile(r"2\.\d+")
 _COMPLETED = "completed"
+_UNDESCRIBED = ("", "undefined")  # groups of any ranks, even of the same
 
 
 class GroupRecord(NamedTuple):
@@ -71,7 +72,7 @@ def parse(rank: int, data: bytes) -> RankRecord:
             number = int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
             what = str(entry["profiling_name"]).removeprefix("nccl:")
             known_desc, ranks = members.get(name, (desc, ()))
-            key = known_desc or name, ranks, is_p2p
+            key = name if known_desc in _UNDESCRIBED else known_desc, ranks, is_p2p
             by_group.setdefault(key, []).append((number, what, str(entry["state"])))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the dump of rank {rank} is none of torch's: {error!r}") from None

@@ -209,6 +209,7 @@ class _Factory:
             timeout=self._timeout,
             pg_options=self._options(blocks),
             use_local_synchronization=True,
+            group_desc=name,  # in NCCL's records, which tell edges of the same two ranks by it
             # With a device NCCL connects now and not in the first step.
             device_id=self._device if self._cuda else None,
         )
