@@ -107,7 +107,8 @@ class UpProcess:
             self.process.kill()
         self.process.wait()
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signal.SIGKILL)
 
     def beside(self, *arguments: str) -> subprocess.Popen[str]:
         """A command of the CLI as a process that counts as one of this cluster."""
