@@ -35,5 +35,5 @@ def pool() -> Iterator[RankPool]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Print a failure when it happens: a run that its time limit ends says nothing afterwards."""
-    if report.failed:
+    if report.failed and report.nodeid.startswith("tests/gpu"):
         print(f"\n{report.nodeid} ({report.when}):\n{report.longreprtext}", file=sys.stderr)

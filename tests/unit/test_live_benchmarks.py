@@ -56,7 +56,7 @@ def test_a_rank_hangs_while_it_is_told_to(tmp_path: Path, monkeypatch: pytest.Mo
     optimizers[0].update()
     assert len(waits) == 3
     optimizers[0].update()
-    assert len(waits) == 3, "it goes on once it is told to"
+    assert len(waits) == 3, "it goes on once the file is gone"
 
 
 def test_the_gpu_of_a_rank_is_read_from_its_log(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ class NodeCalls:
     ) -> NodeReport:
         """The report with the checks that follow a fault compared with the fleet, once.
 
-        A FAIL by comparison is told as DEGRADED: one result condemns no node, and a FAIL of a
+        A FAIL by comparison is reported as DEGRADED: one result condemns no node, and a FAIL of a
         preparation would. ``beat``: the heartbeat that the report is of.
         """
         node, job = state.nodes.get(event.node), state.jobs.get(event.report.job)
@@ -207,8 +207,8 @@ class NodeCalls:
             slow, measured = _slow(node), [each for each in whole.checks if each.name in asked]
             found = self.figures.beside(event.node, _model(node.identity), measured, slow)
             self._tell(event.node, outcomes(found, slow), f"{job.name}/{job.attempt}")
-            told = iter(map(_warned, found))
-            checks = tuple(next(told) if each.name in asked else each for each in raw)
+            warned = iter(map(_warned, found))
+            checks = tuple(next(warned) if each.name in asked else each for each in raw)
             if len(self._prepared) >= MAX_NODES:
                 self._prepared.clear()
             self._prepared[event.node] = raw, checks

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 # Marks a field that earlier builds do not know. It is stored only where it is not at its default. A
-# stored job takes the default of the build that reads it: that of such a field stays as it is.
+# stored job takes the default of the build that reads it: that of such a field changes only where
+# the numbers of a run do not change with it.
 ADDED: Mapping[str, bool] = {"added": True}
 
 
