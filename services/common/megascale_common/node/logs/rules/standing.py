@@ -9,12 +9,12 @@ from __future__ import annotations
 from megascale_common.node.logs.signature import wide
 
 _DEVICES = (
-    wide("gpu-told-ecc", "gpu_ecc_uncorrectable", "root", "evict_restart", "uncorrectable memory",
+    wide("gpu-says-ecc", "gpu_ecc_uncorrectable", "root", "evict_restart", "uncorrectable memory",
          "uncorrectable error", "sram uncorrectable", "dram uncorrectable",
          unless=r"\b(no|0) (\w+ )?uncorrectable|non-fatal|aer|pcie|uncorrectable errors?\W+0\b",
          pattern=r"\b(GPU|NVRM)\b.{0,80}\buncorrectable (memory |ecc )?errors?"
                  r"|\b[SD]RAM uncorrectable\W+[1-9]", kernel=True),
-    wide("gpu-told-remap", "gpu_row_remap", "root", "evict_restart", "row remapping",
+    wide("gpu-says-remap", "gpu_row_remap", "root", "evict_restart", "row remapping",
          pattern=r"failed row remapping|row remapping (has )?(failed|failure)", kernel=True),
     wide("gpu-register", "gpu_fallen_off_bus", "root", "alert", "bad register read",
          "gpu is not accessible", "gpu is not responding", "gpu disappeared", "rev ff",
@@ -110,9 +110,9 @@ _DEVICES = (
                  r"(ulimit -l|memlock|locked[- ]memory|locked-in-memory)"
                  r"|(memlock|locked[- ]memory|locked-in-memory)\b.{0,60}(limit (is )?(too|\w*reach"
                  r"|\w*exceed)|too (low|small)|insufficient)"),
-    wide("dimm-ue-told", "host_dimm_ue", "root", "evict_restart", "bus_mceerr_a", "mceerr",
+    wide("dimm-ue-reported", "host_dimm_ue", "root", "evict_restart", "bus_mceerr_a", "mceerr",
          pattern=r"\bBUS_MCEERR_A[RO]\b", kernel=True),
-    wide("dimm-ce-told", "host_dimm_ce", "root", "alert", "soft-offlining", "soft offline",
+    wide("dimm-ce-reported", "host_dimm_ce", "root", "alert", "soft-offlining", "soft offline",
          "ce threshold", "corrected error threshold",
          pattern=r"soft-offlining pfn|soft[_ ]offline: 0x|(CE|corrected error) threshold"
                  r"( \w+)? (exceed|reach)", kernel=True),
@@ -168,7 +168,7 @@ _RUNS = (
                  r"|\bnode\b.{0,80}marked dead|missed too many heartbeats"
                  r"|(lost|broken) connection to (peer|rank|worker|node)"
                  r"|closed by (the )?remote (host|peer|side|end)"),
-    wide("files-told", "storage_write_failed", "root", "restart", "datanodewithstorage",
+    wide("files-reported", "storage_write_failed", "root", "restart", "datanodewithstorage",
          "datanodeinfowithstorage", "ephemeral-storage", "ephemeral storage", "diskpressure",
          "disk pressure",
          pattern=r"DatanodeInfoWithStorage.{0,80} (are|is) bad|low on resource: ephemeral"
