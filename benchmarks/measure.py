@@ -18,6 +18,7 @@ from benchmarks.options import Entry
 from benchmarks.presets import Run, sizes
 from benchmarks.session import Leg, Session
 from benchmarks.step_profile import profile_steps
+from benchmarks.waterfall import bubble_of, waterfall, work_of
 
 from megascale_common.sizes import flops
 
@@ -56,8 +57,20 @@ def measure(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
     if entry.repeats:
         result["repeats"] = _repeats(session, entry)
     if entry.profile and not session.out_of_time(_PROFILE_S):
-        result["profile"] = profile_steps(session, entry.run, folder / entry.profile)
+        result["profile"] = _profile(session, entry, folder, result["sensors"])
     return result
+
+
+def _profile(
+    session: Session, entry: Entry, folder: Path, sensors: dict[str, Any] | None
+) -> dict[str, Any]:
+    found = profile_steps(session, entry.run, folder / entry.profile)
+    if "exclusive_ms" in found and sensors is not None:
+        config, device = session.config(entry.run), session.device
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        seen = sensors["clock_mhz"], processors, found
+        found["waterfall"] = waterfall(work_of(config), bubble_of(config), *seen)
+    return found
 
 
 def describe(session: Session, run: Run) -> dict[str, Any]:
@@ -69,6 +82,7 @@ def describe(session: Session, run: Run) -> dict[str, Any]:
         "device": _device_name(session.device),
         "torch": torch.__version__,
         **sizes(config),
+        "stage_layers": list(parallel.stage_layers),
         "precision": training.precision,
         "block": model.block,
         "mlp": model.mlp,

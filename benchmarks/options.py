@@ -67,6 +67,12 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         "--vpp", type=int, default=1, help="virtual stages per pipeline stage (interleaved 1F1B)"
     )
     parser.add_argument(
+        "--stage-layers",
+        type=_numbers,
+        default=(),
+        help="layers of each virtual stage, as 9,8,8,7 (default: even)",
+    )
+    parser.add_argument(
         "--seq", type=int, default=0, help="sequence length in tokens (default: the preset's)"
     )
     parser.add_argument("--micro-batch", type=int, default=0, help="sequences in a micro-batch")
@@ -279,6 +285,10 @@ def _run(found: argparse.Namespace) -> Run:
 
 def _overlap(text: str) -> tuple[str, ...]:
     return _several(text, OVERLAPS)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
 
 
 def _silenced(text: str) -> tuple[str, ...]:

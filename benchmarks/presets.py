@@ -55,6 +55,7 @@ class Run:
     pp: int = 1
     dp: int = 0
     vpp: int = 1
+    stage_layers: tuple[int, ...] = ()
     seq: int = 0
     micro_batch: int = 0
     global_batch: int = 0
@@ -129,6 +130,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "pp": run.pp,
                 "dp": dp,
                 "virtual_stages": run.vpp,
+                "stage_layers": list(run.stage_layers),
                 "recompute": run.recompute,
                 "overlap": {axis: axis in run.overlap for axis in OVERLAPS},
             },

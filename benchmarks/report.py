@@ -114,6 +114,10 @@ def _profile(found: _Line) -> list[str]:
         )
     rows.append(f"  communication under computation {found['communication_hidden_ms']:.2f} ms")
     rows += [
+        f"  {row['share']:7.1%} {row['ms']:9.2f} ms  {row['what']}"
+        for row in found.get("waterfall", ())
+    ]
+    rows += [
         f"  {entry['ms']:9.2f} ms  {entry['kind']}: {entry['kernel'][:100]}"
         for entry in found["largest"]
     ]
