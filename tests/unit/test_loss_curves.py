@@ -70,6 +70,8 @@ def test_runs_are_compared_up_to_the_tokens_that_both_have_read() -> None:
     assert rows[1]["difference"] == 13.5 - 13.0 and rows[1]["tokens"] == 400
     assert rows[1]["max_step_difference"] is None, "steps of other sizes"
     assert rows[1]["within_noise"] is None
+    back = rows_of({"a": {1: first}, "b": {1: cut}}, "b", "none")[0]
+    assert back["difference"] == 13.0 - 13.5 and back["tokens"] == 400
 
 
 def test_a_difference_is_held_against_the_largest_noise_of_a_seed() -> None:
