@@ -3,6 +3,7 @@
     python benchmarks/ablation.py --preset 7b --tp 2 --pp 2 --vpp 2 --steps 5 \\
         --budget-s 540 --results ablation.jsonl --plot ablation.png
     python benchmarks/ablation.py --preset tiny --tp 2 --pp 2 --device cpu --rounds 2
+    python benchmarks/ablation.py --read ablation.jsonl --plot ablation.png
 
 Rows are measured in turn, so that each has a partner in time in every other. Gains are in tokens
 per second, because two of the rows change the mathematics (the block) or the batch. Rows that have
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import command, options, report
+from benchmarks.loss_plot import cannot_draw
 from benchmarks.options import Entry
 from benchmarks.presets import PRESETS, ConfigurationRefused, Run
 
@@ -71,6 +74,8 @@ class _Ablation:
 
     def entries(self, machine: argparse.Namespace, rest: Sequence[str]) -> list[Entry]:
         self._plot = machine.folder / machine.plot if machine.plot else None
+        if self._plot is not None and (refusal := cannot_draw()):
+            raise ConfigurationRefused(refusal)
         asked = options.entry_of(rest)
         if len(asked.variants) > 1:
             raise ConfigurationRefused("an ablation has rows of its own: omit --against")
@@ -78,10 +83,40 @@ class _Ablation:
         return [options.entry_of([*rest, *_PLAIN], ladder(asked.run, ranks, machine.batch_factor))]
 
     def conclude(self, lines: list[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-        measured = [line["variants"] for line in lines if "variants" in line]
-        if self._plot is not None and measured:
-            draw(cells_of(measured[0]), self._plot)
+        if self._plot is not None:
+            _draw_measured(lines, self._plot)
         return {"results": lines}, True
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure the rows, or draw those of before; returns the exit status."""
+    reading = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    reading.add_argument("--read", type=Path)
+    reading.add_argument("--plot", type=Path)
+    found, others = reading.parse_known_args(arguments)
+    if found.read is None:
+        run = _Ablation()
+        description = __doc__ or ""
+        return command.main(
+            arguments, description, run.own_options, run.entries, _text, run.conclude
+        )
+    if found.plot is None or others:
+        print("ablation.py: --read RESULTS takes --plot PICTURE and nothing else", file=sys.stderr)
+        return 2
+    lines = [json.loads(line) for line in found.read.read_text().splitlines()]
+    if not _draw_measured(lines, found.plot):
+        print(f"ablation.py: {found.read} has no measured rows", file=sys.stderr)
+        return 1
+    print(json.dumps({"picture": str(found.plot)}))
+    return 0
+
+
+def _draw_measured(lines: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """Draw the first result that has rows; whether there was one."""
+    measured = [line["variants"] for line in lines if "variants" in line]
+    if measured:
+        draw(cells_of(measured[0]), path)
+    return bool(measured)
 
 
 def cells_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -167,14 +202,4 @@ def _text(line: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    ablation = _Ablation()
-    raise SystemExit(
-        command.main(
-            sys.argv[1:],
-            __doc__ or "",
-            ablation.own_options,
-            ablation.entries,
-            _text,
-            ablation.conclude,
-        )
-    )
+    raise SystemExit(main(sys.argv[1:]))

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.batches import Batches
 from benchmarks.convergence_curves import read_curve, rows_of, table
 from benchmarks.convergence_studies import QUICK, STUDIES, VOCABULARY, Sizes, job_of
-from benchmarks.loss_plot import Curve, draw
+from benchmarks.loss_plot import Curve, cannot_draw, draw
 
 from megascale_common.job.config import JobConfig
 from megascale_trainer.data.indexed import token_dtype
@@ -56,8 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     study = STUDIES[options.study]
     against = options.against or next(iter(study.runs))
+    refusal = cannot_draw() if options.plot else ""
     if against not in study.runs:
-        print(f"--against {against!r}: give one of {', '.join(study.runs)}", file=sys.stderr)
+        refusal = f"--against {against!r}: give one of {', '.join(study.runs)}"
+    if refusal:
+        print(f"convergence.py: {refusal}", file=sys.stderr)
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.only:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,13 @@ class Curve:
 
 
 Curves = Mapping[str, Mapping[int, Curve]]  # by run and seed
+
+
+def cannot_draw() -> str:
+    """Why no picture can be drawn here, with a remedy; empty if one can."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return ""
+    return "--plot needs matplotlib (extra plot): omit it here, and draw elsewhere with --read"
 
 
 def draw(

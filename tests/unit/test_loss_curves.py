@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import compare_losses
-from benchmarks.ablation import cells_of
-from benchmarks.ablation import draw as draw_ablation
+from benchmarks import ablation, compare_losses, convergence
 from benchmarks.convergence_curves import read_curve, rows_of, table
 from benchmarks.convergence_studies import STUDIES, Sizes, job_of
 from benchmarks.loss_plot import Curve, draw
@@ -158,14 +156,42 @@ def test_rows_of_an_ablation_stand_beside_the_papers(known: bool, tmp_path: Path
         for label, speed in (("baseline", 40.0), ("+ kernels", 42.0), ("+ something", 41.0))
     ]
     del rows[0]["gain_over_previous"]
-    cells = cells_of(rows)
+    cells = ablation.cells_of(rows)
     assert [cell["points"] for cell in cells] == (
         [None, pytest.approx(2), pytest.approx(-1)] if known else [None] * 3
     )
     assert [cell["paper_points"] for cell in cells] == [None, 1.7, None]
-    draw_ablation(cells, tmp_path / "a.png")
+    ablation.draw(cells, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "a.csv").open() as file:
         written = list(csv.DictReader(file))
     assert [row["row"] for row in written] == ["baseline", "+ kernels", "+ something"]
     assert written[1]["gain_median"] == "0.05" and written[0]["gain_median"] == ""
+
+
+def test_an_ablation_of_before_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    figures = {"tokens_per_s_per_device": 40.0, "mfu_full": 0.4, "mfu_causal": 0.38}
+    rows = [{"label": "baseline", **figures}, {"label": "+ kernels", **figures, "mfu_full": 0.43}]
+    results, picture = tmp_path / "a.jsonl", tmp_path / "a.png"
+    results.write_text(json.dumps({"name": "7b", "failed": "no memory"}) + "\n")
+    assert ablation.main(["--read", str(results), "--plot", str(picture)]) == 1
+    assert "no measured rows" in capsys.readouterr().err and not picture.exists()
+    results.write_text(json.dumps({"name": "7b", "variants": rows}) + "\n")
+    assert ablation.main(["--read", str(results), "--plot", str(picture)]) == 0
+    written = list(csv.DictReader((tmp_path / "a.csv").open()))
+    assert float(written[1]["points"]) == pytest.approx(3) and picture.exists()
+    assert ablation.main(["--read", str(results)]) == 2
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    options = ["--study", "lamb", "--folder", str(tmp_path / "out"), "--plot", "x.png"]
+    assert convergence.main(options) == 2
+    assert "matplotlib" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert ablation.main(["--device", "cpu", "--plot", "x.png"]) == 2
+    assert "--read" in capsys.readouterr().err
+    assert convergence.main([*options[:4], "--against", "SGD"]) == 2
+    assert "AdamW 0.0005" in capsys.readouterr().err
