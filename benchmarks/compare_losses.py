@@ -1,9 +1,12 @@
 """Compares loss curves that `throughput.py --losses` wrote, step by step.
 
     python benchmarks/compare_losses.py plain.jsonl overlapped.jsonl other.jsonl --tolerance 0.02
+    python benchmarks/compare_losses.py plain.jsonl overlapped.jsonl --noise sums.jsonl --plot x.png
 
-Prints one JSON object with the comparison of each further file with the first. Exit status: 0, 1 if
-one is out of tolerance or of another length, 2 if a file cannot be read.
+Prints one JSON object with the comparison of each further file with the first; with --noise, the
+losses of the first file's run in another order of sums, that comparison as well, and how many times
+as far apart the others are. Exit status: 0, 1 if one is out of tolerance or of another length, 2 if
+a file cannot be read.
 """
 
 from __future__ import annotations
@@ -12,9 +15,16 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+# A script finds only the modules in its own folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.loss_plot import Curve, draw
 
 
 def read_losses(path: Path) -> list[float]:
@@ -33,17 +43,21 @@ def read_losses(path: Path) -> list[float]:
 def compare(reference: Sequence[float], other: Sequence[float], tolerance: float) -> dict[str, Any]:
     """Largest and mean absolute difference, and the first step above ``tolerance`` (from 1).
 
+    ``end_difference`` is that of the means over the last tenth of the steps, other less reference.
     A NaN on one side alone is an infinite difference; curves of unequal length are compared up to
     the end of the shorter one.
     """
     differences = [_difference(a, b) for a, b in zip(reference, other, strict=False)]
     above = [step for step, difference in enumerate(differences, start=1) if difference > tolerance]
+    last = slice(len(differences) - max(1, len(differences) // 10), len(differences))
+    ends = [math.fsum(losses[last]) / max(1, len(losses[last])) for losses in (other, reference)]
     return {
         "steps": len(differences),
         "same_length": len(reference) == len(other),
         "bitwise_equal": len(reference) == len(other) and not any(differences),
         "max_difference": max(differences, default=0.0),
         "mean_difference": math.fsum(differences) / len(differences) if differences else 0.0,
+        "end_difference": ends[0] - ends[1],
         "first_step_above_tolerance": above[0] if above else None,
         "tolerance": tolerance,
     }
@@ -59,19 +73,38 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("reference", type=Path)
     parser.add_argument("others", type=Path, nargs="+")
     parser.add_argument("--tolerance", type=float, default=0.0, help="absolute; 0: every bit")
+    parser.add_argument("--noise", type=Path, help="the reference in another order of sums")
+    parser.add_argument("--plot", type=Path, help="curves as a picture, and as CSV (extra plot)")
     options = parser.parse_args(arguments)
+    paths = [options.reference, *([options.noise] if options.noise else []), *options.others]
     try:
-        reference = read_losses(options.reference)
-        found = [
-            {"file": str(path), **compare(reference, read_losses(path), options.tolerance)}
-            for path in options.others
-        ]
+        losses = {path: read_losses(path) for path in paths}
     except (OSError, ValueError) as problem:
         print(f"compare_losses.py: {problem}", file=sys.stderr)
         return 2
-    print(json.dumps({"comparisons": found}))
+    reference = losses[options.reference]
+    compared = {path: compare(reference, losses[path], options.tolerance) for path in paths}
+    found = [{"file": str(path), **compared[path]} for path in options.others]
+    result: dict[str, Any] = {"comparisons": found}
+    if options.noise:
+        noise = compared[options.noise]
+        result["noise"] = {"file": str(options.noise), **noise}
+        for one in found:
+            apart = noise["mean_difference"]
+            one["times_noise"] = one["mean_difference"] / apart if apart else None
+    if options.plot:
+        _draw(losses, options.plot)
+    print(json.dumps(result))
     same = [one["same_length"] and one["first_step_above_tolerance"] is None for one in found]
     return 0 if all(same) else 1
+
+
+def _draw(losses: Mapping[Path, Sequence[float]], path: Path) -> None:
+    curves = {
+        file.stem: {0: Curve(np.arange(1.0, len(values) + 1), np.array(values))}
+        for file, values in losses.items()
+    }
+    draw(curves, next(iter(curves)), path, "steps", 1.0)
 
 
 def _difference(one: float, other: float) -> float:

@@ -26,6 +26,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
         ("docs/cli.md", "[above](#top) [away](https://a.example)", "[above](#top) "
          "[away](https://a.example)"),
         ("docs/client.md", "[example](examples/train_and_fetch.py)", "example"),
+        ("docs/network.md", "![a](images/a.png)", "![a](images/a.png)"),
+        ("docs/evidence.md", "![a](../benchmarks/results/a.png)", "![a](images/a.png)"),
+        ("docs/how-to/README.md", "![](../../benchmarks/results/a.png)", "![](../images/a.png)"),
+        ("README.md", "![a](benchmarks/results/a.png)", "![a](images/a.png)"),
     ],
 )  # fmt: skip
 def test_a_link_leads_to_a_page_of_the_site_or_becomes_text(
@@ -53,3 +57,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "operations.html").is_file()
+    shown = set(re.findall(r'<img [^>]*src="([^"]+)"', (tmp_path / "evidence.html").read_text()))
+    pictures = {name for name in shown if name.startswith("images/")}
+    assert "images/2026-11-24-lamb-h200.png" in pictures
+    assert all((tmp_path / name).is_file() for name in pictures)
