@@ -12,13 +12,13 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from megascale_kernels import activation, block_inner, cross_entropy, norm, residual
+from megascale_kernels import activation, block_inner, cross_entropy, norm, partial_sums, residual
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import AttentionMask
 from megascale_kernels.cross_entropy import CrossEntropy
@@ -27,6 +27,8 @@ from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable
 
 _AMPERE = (8, 0)  # bf16 in Triton
 
+# :func:`megascale_kernels.partial_sums.sum_of_parts`
+SumOfParts = Callable[[torch.Tensor], torch.Tensor]
 
 # What a linear layer reads: a tensor, or in FP8 a
 # :class:`megascale_kernels.fp8_activation.Fp8Activation`.
@@ -95,6 +97,7 @@ class Operators(LayerOperators[torch.Tensor]):
 
     name: Literal["torch", "triton"]
     cross_entropy: CrossEntropy
+    sum_of_parts: SumOfParts
 
 
 def choose(kind: Literal["auto", "torch", "triton"], device: torch.device) -> Operators:
@@ -121,6 +124,7 @@ def torch_operators() -> Operators:
         block_inner=block_inner.block_inner,
         activate=activation.activate,
         cross_entropy=cross_entropy.cross_entropy,
+        sum_of_parts=partial_sums.sum_of_parts,
     )
 
 
@@ -135,6 +139,7 @@ def triton_operators() -> Operators:
     from megascale_kernels.fused import block_inner as fused_block_inner
     from megascale_kernels.fused import cross_entropy as fused_cross_entropy
     from megascale_kernels.fused import norm as fused_norm
+    from megascale_kernels.fused import partial_sums as fused_partial_sums
     from megascale_kernels.fused import residual as fused_residual
 
     return Operators(
@@ -144,6 +149,7 @@ def triton_operators() -> Operators:
         block_inner=fused_block_inner.block_inner,
         activate=fused_activation.activate,
         cross_entropy=fused_cross_entropy.cross_entropy,
+        sum_of_parts=fused_partial_sums.sum_of_parts,
     )
 
 

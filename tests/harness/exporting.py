@@ -138,8 +138,8 @@ def _logits(trainer: Trainer, config: JobConfig, tokens: torch.Tensor) -> torch.
     # The trainer itself needs no logits beyond its loss: the parts of its last stage, by hand.
     buffers, device = trainer._buffers, torch.device("cpu")
     weights = bind_weights(trainer._table, buffers.parameters, buffers.gradients)
-    tp = tensor_parallel(config, trainer._groups.tp, torch.float32, device)
     operators = choose(config.training.kernels, device)
+    tp = tensor_parallel(config, trainer._groups.tp, torch.float32, device, operators)
     (chunk,) = trainer._table.chunks
     zeros = np.zeros(tokens.shape, np.int64)
     arrays = {

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FileStore
 
 from megascale_common.job.config import from_accepted
 from megascale_common.job.rank_layout import RankLayout
+from megascale_kernels.operators import torch_operators
 from megascale_kernels.overlap import peer_memory
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
@@ -133,7 +134,9 @@ def choice(
     job = tiny_job(parallelism={"tp": world_size, "overlap": {"tp": overlap}})
     group = tp_group(rank, world_size, folder)
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        tp = tensor_parallel(from_accepted(job), group, torch.float32, device_of(rank))
+        tp = tensor_parallel(
+            from_accepted(job), group, torch.float32, device_of(rank), torch_operators()
+        )
     destroy_groups()
     return {"products": type(tp.matmuls).__name__, "log": log.getvalue()}
 

@@ -97,7 +97,11 @@ def test_peer_memory_is_what_the_trainer_takes(
         patch.setattr(overlapped, "why_unreachable", lambda *_: "")
         patch.setattr(overlapped, "open_peer_memory", take)
         overlapped.tensor_parallel(
-            config, Group("tp", tuple(range(tp)), 0, handle, None), dtype, torch.device("cpu")
+            config,
+            Group("tp", tuple(range(tp)), 0, handle, None),
+            dtype,
+            torch.device("cpu"),
+            torch_operators(),
         )
     assert rank_memory(config, 0).peer_memory_bytes == taken[-1]
     assert (taken[-1] > 0) == (overlap and tp > 1)

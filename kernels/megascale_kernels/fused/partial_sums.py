@@ -43,6 +43,8 @@ def add_column_sums(main_grads: Sequence[torch.Tensor], x: torch.Tensor) -> None
 
 def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
     """[size, ...] contiguous to [...]: added in float32 in order, rounded once."""
+    if parts.shape[0] == 2:  # torch's addition took 16 us where the kernel took 23 (H200, 100 MB)
+        return torch.add(*parts)
     total, size = torch.empty_like(parts[0]), parts.shape[0]
     count = total.numel()
     _parts_kernel[(triton.cdiv(count, _ELEMENTS),)](parts, total, count, size, _ELEMENTS)

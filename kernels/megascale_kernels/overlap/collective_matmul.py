@@ -11,19 +11,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megascale_kernels.operators import SumOfParts
 from megascale_kernels.overlap.peer_memory import PeerMemory
 from megascale_kernels.overlap.row_transfers import RowTransfers
+from megascale_kernels.partial_sums import sum_of_parts
 
 
 class CollectiveMatmuls:
     """The two GEMMs over ``memory``, which belongs to this object alone.
 
     ``chunks``: into how many steps the peers' rows are cut
-    (:func:`megascale_kernels.overlap.plan.gather_plan`).
+    (:func:`megascale_kernels.overlap.plan.gather_plan`). ``total`` adds the ranks' partial sums.
     """
 
-    def __init__(self, memory: PeerMemory, chunks: int) -> None:
-        self.transfers = RowTransfers(memory, chunks)
+    def __init__(self, memory: PeerMemory, chunks: int, total: SumOfParts = sum_of_parts) -> None:
+        self.transfers = RowTransfers(memory, chunks, total)
 
     def all_gather_matmul(
         self, part: torch.Tensor, factor: torch.Tensor

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from megascale_kernels.gemm import Gemm
-from megascale_kernels.overlap.row_transfers import RowTransfers, Total
+from megascale_kernels.overlap.row_transfers import RowTransfers
 from megascale_kernels.quantize import Factor, Operand
 
 
@@ -138,11 +138,11 @@ class OverlappedFp8Gemms:
 
     ``transfers`` may be those of
     :class:`megascale_kernels.overlap.collective_matmul.CollectiveMatmuls`: operations of both then
-    share its slots and its order. ``total`` adds partial sums; None: torch does.
+    share its slots and its order.
     """
 
-    def __init__(self, transfers: RowTransfers, gemm: Gemm, total: Total | None = None) -> None:
-        self._transfers, self._gemm, self._total = transfers, gemm, total
+    def __init__(self, transfers: RowTransfers, gemm: Gemm) -> None:
+        self._transfers, self._gemm = transfers, gemm
 
     def all_gather_matmul(self, part: Operand, factor: Factor) -> tuple[torch.Tensor, Operand]:
         rows = part.data.shape[0] * self._transfers.size
@@ -161,7 +161,7 @@ class OverlappedFp8Gemms:
             self._gemm.multiply(_rows(x, start, stop), factor, out)
 
         whole = _bf16(x.data, x.data.shape[0], factor)
-        return self._transfers.scatter(whole, multiply, meanwhile, self._total)
+        return self._transfers.scatter(whole, multiply, meanwhile)
 
     def largest(self, amax: torch.Tensor) -> torch.Tensor:
         return self._transfers.largest(amax)

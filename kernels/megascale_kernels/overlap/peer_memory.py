@@ -1,9 +1,9 @@
 """Memory of each rank of a group that all its ranks read and write without the owner's help.
 
 On CUDA it is torch's symmetric memory: peers' buffers are mapped into this process, a copy between
-two of them is done by a copy engine over NVLink, and the barrier is a kernel of one warp. On a CPU
-it is one anonymous file that all ranks map. Neither leaves anything behind when a process dies.
-NVLink multicast is not used and is switched off.
+two of them is done by a copy engine over NVLink, and the barrier by the streams' front ends, so
+that neither needs a multiprocessor. On a CPU it is one anonymous file that all ranks map. Neither
+leaves anything behind when a process dies. NVLink multicast is not used and is switched off.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from megascale_kernels.overlap.stream_signals import SignalSequence
+
+# Barriers take turns with two words of each rank: a peer may be at the next barrier, but not at the
+# one after that, before this rank has cleared what it waited for.
+_BARRIERS = 2
+_SIGNAL_BYTES = 4
+_ALIGNMENT_BYTES = 256
 _REASONS = (
     "",
     "its ranks are on different hosts",
@@ -76,8 +83,9 @@ def open_peer_memory(
 
     Args:
         size_bytes: of each rank.
-        timeout_s: on CUDA, how long a barrier waits for the last rank before it ends this rank's
-            CUDA context. A CPU barrier has the group's own timeout.
+        timeout_s: on CUDA, how long this call waits for the last rank. The barriers themselves have
+            no bound there: what bounds them is the watchdog of the collectives that stand behind
+            them in a step. A CPU barrier has the group's own timeout.
 
     Raises:
         RuntimeError, OSError: there is not so much memory, or it cannot be shared.
@@ -97,13 +105,18 @@ class _CudaPeerMemory:
             size_bytes,
             device,
         )
-        self._timeout_ms = int(timeout_s * 1000)
         # torch would otherwise make a multicast object for every buffer
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        # Not symm_mem.empty: from its pool two buffers may share an allocation, and with it the
-        # barrier's signals.
-        self._own = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
+        # Not symm_mem.empty: from its pool two buffers may share an allocation.
+        signals = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        whole = signals + _BARRIERS * self.size * _SIGNAL_BYTES
+        self._own = _SymmetricMemory.empty_strided_p2p((whole,), (1,), torch.uint8, device)
+        self._own[signals:].zero_()
         self._handle = symm_mem.rendezvous(self._own, group)
+        self._barriers = [self._barrier(signals, turn) for turn in range(_BARRIERS)]
+        self._turn = 0
+        # All ranks' signals are 0 before the first is set.
+        self._handle.barrier(channel=0, timeout_ms=int(timeout_s * 1000))
 
     def tensor_of(
         self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
@@ -111,7 +124,21 @@ class _CudaPeerMemory:
         return self._handle.get_buffer(rank, tuple(shape), dtype, offset_bytes // dtype.itemsize)
 
     def barrier(self) -> None:
-        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
+        self._barriers[self._turn].enqueue(torch.cuda.current_stream(self.device))
+        self._turn = (self._turn + 1) % _BARRIERS
+
+    def _barrier(self, offset: int, turn: int) -> SignalSequence:
+        """A word of each peer's memory says that this rank is there, and one of its own that the
+        peer is."""
+
+        def word(owner: int, sender: int) -> int:
+            place = turn * self.size + sender
+            return int(self._handle.buffer_ptrs[owner]) + offset + place * _SIGNAL_BYTES
+
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        return SignalSequence(
+            [word(peer, self.rank) for peer in peers], [word(self.rank, peer) for peer in peers]
+        )
 
 
 class _SharedFileMemory:

@@ -34,9 +34,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megascale_kernels.operators import SumOfParts
 from megascale_kernels.overlap.peer_memory import PeerMemory
 from megascale_kernels.overlap.plan import Step, gather_plan, scatter_plan
 from megascale_kernels.overlap.side_stream import SideStream
+from megascale_kernels.partial_sums import sum_of_parts
 
 _SLOTS = 2
 _ALIGNMENT_BYTES = 256
@@ -45,9 +47,6 @@ _ALIGNMENT_BYTES = 256
 Consume = Callable[[Sequence[torch.Tensor], int, int], None]
 # start, stop, where rows start:stop of the whole go.
 Produce = Callable[[int, int, torch.Tensor], None]
-
-# [size, rows, ...] partial sums in the order of ranks, to [rows, ...].
-Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 def region_bytes(whole_bytes: int) -> int:
@@ -59,11 +58,12 @@ class RowTransfers:
     """Gathers and scatters over ``memory``, which belongs to this object alone.
 
     ``chunks``: into how many steps the peers' rows are cut
-    (:func:`megascale_kernels.overlap.plan.gather_plan`).
+    (:func:`megascale_kernels.overlap.plan.gather_plan`). ``total`` adds the ranks' partial sums.
     """
 
-    def __init__(self, memory: PeerMemory, chunks: int) -> None:
+    def __init__(self, memory: PeerMemory, chunks: int, total: SumOfParts = sum_of_parts) -> None:
         self.size, self._memory, self._chunks = memory.size, memory, chunks
+        self._total = total
         self._side = SideStream(memory.device)
         self._slot_bytes = memory.size_bytes // _SLOTS // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         self._operations = 0
@@ -104,9 +104,6 @@ class RowTransfers:
         arrived = []
         with side.active():
             memory.barrier()
-            # A barrier behind a GEMM that fills every multiprocessor would start all transfers
-            # late: main waits for it before the first.
-            open_to_all = side.mark()
             for step in peers:
                 for whole, offset in zip(gathered, offsets, strict=True):
                     self._pull(step, whole, rows, offset)
@@ -114,7 +111,6 @@ class RowTransfers:
             for whole, one in zip(gathered, part, strict=True):
                 whole[own.start : own.stop].copy_(one)
             complete = side.mark()
-        side.hold_main(open_to_all)
         consume(part, own.start, own.stop)
         for step, mark in zip(peers, arrived, strict=True):
             side.hold_main(mark)
@@ -127,7 +123,6 @@ class RowTransfers:
         whole: torch.Tensor,
         produce: Produce,
         meanwhile: Callable[[], None] | None = None,
-        total: Total | None = None,
     ) -> torch.Tensor:
         """This rank's rows of the sum over ranks: in float32, rounded once, in one fixed order.
 
@@ -135,7 +130,6 @@ class RowTransfers:
             whole: [rows, ...], this rank's partial sums; memory for those that travel.
             produce: work of the caller's stream that writes the partial sums of one step.
             meanwhile: further work for the caller's stream, under which the last rows travel.
-            total: adds the ranks' partial sums; None: torch does.
 
         Returns:
             [rows / size, ...].
@@ -162,11 +156,7 @@ class RowTransfers:
         if meanwhile is not None:
             meanwhile()
         side.hold_main(arrived)
-        if total is not None:
-            return total(partials)
-        # of two the sum is the same as an addition, which keeps more loads in flight than a
-        # reduction
-        return torch.add(*partials) if memory.size == 2 else partials.sum(0)
+        return self._total(partials)
 
     def largest(self, value: torch.Tensor) -> torch.Tensor:
         """The largest of each rank's ``value`` (float32 [1]), the same on all; NaN spreads.

@@ -170,7 +170,7 @@ class Trainer:
         self._table = parameter_table(config, rank)
         dtype = DTYPES[config.training.precision]
         operators = choose(config.training.kernels, device)
-        tp = tensor_parallel(config, groups.tp, dtype, device)
+        tp = tensor_parallel(config, groups.tp, dtype, device, operators)
         self._fp8 = fp8_of(config, operators, tp, device)
         if self._fp8 is not None and device.type == "cuda":
             # Before parameters and states: the operands that it measures need gigabytes as well.

@@ -81,7 +81,7 @@ def fp8_of(
     weights = Fp8Weights(made)
     linears = Fp8Linears(
         tp.size,
-        _gemms(tp, gemm, operators),
+        _gemms(tp, gemm),
         gemm,
         made,
         weights,
@@ -104,15 +104,10 @@ def _choices_file() -> Path | None:
     return Path(cache) / "megascale" / "gemm-choices.json"
 
 
-def _gemms(tp: TensorParallel, gemm: Gemm, operators: Operators) -> Fp8Gemms:
+def _gemms(tp: TensorParallel, gemm: Gemm) -> Fp8Gemms:
     if not isinstance(tp.matmuls, OverlappedMatmuls):
         return PlainFp8Gemms(tp.group, gemm)
-    total = None
-    if operators.name == "triton":
-        from megascale_kernels.fused.partial_sums import sum_of_parts
-
-        total = sum_of_parts
-    return _Counted(tp.group, OverlappedFp8Gemms(tp.matmuls.transfers, gemm, total))
+    return _Counted(tp.group, OverlappedFp8Gemms(tp.matmuls.transfers, gemm))
 
 
 class _Counted:

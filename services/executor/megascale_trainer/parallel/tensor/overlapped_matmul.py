@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from megascale_common.job.config import JobConfig
+from megascale_kernels.operators import Operators
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable
 from megascale_kernels.overlap.row_transfers import RowTransfers, region_bytes
@@ -22,7 +23,11 @@ _ONE_STEP_UP_TO = 4
 
 
 def tensor_parallel(
-    config: JobConfig, group: Group, dtype: torch.dtype, device: torch.device
+    config: JobConfig,
+    group: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+    operators: Operators,
 ) -> TensorParallel:
     """The tp ``group`` with the matmuls that ``parallelism.overlap.tp`` asks for.
 
@@ -51,7 +56,7 @@ def tensor_parallel(
         device,
         timeout_s=config.recovery.collective_timeout_s,
     )
-    kernel = CollectiveMatmuls(memory, chunks(group.size))
+    kernel = CollectiveMatmuls(memory, chunks(group.size), operators.sum_of_parts)
     return TensorParallel(group, OverlappedMatmuls(group, kernel))
 
 
