@@ -1,13 +1,15 @@
 """Memory of each rank of a group that all its ranks read and write without the owner's help.
 
 On CUDA it is torch's symmetric memory: peers' buffers are mapped into this process, a copy between
-two of them is done by a copy engine over NVLink, and the barrier is a kernel of one warp. On a CPU
-it is one anonymous file that all ranks map. Neither leaves anything behind when a process dies.
-NVLink multicast is not used and is switched off.
+two of them is done by a copy engine over NVLink, and barriers and signals are kernels of one warp.
+On a CPU it is one anonymous file that all ranks map, and signals are empty messages of the group.
+Neither leaves anything behind when a process dies. NVLink multicast is not used and is switched
+off.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Sequence
@@ -25,6 +27,11 @@ _REASONS = (
     "its ranks see the devices under different numbers (CUDA_VISIBLE_DEVICES)",
     "a device cannot access the memory of another (no peer-to-peer path)",
 )
+
+
+# Memories over one group, of which the last may be gone with signals that nobody awaited.
+_numbers = itertools.count()
+_CHANNELS = 64
 
 
 class PeerMemory(Protocol):
@@ -56,6 +63,28 @@ class PeerMemory(Protocol):
         ...
 
 
+class SignalledMemory(PeerMemory, Protocol):
+    """Memory whose ranks also signal each other, in pairs.
+
+    A channel (0 to 63) of two ranks and a direction holds one signal: the next is given only after
+    the other rank has awaited the one before. On CUDA barriers take channel 0 as well.
+    """
+
+    def signal(self, rank: int, channel: int) -> None:
+        """``rank``, once it has awaited this, sees what the current stream (on a CPU: the caller)
+        did before.
+        """
+        ...
+
+    def await_signal(self, rank: int, channel: int) -> None:
+        """What the current stream (on a CPU: the caller) does next waits for ``rank``'s signal.
+
+        Raises:
+            RuntimeError: on a CPU, ``rank`` has ended or did not signal within the group's timeout.
+        """
+        ...
+
+
 def why_unreachable(group: dist.ProcessGroup, device: torch.device) -> str:
     """Why the ranks of ``group`` cannot have a :class:`PeerMemory`, or "" where they can; the same
     on all ranks.
@@ -70,14 +99,14 @@ def why_unreachable(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def open_peer_memory(
     group: dist.ProcessGroup, size_bytes: int, device: torch.device, *, timeout_s: float
-) -> PeerMemory:
+) -> SignalledMemory:
     """Create the memory; all ranks of ``group``, which :func:`why_unreachable` let pass, call it
     together.
 
     Args:
         size_bytes: of each rank.
-        timeout_s: on CUDA, how long a barrier waits for the last rank before it ends this rank's
-            CUDA context. A CPU barrier has the group's own timeout.
+        timeout_s: on CUDA, how long a barrier or a signal waits for the other ranks before it ends
+            this rank's CUDA context. On a CPU they have the group's own timeout.
 
     Raises:
         RuntimeError, OSError: there is not so much memory, or it cannot be shared.
@@ -113,6 +142,12 @@ class _CudaPeerMemory:
     def barrier(self) -> None:
         self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
+    def signal(self, rank: int, channel: int) -> None:
+        self._handle.put_signal(rank, channel=channel, timeout_ms=self._timeout_ms)
+
+    def await_signal(self, rank: int, channel: int) -> None:
+        self._handle.wait_signal(rank, channel=channel, timeout_ms=self._timeout_ms)
+
 
 class _SharedFileMemory:
     """One file with the memories of all ranks in order, made by the first rank and opened by the
@@ -123,14 +158,15 @@ class _SharedFileMemory:
 
     def __init__(self, group: dist.ProcessGroup, size_bytes: int) -> None:
         self.rank, self.size, self.size_bytes = group.rank(), group.size(), size_bytes
-        self._group = group
+        self._group, self._signal = group, torch.zeros(1, dtype=torch.uint8)
+        self._signals: dict[tuple[int, int], dist.Work] = {}
         descriptor = -1
         if self.rank == 0:
             descriptor = os.memfd_create("megascale-peer-memory", os.MFD_CLOEXEC)
             os.posix_fallocate(descriptor, 0, size_bytes * self.size)
-        where = torch.tensor([os.getpid(), descriptor])
+        where = torch.tensor([os.getpid(), descriptor, next(_numbers) * _CHANNELS])
         dist.broadcast(where, group=group, group_src=0)
-        owner, opened = where.tolist()
+        owner, opened, self._first_tag = where.tolist()
         self._all = torch.from_file(
             f"/proc/{owner}/fd/{opened}",
             shared=True,
@@ -154,6 +190,17 @@ class _SharedFileMemory:
 
     def barrier(self) -> None:
         dist.barrier(self._group)
+
+    def signal(self, rank: int, channel: int) -> None:
+        tag = self._first_tag + channel
+        work = dist.isend(self._signal, group=self._group, group_dst=rank, tag=tag)
+        assert work is not None
+        self._signals[rank, channel] = work  # the one before was awaited
+
+    def await_signal(self, rank: int, channel: int) -> None:
+        found = torch.empty_like(self._signal)
+        tag = self._first_tag + channel
+        dist.recv(found, group=self._group, group_src=rank, tag=tag)
 
 
 def _own_reason(peers: list[list[int]], device: torch.device) -> int:
