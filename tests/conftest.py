@@ -80,6 +80,7 @@ LANES = {
         "integration/test_data_parallel_overlap.py",
         "integration/test_fp8_training.py",
         "integration/test_lamb_training.py",
+        "integration/test_peer_messages.py",
         "integration/test_rank_pool.py",
         "integration/test_resharded_resume.py",
         "integration/test_restore_sources.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ pytestmark = [
 ]
 
 
-async def test_a_rank_that_waits_for_a_stalled_peer_is_a_victim(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+async def test_a_rank_that_waits_for_a_stalled_peer_is_a_victim(
+    axis: Literal["tp", "pp"], tmp_path: Path
+) -> None:
     """However it ends: whose error shows the lost context, and in which thread, is up to chance."""
-    failed, log = await end_of_a_stall(tmp_path, "cuda")
-    assert "is not overlapped" not in log
+    failed, log = await end_of_a_stall(tmp_path, "cuda", axis)
+    assert "trainer.parallelism.overlap" not in log
     victim, stalled = failed.workers
     assert victim.error_kind == "COLLECTIVE", f"{victim.error}\n{log}"
     assert victim.exit_status in (1, -6, -9), f"{victim.error}\n{log}"

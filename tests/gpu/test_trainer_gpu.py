@@ -152,7 +152,7 @@ def test_tied_embeddings_train_as_on_one_device(
     ("sizes", "samples"),
     [({"pp": 2}, 8), ({"pp": 2, "virtual_stages": 2}, 8), ({"pp": 2}, 1), ({"pp": 4}, 2)],
 )
-def test_posting_receives_ahead_changes_no_bit(
+def test_overlapped_edges_change_no_bit(
     sizes: dict[str, Any], samples: int, pool: RankPool, tmp_path: Path
 ) -> None:
     """With few micro-batches, too, where a stage's first gradient answers its last forward."""

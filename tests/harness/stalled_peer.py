@@ -1,4 +1,4 @@
-"""A node whose ranks train with overlapped tensor parallelism until one of them stalls.
+"""A node whose ranks train over peer memory until one of them stalls.
 
 The stalled rank's process stays alive.
 """
@@ -13,7 +13,7 @@ from typing import Literal
 from tests.harness.agent_process import TOKEN, start_agent
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
-from tests.harness.training import tiny_job
+from tests.harness.training import hiding, tiny_job
 
 from megascale.v1 import link_pb2
 from megascale_common.job.config import from_accepted
@@ -23,9 +23,9 @@ _STALLED_RANK = 1
 
 
 async def end_of_a_stall(
-    folder: Path, device: Literal["cpu", "cuda"]
+    folder: Path, device: Literal["cpu", "cuda"], axis: Literal["tp", "pp"]
 ) -> tuple[link_pb2.Heartbeat, str]:
-    """Stop rank 1 of two after some steps (SIGSTOP).
+    """Stop rank 1 of the two on ``axis`` after some steps (SIGSTOP).
 
     Returns:
         The heartbeat that reports the attempt's end, and rank 0's log.
@@ -35,7 +35,7 @@ async def end_of_a_stall(
     await driver.start(folder / "driver.address")
     agent = start_agent(folder, template="", options=("--device", device))
     try:
-        given = _assignment(folder)
+        given = _assignment(folder, axis)
         await driver.until_joined()
         driver.want(link_pb2.DESIRED_PHASE_PREPARE, given)
         prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
@@ -51,10 +51,10 @@ async def end_of_a_stall(
         await driver.stop()
 
 
-def _assignment(folder: Path) -> link_pb2.AttemptAssignment:
+def _assignment(folder: Path, axis: str) -> link_pb2.AttemptAssignment:
     config = from_accepted(
         tiny_job(
-            parallelism={"tp": 2, "overlap": {"tp": True}},
+            parallelism={axis: 2, **hiding(axis)},
             training={"steps": 1_000_000},
             data={"sources": [{"prefix": str(folder / "corpus")}]},
             recovery={"collective_timeout_s": TIMEOUT_S},

@@ -18,6 +18,7 @@ from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.trainer import StepResult, Trainer
 
@@ -280,12 +281,14 @@ def posted_receive_rows(
 
     Returns stage 1's row before, in between and after.
     """
-    path = folder / f"status-{rank}"
-    groups = _groups(from_accepted(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
+    path, config = folder / f"status-{rank}", from_accepted(job)
+    groups = _groups(config, rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
+    connect_edges(config, groups.edges, rank, 16, device_of(rank))
     values = torch.full((4,), 7.0 * (1 - rank), device=device_of(rank))
     if groups.edges.activation_in is None:
         assert groups.edges.activation_out is not None
         groups.edges.activation_out.send(values).wait()
+        groups.world.all_reduce(torch.zeros(1, device=device_of(rank)))
         destroy_groups()
         return {}
     name, found = groups.edges.activation_in.name, {"before": _rows(path)}
@@ -294,6 +297,7 @@ def posted_receive_rows(
     received = receive.wait().tolist()
     groups.poll()
     found["waited"] = _rows(path)
+    groups.world.all_reduce(torch.zeros(1, device=device_of(rank)))
     destroy_groups()
     return {"received": received, **{when: rows[name] for when, rows in found.items()}}
 

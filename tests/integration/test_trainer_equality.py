@@ -160,7 +160,7 @@ def test_layout_trains_as_one_process(
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "virtual_stages": 2}])
-def test_posting_receives_ahead_changes_no_bit(
+def test_overlapped_edges_change_no_bit(
     sizes: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     jobs = [tiny_job(parallelism=sizes | overlap) for overlap in ({}, hiding("pp"))]
@@ -177,9 +177,12 @@ def test_posting_receives_ahead_changes_no_bit(
                 np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
-def test_a_posted_receive_is_entered_when_it_is_waited_for(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [hiding(), hiding("pp")], ids=["communicator", "peer memory"])
+def test_a_posted_receive_is_entered_when_it_is_waited_for(
+    overlap: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
     """A stage that hangs in its own computation must not seem to wait for others."""
-    job = tiny_job(parallelism={"pp": 2, **hiding("pp")})
+    job = tiny_job(parallelism={"pp": 2, **overlap})
     rows = pool.run("tests.harness.training:posted_receive_rows", 2, tmp_path, job=job)[1]
     (entered, completed), connected = rows["posted"], rows["before"]
     assert (entered, completed) == tuple(connected)

@@ -205,12 +205,13 @@ def test_init_and_plan_lead_from_nothing_to_what_a_job_needs(runner: CliRunner) 
     ]
     for words in (*lines, "pipeline stage 1: parameters", "checkpoint   9.8 MiB"):
         assert words in shown.output
-    assert shown.output.count(", peer memory 256.0 KiB") == 2, (
-        "128 tokens, 2 sequences, 128 columns, fp32, two slots"
+    assert shown.output.count(", peer memory 384.0 KiB") == 2, (
+        "128 tokens, 2 sequences, 128 columns, fp32, two slots; and half of it for the one edge"
     )
     text = Path("First Try.yaml").read_text()
-    assert "#tp: true" in text, "the file shows the default"
-    Path("plain.yaml").write_text(text.replace("#tp: true", "tp: false"))
+    assert "#tp: true" in text and "#pp: true" in text, "the file shows the defaults"
+    plain = text.replace("#tp: true", "tp: false").replace("#pp: true", "pp: false")
+    Path("plain.yaml").write_text(plain)
     shown = runner.invoke(build_app(), ["plan", "plain.yaml"], env={"COLUMNS": "200"})
     assert shown.exit_code == exits.OK and "peer memory" not in shown.output
     as_json = json.loads(runner.invoke(build_app(), ["plan", "First Try.yaml", "--json"]).output)

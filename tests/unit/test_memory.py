@@ -15,7 +15,8 @@ from megascale_common.job.config import from_accepted
 from megascale_common.sizes.memory import largest_rank_memory, rank_memory
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
-from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.groups import Edges, Group
+from megascale_trainer.parallel.pipeline import peer_edges
 from megascale_trainer.parallel.pipeline.schedule import Kind, one_forward_one_backward
 from megascale_trainer.parallel.tensor import overlapped_matmul as overlapped
 
@@ -105,6 +106,43 @@ def test_peer_memory_is_what_the_trainer_takes(
         )
     assert rank_memory(config, 0).peer_memory_bytes == taken[-1]
     assert (taken[-1] > 0) == (overlap and tp > 1)
+
+
+@pytest.mark.parametrize("overlap", [hiding(), hiding("pp")], ids=["plain", "overlapped"])
+@pytest.mark.parametrize(("tp", "pp", "virtual_stages"), [(1, 2, 1), (2, 4, 1), (1, 2, 2)])
+def test_peer_memory_of_edges_is_what_the_trainer_takes(
+    tp: int, pp: int, virtual_stages: int, overlap: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"tp": tp, "pp": pp, "virtual_stages": virtual_stages, **overlap}
+    config = from_accepted(
+        tiny_job(model={"sequence_length": 12, "hidden_size": 24}, parallelism=sizes)
+    )
+    taken: list[int] = []
+
+    def take(
+        handle: object, size_bytes: int, device: torch.device, *, timeout_s: float
+    ) -> OwnMemory:
+        taken.append(size_bytes)
+        return OwnMemory(2, size_bytes, device)
+
+    monkeypatch.setattr(peer_edges, "why_unreachable", lambda *_: "")
+    monkeypatch.setattr(peer_edges, "open_peer_memory", take)
+    monkeypatch.setattr(peer_edges, "PeerMessages", lambda memory: memory)
+    handle = cast(torch.distributed.ProcessGroup, object())
+    for stage in range(pp):
+        taken.clear()
+        ring = virtual_stages > 1
+        before, after = stage > 0 or ring, stage < pp - 1 or ring
+        edges = Edges(
+            *(
+                Group(f"edge {there}", (0, 1), 0, handle, None) if there else None
+                for there in (before, after, after, before)
+            )
+        )
+        message_bytes = 12 // tp * config.training.micro_batch_size * 24 * 4
+        peer_edges.connect_edges(config, edges, stage, message_bytes, torch.device("cpu"))
+        assert rank_memory(config, stage * tp).peer_memory_bytes == sum(taken)
+        assert bool(taken) == bool(overlap["overlap"]["pp"])
 
 
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(4, 1), (2, 2), (4, 2), (2, 4)])

@@ -1,13 +1,15 @@
 """Memory of each rank of a group that all its ranks read and write without the owner's help.
 
 On CUDA it is torch's symmetric memory: peers' buffers are mapped into this process, a copy between
-two of them is done by a copy engine over NVLink, and the barrier by the streams' front ends, so
-that neither needs a multiprocessor. On a CPU it is one anonymous file that all ranks map. Neither
-leaves anything behind when a process dies. NVLink multicast is not used and is switched off.
+two of them is done by a copy engine over NVLink, and barriers and signals by the streams' front
+ends, so that nothing of it needs a multiprocessor. On a CPU it is one anonymous file that all ranks
+map, and signals are empty messages of the group. Neither leaves anything behind when a process
+dies. NVLink multicast is not used and is switched off.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Sequence
@@ -21,17 +23,23 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from megascale_kernels.overlap.stream_signals import SignalSequence
 
-# Barriers take turns with two words of each rank: a peer may be at the next barrier, but not at the
-# one after that, before this rank has cleared what it waited for.
-_BARRIERS = 2
-_SIGNAL_BYTES = 4
-_ALIGNMENT_BYTES = 256
 _REASONS = (
     "",
     "its ranks are on different hosts",
     "its ranks see the devices under different numbers (CUDA_VISIBLE_DEVICES)",
     "a device cannot access the memory of another (no peer-to-peer path)",
 )
+
+
+_CHANNELS = 64
+# Barriers take turns with two more channels: a peer may be at the next barrier, but not at the one
+# after that, before this rank has cleared what it waited for.
+_BARRIERS = 2
+_SIGNAL_BYTES = 4
+_ALIGNMENT_BYTES = 256
+
+# Memories over one group, of which the last may be gone with signals that nobody awaited.
+_numbers = itertools.count()
 
 
 class PeerMemory(Protocol):
@@ -63,6 +71,28 @@ class PeerMemory(Protocol):
         ...
 
 
+class SignalledMemory(PeerMemory, Protocol):
+    """Memory whose ranks also signal each other, in pairs.
+
+    A channel (0 to 63) of two ranks and a direction holds one signal: the next is given only after
+    the other rank has awaited the one before.
+    """
+
+    def signal(self, rank: int, channel: int) -> None:
+        """``rank``, once it has awaited this, sees what the current stream (on a CPU: the caller)
+        did before.
+        """
+        ...
+
+    def await_signal(self, rank: int, channel: int) -> None:
+        """What the current stream (on a CPU: the caller) does next waits for ``rank``'s signal.
+
+        Raises:
+            RuntimeError: on a CPU, ``rank`` has ended or did not signal within the group's timeout.
+        """
+        ...
+
+
 def why_unreachable(group: dist.ProcessGroup, device: torch.device) -> str:
     """Why the ranks of ``group`` cannot have a :class:`PeerMemory`, or "" where they can; the same
     on all ranks.
@@ -77,15 +107,15 @@ def why_unreachable(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def open_peer_memory(
     group: dist.ProcessGroup, size_bytes: int, device: torch.device, *, timeout_s: float
-) -> PeerMemory:
+) -> SignalledMemory:
     """Create the memory; all ranks of ``group``, which :func:`why_unreachable` let pass, call it
     together.
 
     Args:
         size_bytes: of each rank.
-        timeout_s: on CUDA, how long this call waits for the last rank. The barriers themselves have
-            no bound there: what bounds them is the watchdog of the collectives that stand behind
-            them in a step. A CPU barrier has the group's own timeout.
+        timeout_s: on CUDA, how long this call waits for the other ranks. A barrier or a signal has
+            no bound of its own there: the watchdog of the collectives that stand behind it in a
+            step bounds it. On a CPU they have the group's own timeout.
 
     Raises:
         RuntimeError, OSError: there is not so much memory, or it cannot be shared.
@@ -108,12 +138,12 @@ class _CudaPeerMemory:
         # torch would otherwise make a multicast object for every buffer
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         # Not symm_mem.empty: from its pool two buffers may share an allocation.
-        signals = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        whole = signals + _BARRIERS * self.size * _SIGNAL_BYTES
+        self._signals = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        whole = self._signals + (_CHANNELS + _BARRIERS) * self.size * _SIGNAL_BYTES
         self._own = _SymmetricMemory.empty_strided_p2p((whole,), (1,), torch.uint8, device)
-        self._own[signals:].zero_()
+        self._own[self._signals :].zero_()
         self._handle = symm_mem.rendezvous(self._own, group)
-        self._barriers = [self._barrier(signals, turn) for turn in range(_BARRIERS)]
+        self._barriers = [self._barrier(_CHANNELS + turn) for turn in range(_BARRIERS)]
         self._turn = 0
         # All ranks' signals are 0 before the first is set.
         self._handle.barrier(channel=0, timeout_ms=int(timeout_s * 1000))
@@ -127,18 +157,26 @@ class _CudaPeerMemory:
         self._barriers[self._turn].enqueue(torch.cuda.current_stream(self.device))
         self._turn = (self._turn + 1) % _BARRIERS
 
-    def _barrier(self, offset: int, turn: int) -> SignalSequence:
-        """A word of each peer's memory says that this rank is there, and one of its own that the
-        peer is."""
+    def signal(self, rank: int, channel: int) -> None:
+        word = self._word(rank, self.rank, channel)
+        SignalSequence([word], []).enqueue(torch.cuda.current_stream(self.device))
 
-        def word(owner: int, sender: int) -> int:
-            place = turn * self.size + sender
-            return int(self._handle.buffer_ptrs[owner]) + offset + place * _SIGNAL_BYTES
+    def await_signal(self, rank: int, channel: int) -> None:
+        word = self._word(self.rank, rank, channel)
+        SignalSequence([], [word]).enqueue(torch.cuda.current_stream(self.device))
 
+    def _barrier(self, channel: int) -> SignalSequence:
+        """Signals to all peers, then a wait for all of theirs."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         return SignalSequence(
-            [word(peer, self.rank) for peer in peers], [word(self.rank, peer) for peer in peers]
+            [self._word(peer, self.rank, channel) for peer in peers],
+            [self._word(self.rank, peer, channel) for peer in peers],
         )
+
+    def _word(self, owner: int, sender: int, channel: int) -> int:
+        """The address, in ``owner``'s memory, of what ``sender`` sets to signal."""
+        place = channel * self.size + sender
+        return int(self._handle.buffer_ptrs[owner]) + self._signals + place * _SIGNAL_BYTES
 
 
 class _SharedFileMemory:
@@ -150,14 +188,15 @@ class _SharedFileMemory:
 
     def __init__(self, group: dist.ProcessGroup, size_bytes: int) -> None:
         self.rank, self.size, self.size_bytes = group.rank(), group.size(), size_bytes
-        self._group = group
+        self._group, self._signal = group, torch.zeros(1, dtype=torch.uint8)
+        self._signals: dict[tuple[int, int], dist.Work] = {}
         descriptor = -1
         if self.rank == 0:
             descriptor = os.memfd_create("megascale-peer-memory", os.MFD_CLOEXEC)
             os.posix_fallocate(descriptor, 0, size_bytes * self.size)
-        where = torch.tensor([os.getpid(), descriptor])
+        where = torch.tensor([os.getpid(), descriptor, next(_numbers) * _CHANNELS])
         dist.broadcast(where, group=group, group_src=0)
-        owner, opened = where.tolist()
+        owner, opened, self._first_tag = where.tolist()
         self._all = torch.from_file(
             f"/proc/{owner}/fd/{opened}",
             shared=True,
@@ -181,6 +220,17 @@ class _SharedFileMemory:
 
     def barrier(self) -> None:
         dist.barrier(self._group)
+
+    def signal(self, rank: int, channel: int) -> None:
+        tag = self._first_tag + channel
+        work = dist.isend(self._signal, group=self._group, group_dst=rank, tag=tag)
+        assert work is not None
+        self._signals[rank, channel] = work  # the one before was awaited
+
+    def await_signal(self, rank: int, channel: int) -> None:
+        found = torch.empty_like(self._signal)
+        tag = self._first_tag + channel
+        dist.recv(found, group=self._group, group_src=rank, tag=tag)
 
 
 def _own_reason(peers: list[list[int]], device: torch.device) -> int:

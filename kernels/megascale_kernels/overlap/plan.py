@@ -5,8 +5,9 @@ The whole has ``size * part_rows`` rows and rank r owns the r-th ``part_rows`` o
 the whole is made in steps over contiguous rows, so that each step's transfers hide under the other
 steps' products. A rank's own rows need no transfer: after a gather they are multiplied first, while
 the first peers' rows arrive; before a scatter they are multiplied last, while the last peers' rows
-leave. Peers come in cyclic order from the rank behind on, so that at any moment each rank talks to
-another one.
+leave. Where the peers' steps differ in length, the shortest is therefore next to the own one: it is
+the first of a gather and the last of a scatter. Peers come in cyclic order from the rank behind on,
+so that at any moment each rank talks to another one.
 
 Within a part, chunks are cut at multiples of 128 rows, a GEMM's tile, where they are as long; else
 of 16, since cuBLASLt refuses FP8 GEMMs with a scale for each row at other numbers of rows (seen at
@@ -16,8 +17,9 @@ of 16, since cuBLASLt refuses FP8 GEMMs with a scale for each row at other numbe
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 _UNITS = (128, 16, 1)
 
@@ -56,7 +58,8 @@ def gather_plan(index: int, size: int, part_rows: int, chunks: int) -> tuple[Ste
     Raises:
         ValueError: no chunk or no row.
     """
-    return (_own_step(index, part_rows), *_peer_steps(index, size, part_rows, chunks))
+    lengths = _peer_lengths(size, part_rows, chunks)
+    return (_own_step(index, part_rows), *_peer_steps(index, size, part_rows, lengths))
 
 
 @functools.cache
@@ -66,7 +69,8 @@ def scatter_plan(index: int, size: int, part_rows: int, chunks: int) -> tuple[St
 
     Arguments and errors are those of :func:`gather_plan`.
     """
-    return (*_peer_steps(index, size, part_rows, chunks), _own_step(index, part_rows))
+    lengths = _peer_lengths(size, part_rows, chunks)[::-1]
+    return (*_peer_steps(index, size, part_rows, lengths), _own_step(index, part_rows))
 
 
 def _own_step(index: int, part_rows: int) -> Step:
@@ -74,13 +78,14 @@ def _own_step(index: int, part_rows: int) -> Step:
     return Step(start, stop, (Piece(index, start, stop),))
 
 
-def _peer_steps(index: int, size: int, part_rows: int, chunks: int) -> list[Step]:
+def _peer_lengths(size: int, part_rows: int, chunks: int) -> list[int]:
+    """Rows of the peers' chunks, the longer ones behind."""
     if chunks < 1 or part_rows < 1:
         raise ValueError(
             f"a product is cut into at least one chunk of at least one row, "
             f"got {chunks} and {part_rows}"
         )
-    peers, whole, first = size - 1, size * part_rows, (index + 1) * part_rows
+    peers = size - 1
     if chunks < peers:
         bounds = [number * peers // chunks * part_rows for number in range(chunks + 1)]
     else:
@@ -88,8 +93,13 @@ def _peer_steps(index: int, size: int, part_rows: int, chunks: int) -> list[Step
         unit = next(unit for unit in _UNITS if unit * count <= rows)
         inner = [number * rows // count // unit * unit for number in range(count)]
         bounds = [*inner, rows] if peers else []
+    return [high - low for low, high in pairwise(bounds)]
+
+
+def _peer_steps(index: int, size: int, part_rows: int, lengths: Sequence[int]) -> list[Step]:
+    whole, first = size * part_rows, (index + 1) * part_rows
     steps = []
-    for low, high in pairwise(first + bound for bound in bounds):
+    for low, high in pairwise(accumulate(lengths, initial=first)):
         for start, stop in ((low, min(high, whole)), (max(low, whole) - whole, high - whole)):
             if start < stop:
                 steps.append(Step(start, stop, _by_owner(start, stop, part_rows)))

@@ -187,12 +187,12 @@ class RowTransfers:
             self._side.hold_main(self._side.mark())
 
     def rows_at_once(self, rows: int) -> Sequence[int]:
-        """The lengths of the steps in which ``rows`` rows of all ranks are multiplied, each once.
-
-        Those of a gather are those of a scatter.
+        """The lengths of the steps in which ``rows`` rows of all ranks are multiplied, each once:
+        of a gather's and of a scatter's.
         """
         memory = self._memory
-        steps = gather_plan(memory.rank, memory.size, rows // memory.size, self._chunks)
+        place = (memory.rank, memory.size, rows // memory.size, self._chunks)
+        steps = (*gather_plan(*place), *scatter_plan(*place))
         return sorted({step.stop - step.start for step in steps})
 
     def _next_slot(self, sizes_bytes: Sequence[int]) -> list[int]:

@@ -962,7 +962,9 @@ class OverlapSpec(google.protobuf.message.Message):
     the ranks cannot reach each other's memory; default true.
     """
     pp: builtins.bool
-    """Pipeline receives posted one computation ahead; default true."""
+    """Pipeline receives posted one computation ahead, messages inside a host by copy engines; default
+    true.
+    """
     dp: builtins.bool
     """Gradient buckets reduced during the last backward, parameters gathered during forward; default
     true.

@@ -8,6 +8,7 @@ the device; :meth:`StepResult.read` does.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.parallel.pipeline.graphs import graphed
+from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
 from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
 from megascale_trainer.parallel.pipeline.schedule import forward_only, one_forward_one_backward
 from megascale_trainer.parallel.pipeline.stage import Stage
@@ -211,6 +213,8 @@ class Trainer:
             config.training.micro_batch_size,
             config.model.hidden_size,
         )
+        message_bytes = math.prod(shape) * dtype.itemsize
+        connect_edges(config, groups.edges, self._table.at.pp, message_bytes, device)
         empty_hidden = partial(torch.empty, shape, dtype=dtype, device=device)
         stages = [
             Stage(config, chunk, weights, tp, self._buffers, operators, self._fp8)

@@ -36,12 +36,31 @@ def test_own_rows_come_first_or_last_and_peers_in_cyclic_order(
     data: st.DataObject, size: int, rows: int, chunks: int
 ) -> None:
     index = data.draw(st.integers(0, size - 1))
-    own, *peers = gather_plan(index, size, rows, chunks)
-    assert (own.start, own.stop) == (index * rows, (index + 1) * rows)
-    assert scatter_plan(index, size, rows, chunks) == (*peers, own)
+    first, *gathered = gather_plan(index, size, rows, chunks)
+    *scattered, last = scatter_plan(index, size, rows, chunks)
+    assert first == last and (last.start, last.stop) == (index * rows, (index + 1) * rows)
     whole = size * rows
-    travelled = [row for step in peers for row in range(step.start, step.stop)]
-    assert travelled == [row % whole for row in range(own.stop, own.stop + whole - rows)]
+    for peers in (gathered, scattered):
+        travelled = [row for step in peers for row in range(step.start, step.stop)]
+        assert travelled == [row % whole for row in range(last.stop, last.stop + whole - rows)]
+
+
+@given(st.integers(2, 9), ROWS, CHUNKS)
+def test_the_step_next_to_the_own_one_is_the_shortest(size: int, rows: int, chunks: int) -> None:
+    """What arrives first hides under the own step alone, and so does what leaves last."""
+    # Without a leap from the last row to the first: the last rank's peers are all behind it.
+    lengths = [step.stop - step.start for step in gather_plan(size - 1, size, rows, chunks)[1:]]
+    assert lengths[0] == min(lengths)
+    reversed_lengths = [
+        step.stop - step.start for step in scatter_plan(size - 1, size, rows, chunks)[:-1]
+    ]
+    assert reversed_lengths == lengths[::-1]
+
+
+def test_seven_peers_in_three_steps() -> None:
+    gathered, scattered = gather_plan(7, 8, 10, 3)[1:], scatter_plan(7, 8, 10, 3)[:-1]
+    assert [step.stop - step.start for step in gathered] == [20, 20, 30]
+    assert [step.stop - step.start for step in scattered] == [30, 20, 20]
 
 
 @given(st.data(), st.integers(2, 9), ROWS, CHUNKS)
@@ -49,13 +68,17 @@ def test_as_many_steps_of_like_size_as_asked_for(
     data: st.DataObject, size: int, rows: int, chunks: int
 ) -> None:
     index = data.draw(st.integers(0, size - 1))
-    steps = gather_plan(index, size, rows, chunks)[1:]
     wanted = min(chunks, (size - 1) * rows)
-    leaps = sum(step.start == 0 for step in steps[1:])
-    assert wanted <= len(steps) <= wanted + leaps
-    if not leaps:
-        lengths = [step.stop - step.start for step in steps]
-        assert max(lengths) - min(lengths) < (rows + 1 if chunks < size - 1 else 2 * unit(lengths))
+    for steps in (
+        gather_plan(index, size, rows, chunks)[1:],
+        scatter_plan(index, size, rows, chunks)[:-1],
+    ):
+        leaps = sum(step.start == 0 for step in steps[1:])
+        assert wanted <= len(steps) <= wanted + leaps
+        if not leaps:
+            lengths = [step.stop - step.start for step in steps]
+            most = rows + 1 if chunks < size - 1 else 2 * unit(lengths)
+            assert max(lengths) - min(lengths) < most
 
 
 def unit(lengths: list[int]) -> int:
@@ -68,7 +91,7 @@ def test_parts_of_many_rows_are_cut_at_multiples(
     data: st.DataObject, size: int, rows: int, chunks: int
 ) -> None:
     index, rows = data.draw(st.integers(0, size - 1)), 16 * rows
-    steps = gather_plan(index, size, rows, chunks)
+    steps = (*gather_plan(index, size, rows, chunks), *scatter_plan(index, size, rows, chunks))
     multiple = 16 if chunks * 16 <= (size - 1) * rows else 1
     assert all(step.start % multiple == step.stop % multiple == 0 for step in steps)
 

@@ -149,7 +149,7 @@ class ModelConfig:
 class OverlapConfig:
     """Which dimensions overlap their communication with computation; the losses stay the same.
 
-    Ranks that cannot reach each other's memory train with plain tensor parallelism and say so.
+    Ranks that cannot reach each other's memory use their communicator, and their log reports it.
     """
 
     tp: bool = True

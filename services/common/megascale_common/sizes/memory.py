@@ -2,12 +2,12 @@
 
 Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter
 table, and in FP8 also the two copies of each matrix. Activations are a count of what the operators
-keep for backward. Peer memory (``overlap.tp``)
-is taken from the device outside torch's allocator, so that ``torch.cuda.max_memory_allocated`` does
-not count it. Left out are the allocator's fragmentation, workspaces of libraries, communicators'
-buffers and the device context: expect the device to report more. Left out too are dense attention
-masks, where no kernel takes documents or windows, and the working memory of the one that does; and
-the tables of LAMB's kernels, 16 bytes for each 1024 values of a shard (0.13 % of its states).
+keep for backward. Peer memory (``overlap.tp`` and ``overlap.pp``) is taken from the device outside
+torch's allocator, so that ``torch.cuda.max_memory_allocated`` does not count it. Left out are the
+allocator's fragmentation, workspaces of libraries, communicators' buffers and the device context:
+expect the device to report more. Left out too are dense attention masks, where no kernel takes
+documents or windows, and the working memory of the one that does; and the tables of LAMB's kernels,
+16 bytes for each 1024 values of a shard (0.13 % of its states).
 
 What each operator keeps of a token is declared in :mod:`megascale_common.sizes.block`. Kernels that
 are chosen by the device (``auto``) count as fused.
@@ -28,7 +28,7 @@ from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, 
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 _FP8_COPIES = 2  # of a weight in FP8: as it is stored, and transposed; one byte a value each
 _FLOAT32_BYTES = 4
-# of megascale_kernels.overlap.collective_matmul.region_bytes
+# of region_bytes in megascale_kernels.overlap.row_transfers and in its peer_messages
 _PEER_SLOTS, _PEER_ALIGNMENT_BYTES = 2, 256
 
 
@@ -73,7 +73,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
         gradients_bytes=elements * _FLOAT32_BYTES,
         optimizer_bytes=table.shard_elements * STATE_BYTES * len(DEFAULT_STATES),
         activations_bytes=kept,
-        peer_memory_bytes=_peer_memory_bytes(config),
+        peer_memory_bytes=_tensor_peer_bytes(config) + _edge_peer_bytes(config, table.at.pp),
     )
 
 
@@ -141,14 +141,35 @@ def _kept_bytes(config: JobConfig, keeps: Iterable[Kept], *, fp8: bool) -> int:
     )
 
 
-def _peer_memory_bytes(config: JobConfig) -> int:
+def _tensor_peer_bytes(config: JobConfig) -> int:
     """What overlapped tensor parallelism exchanges hidden states [S, B, H] through.
 
     Ranks that cannot reach each other's memory take none; the estimate assumes that they can.
     """
-    parallel, model = config.parallelism, config.model
+    parallel = config.parallelism
     if not parallel.overlap.tp or parallel.tp == 1:
         return 0
-    tokens = config.training.micro_batch_size * model.sequence_length
-    whole = tokens * model.hidden_size * _PARAMETER_BYTES[config.training.precision]
-    return _PEER_SLOTS * math.ceil(whole / _PEER_ALIGNMENT_BYTES) * _PEER_ALIGNMENT_BYTES
+    return _slots_bytes(_hidden_bytes(config))
+
+
+def _edge_peer_bytes(config: JobConfig, stage: int) -> int:
+    """What stages exchange hidden states [S / tp, B, H] through, for each neighbour of ``stage``.
+
+    Under the same assumption; stages on different hosts take none.
+    """
+    parallel = config.parallelism
+    if not parallel.overlap.pp or parallel.pp == 1:
+        return 0
+    at_an_end = stage in (0, parallel.pp - 1)
+    neighbours = 1 if at_an_end and parallel.virtual_stages == 1 else 2
+    return neighbours * _slots_bytes(_hidden_bytes(config) // parallel.tp)
+
+
+def _hidden_bytes(config: JobConfig) -> int:
+    """Of one micro-batch's hidden states [S, B, H]."""
+    tokens = config.training.micro_batch_size * config.model.sequence_length
+    return tokens * config.model.hidden_size * _PARAMETER_BYTES[config.training.precision]
+
+
+def _slots_bytes(size_bytes: int) -> int:
+    return _PEER_SLOTS * math.ceil(size_bytes / _PEER_ALIGNMENT_BYTES) * _PEER_ALIGNMENT_BYTES

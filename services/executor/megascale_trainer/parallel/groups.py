@@ -2,7 +2,9 @@
 
 Pipeline edges are two-rank groups, one per directed edge and kind, so that on each of them a rank
 only sends or only receives: NCCL runs the operations of a communicator in order and without tags.
-:mod:`megascale_trainer.process.bootstrap` creates the groups.
+:mod:`megascale_trainer.process.bootstrap` creates the groups. Messages of an edge inside a host may
+bypass its communicator (:mod:`megascale_trainer.parallel.pipeline.peer_edges`); they are counted
+alike.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megascale_common.node.spans.ops import Op
 from megascale_common.node.status_page import StatusPageWriter
+from megascale_kernels.overlap.peer_messages import Transfer
 from megascale_trainer import compat
 from megascale_trainer.telemetry.timer import StepTimer
 
@@ -54,6 +58,18 @@ class _Mark:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
+class Messages(Protocol):
+    """How messages pass over an edge, in the order of its sends."""
+
+    def send(self, tensor: torch.Tensor) -> Transfer:
+        """Send ``tensor``, which must not be written until the transfer has ended."""
+        ...
+
+    def receive(self, tensor: torch.Tensor) -> Transfer:
+        """The next message, into ``tensor``."""
+        ...
+
+
 class Group:
     """Some ranks that communicate, in ascending order; a group of one does nothing.
 
@@ -77,6 +93,8 @@ class Group:
         self._row = self._status.row(name) if self._status is not None else -1
         self._in_progress: deque[Pending | _Mark] = deque()
         self._sent = 0
+        # Of an edge; None: they pass through its communicator.
+        self.messages: Messages | None = None
         self.timer = StepTimer()
 
     @property
@@ -184,7 +202,11 @@ class Group:
         It counts as completed once posted: whether it arrived shows on the partner's row.
         """
         self._enter()
-        work = dist.isend(tensor, self._other, group=self._handle)
+        work: Transfer | None
+        if self.messages is not None:
+            work = self.messages.send(tensor)
+        else:
+            work = dist.isend(tensor, self._other, group=self._handle)
         assert work is not None
         self._leave(tensor)
         self._sent += 1
@@ -193,10 +215,15 @@ class Group:
     def post_receive(self, tensor: torch.Tensor) -> Receive:
         """Post a receive into ``tensor`` from the other rank of an edge, and return at once.
 
-        On CUDA the transfer starts on the communicator's stream when the current stream has done
-        everything enqueued so far; what is enqueued from now on runs beside the transfer.
+        On CUDA the communicator's transfer starts on its stream when the current stream has done
+        everything enqueued so far; what is enqueued from now on runs beside the transfer. A message
+        through peer memory needs no receive to arrive.
         """
-        work = dist.irecv(tensor, self._other, group=self._handle)
+        work: Transfer | None
+        if self.messages is not None:
+            work = self.messages.receive(tensor)
+        else:
+            work = dist.irecv(tensor, self._other, group=self._handle)
         assert work is not None
         return Receive(self, work, tensor)
 
@@ -258,7 +285,7 @@ class Send:
     """A posted send, waited for once; until it has ended its tensor must not be written."""
 
     _group: Group
-    _work: dist.Work
+    _work: Transfer
     _tensor: torch.Tensor
     _number: int  # of the sends on its edge, from 1
 
@@ -292,7 +319,7 @@ class Receive:
     """
 
     _group: Group
-    _work: dist.Work
+    _work: Transfer
     _tensor: torch.Tensor
 
     def wait(self) -> torch.Tensor:

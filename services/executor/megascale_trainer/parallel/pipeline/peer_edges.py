@@ -1,0 +1,79 @@
+"""Pipeline edges inside a host: messages go through peer memory, by copy engines.
+
+NCCL's sends and receives are kernels of several blocks, which spin beside GEMMs from their post
+until the partner's comes. How messages pass instead, and why nothing waits for ever, is in
+:mod:`megascale_kernels.overlap.peer_messages`. The values are the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megascale_common.job.config import JobConfig
+from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable
+from megascale_kernels.overlap.peer_messages import PeerMessages, region_bytes
+from megascale_trainer.parallel.groups import Edges, Group
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """Two stages, ``low`` before ``high``, and the edges between them as this rank has them."""
+
+    low: int
+    high: int
+    activation: Group
+    gradient: Group
+
+
+def connect_edges(
+    config: JobConfig, edges: Edges, stage: int, message_bytes: int, device: torch.device
+) -> None:
+    """Choose how the messages of ``edges`` pass: through peer memory where ``overlap.pp`` asks for
+    it and the two ranks reach each other's, else through the communicator.
+
+    All ranks call this together. Where ``overlap.pp`` asks in vain the log names the reason.
+
+    Args:
+        stage: this rank's.
+        message_bytes: of one message; all have the same size.
+
+    Raises:
+        RuntimeError, OSError: there is not enough memory to share.
+    """
+    for pair in _neighbours(edges, stage, config.parallelism.pp):
+        pair.activation.messages = pair.gradient.messages = None
+        handle = pair.activation.handle
+        if not config.parallelism.overlap.pp or handle is None:
+            continue
+        if reason := why_unreachable(handle, device):
+            print(
+                f"messages between pipeline stages {pair.low} and {pair.high} do not go through "
+                f"peer memory (trainer.parallelism.overlap.pp): {reason}",
+                flush=True,
+            )
+            continue
+        memory = open_peer_memory(
+            handle,
+            region_bytes(message_bytes),
+            device,
+            timeout_s=config.recovery.collective_timeout_s,
+        )
+        # Each rank only sends one payload to the other and only receives the other payload.
+        pair.activation.messages = pair.gradient.messages = PeerMessages(memory)
+
+
+def _neighbours(edges: Edges, stage: int, stages: int) -> list[_Neighbours]:
+    """The pairs of stages with this one, in an order that never has ranks wait in a circle.
+
+    As groups are made: pairs from even stages, from odd ones, the ring's closing one
+    (:mod:`megascale_trainer.process.group_plan`).
+    """
+    before, after = (stage - 1) % stages, (stage + 1) % stages
+    found = []
+    if edges.activation_in is not None and edges.gradient_out is not None:
+        found.append(_Neighbours(before, stage, edges.activation_in, edges.gradient_out))
+    if edges.activation_out is not None and edges.gradient_in is not None:
+        found.append(_Neighbours(stage, after, edges.activation_out, edges.gradient_in))
+    return sorted(found, key=lambda pair: (pair.high == 0, pair.low % 2))

@@ -1,0 +1,157 @@
+"""Programs of two ranks that send each other messages through peer memory, on CPUs and on GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.harness.tensor_products import tp_group
+from tests.harness.training import GROUP_TIMEOUT_S, device_of, tiny_job
+from torch._C._distributed_c10d import FileStore
+
+from megascale_common.job.config import from_accepted
+from megascale_kernels.overlap import peer_memory
+from megascale_kernels.overlap.peer_memory import open_peer_memory
+from megascale_kernels.overlap.peer_messages import SLOTS, PeerMessages, region_bytes
+from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
+from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+
+MESSAGE_BYTES = 4096
+LATE = 3  # messages beyond the slots
+_CYCLES_PER_S = 1.5e9  # roughly, of torch.cuda._sleep
+
+
+def exchange(rank: int, world_size: int, folder: Path, *, number: int, delay_s: float) -> list[int]:
+    """Program of one rank: send all messages at once, then receive the other's with delays.
+
+    Returns the numbers of those that came with another value than they were sent with.
+    """
+    group, device = tp_group(rank, world_size, folder), device_of(rank)
+    messages = _open(group, device)
+    sent = [_message(rank, n, device) for n in range(number)]
+    transfers = [messages.send(message) for message in sent]
+    own, received = random.Random(rank), []
+    for n in range(number):
+        _delay(own.random() * delay_s, device)
+        into = torch.empty_like(_message(1 - rank, n, device))
+        messages.receive(into).wait()
+        received.append(into)
+    for transfer in transfers:
+        transfer.wait()
+    wrong = [
+        n
+        for n, found in enumerate(received)
+        if not torch.equal(found, _message(1 - rank, n, device))
+    ]
+    _leave(group)
+    return wrong
+
+
+def sends_ahead(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Program of one rank: rank 0 sends more messages than there are slots, before any receive.
+
+    Returns which of its sends had ended before the first receive, and which in the end.
+    """
+    group, device = tp_group(rank, world_size, folder), device_of(rank)
+    messages = _open(group, device)
+    values = [_message(0, n, device) for n in range(SLOTS + LATE)]
+    if rank == 1:
+        dist.barrier(group.handle)
+        for value in values:
+            messages.receive(torch.empty_like(value)).wait()
+        _leave(group)
+        return {}
+    transfers = [messages.send(value) for value in values]
+    deadline = time.monotonic() + GROUP_TIMEOUT_S
+    while not all(transfer.is_completed() for transfer in transfers[:SLOTS]):
+        assert time.monotonic() < deadline, "a message waits though there is a slot for it"
+        time.sleep(0.01)
+    time.sleep(0.2)
+    before = [transfer.is_completed() for transfer in transfers]
+    dist.barrier(group.handle)
+    for transfer in transfers:
+        transfer.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    after = [transfer.is_completed() for transfer in transfers]
+    _leave(group)
+    return {"before": before, "after": after}
+
+
+def too_much(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Program of one rank: messages that no slot holds; returns the errors."""
+    group, device = tp_group(rank, world_size, folder), device_of(rank)
+    messages = _open(group, device)
+    large, errors = torch.zeros(MESSAGE_BYTES + 1, dtype=torch.uint8, device=device), []
+    for use in (messages.send, messages.receive):
+        try:
+            use(large)
+        except RuntimeError as refusal:
+            errors.append(str(refusal))
+    destroy_groups()
+    return errors
+
+
+def choice(
+    rank: int, world_size: int, folder: Path, *, sizes: dict[str, Any], one_host: bool
+) -> dict[str, Any]:
+    """Program of one rank of a pipeline: how messages pass on each of its edges, and the log."""
+    if not one_host:
+        peer_memory._host_key = lambda: rank
+    config, device = from_accepted(tiny_job(parallelism=sizes)), device_of(rank)
+    store = FileStore(str(folder / "store"), world_size)
+    store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
+    ring = config.parallelism.virtual_stages > 1
+    edges = create_groups(
+        config.layout, rank, store, device, timeout_s=GROUP_TIMEOUT_S, ring=ring
+    ).edges
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        connect_edges(config, edges, rank, MESSAGE_BYTES, device)
+    ways = {
+        edge.name: None if edge.messages is None else type(edge.messages).__name__
+        for edge in (
+            edges.activation_in,
+            edges.activation_out,
+            edges.gradient_in,
+            edges.gradient_out,
+        )
+        if edge is not None
+    }
+    destroy_groups()
+    return {"ways": ways, "log": log.getvalue().splitlines()}
+
+
+def _open(group: Group, device: torch.device) -> PeerMessages:
+    assert group.handle is not None
+    memory = open_peer_memory(
+        group.handle, region_bytes(MESSAGE_BYTES), device, timeout_s=GROUP_TIMEOUT_S
+    )
+    return PeerMessages(memory)
+
+
+def _leave(group: Group) -> None:
+    """Leave together: a rank still signals that a slot is free when the other has what it wants."""
+    dist.barrier(group.handle)
+    destroy_groups()
+
+
+def _message(rank: int, number: int, device: torch.device) -> torch.Tensor:
+    """Message ``number`` of ``rank``: of random length, with values of its own."""
+    length = random.Random(1000 * rank + number).randrange(1, MESSAGE_BYTES // 4 + 1)
+    values = torch.arange(length, dtype=torch.float32, device=device)
+    return values + (2000 * number + 1_000_000 * rank)
+
+
+def _delay(seconds: float, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+    else:
+        time.sleep(seconds)
