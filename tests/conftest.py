@@ -70,6 +70,7 @@ LANES = {
         "integration/test_agent.py",
         "integration/test_agent_diagnosis.py",
         "integration/test_benchmarks.py",
+        "integration/test_convergence_runs.py",
         "integration/test_fp8_benchmarks.py",
         "integration/test_fuzz.py",
         "integration/test_group_of_agents.py",
