@@ -5,6 +5,13 @@ two of them is done by a copy engine over NVLink, and barriers and signals are k
 On a CPU it is one anonymous file that all ranks map, and signals are empty messages of the group.
 Neither leaves anything behind when a process dies. NVLink multicast is not used and is switched
 off.
+
+Note [Equal numbers of openings]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks that open symmetric memory together meet in a store, under a number that torch counts in each
+*process*, whatever the group. Ranks that have opened different numbers of memories (a stage between
+two others has one more than a stage at an end) would wait for each other under different names. So
+before an opening those behind catch up, by openings in a group of their own.
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ _REASONS = (
 # Memories over one group, of which the last may be gone with signals that nobody awaited.
 _numbers = itertools.count()
 _CHANNELS = 64
+_opened = 0  # symmetric memories of this process, from the first on
 
 
 class PeerMemory(Protocol):
@@ -129,10 +137,8 @@ class _CudaPeerMemory:
         self._timeout_ms = int(timeout_s * 1000)
         # torch would otherwise make a multicast object for every buffer
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        # Not symm_mem.empty: from its pool two buffers may share an allocation, and with it the
-        # barrier's signals.
-        self._own = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
-        self._handle = symm_mem.rendezvous(self._own, group)
+        _catch_up(group, device)
+        self._own, self._handle = _open(group, size_bytes, device)
 
     def tensor_of(
         self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
@@ -143,10 +149,32 @@ class _CudaPeerMemory:
         self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
     def signal(self, rank: int, channel: int) -> None:
-        self._handle.put_signal(rank, channel=channel, timeout_ms=self._timeout_ms)
+        self._handle.put_signal(rank, channel, self._timeout_ms)
 
     def await_signal(self, rank: int, channel: int) -> None:
-        self._handle.wait_signal(rank, channel=channel, timeout_ms=self._timeout_ms)
+        self._handle.wait_signal(rank, channel, self._timeout_ms)
+
+
+def _open(
+    group: dist.ProcessGroup, size_bytes: int, device: torch.device
+) -> tuple[torch.Tensor, _SymmetricMemory]:
+    """Allocate symmetric memory and map that of the others; returns also torch's handle of all."""
+    global _opened
+    # Not symm_mem.empty: from its pool two buffers may share an allocation, and with it signals.
+    own = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
+    handle = symm_mem.rendezvous(own, group)
+    _opened += 1
+    return own, handle
+
+
+def _catch_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """See Note [Equal numbers of openings]."""
+    behind = max(opened for [opened] in _gather(group, device, (_opened,))) - _opened
+    for _ in range(behind):
+        # It is gone again before the next group is made: groups are named by their number.
+        alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        _open(alone, 1, device)
+        dist.destroy_process_group(alone)
 
 
 class _SharedFileMemory:
