@@ -118,7 +118,7 @@ def choice(
         config.layout, rank, store, device, timeout_s=GROUP_TIMEOUT_S, ring=ring
     ).edges
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        connect_edges(config, edges, rank, MESSAGE_BYTES, device)
+        connect_edges(config, edges, rank, torch.float32, device)
     ways = {
         edge.name: None if edge.messages is None else type(edge.messages).__name__
         for edge in (
