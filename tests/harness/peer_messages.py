@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import random
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from tests.harness.tensor_products import tp_group
 from tests.harness.training import GROUP_TIMEOUT_S, device_of, tiny_job
 from torch._C._distributed_c10d import FileStore
+from torch.distributed import _symmetric_memory
 
 from megascale_common.job.config import from_accepted
 from megascale_kernels.overlap import peer_memory
@@ -37,6 +41,9 @@ def exchange(rank: int, world_size: int, folder: Path, *, number: int, delay_s: 
     group, device = tp_group(rank, world_size, folder), device_of(rank)
     messages = _open(group, device)
     sent = [_message(rank, n, device) for n in range(number)]
+    # The first use of a kernel may wait for the device, which may wait for the other rank.
+    _delay(0.0, device)
+    torch.equal(torch.empty_like(sent[0]), sent[0])
     transfers = [messages.send(message) for message in sent]
     own, received = random.Random(rank), []
     for n in range(number):
@@ -114,7 +121,7 @@ def choice(
         config.layout, rank, store, device, timeout_s=GROUP_TIMEOUT_S, ring=ring
     ).edges
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        connect_edges(config, edges, rank, MESSAGE_BYTES, device)
+        connect_edges(config, edges, rank, torch.float32, device)
     ways = {
         edge.name: None if edge.messages is None else type(edge.messages).__name__
         for edge in (
@@ -127,6 +134,46 @@ def choice(
     }
     destroy_groups()
     return {"ways": ways, "log": log.getvalue().splitlines()}
+
+
+def openings(rank: int, world_size: int, folder: Path) -> int:
+    """Program of one rank of a pipeline: open symmetric memories as edges do, then one of all.
+
+    Ranks meet as torch has them meet, under the number of the openings of their process, without
+    its memory. Returns the number of them.
+    """
+    config = from_accepted(tiny_job(parallelism={"pp": world_size}))
+    store = FileStore(str(folder / "store"), world_size)
+    store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
+    groups = create_groups(config.layout, rank, store, torch.device("cpu"), timeout_s=10.0)
+    before, after = groups.edges.activation_in, groups.edges.activation_out
+    pairs = sorted(
+        (low % 2, low, edge)
+        for low, edge in ((rank - 1, before), (rank, after))
+        if edge is not None
+    )
+    meeting, opened = FileStore(str(folder / "openings"), world_size), itertools.count(1)
+
+    def rendezvous(own: torch.Tensor, group: dist.ProcessGroup) -> int:
+        number = next(opened)
+        keys = [f"{group.group_name}/{number}/{peer}" for peer in range(group.size())]
+        meeting.set(keys[group.rank()], "")
+        meeting.wait(keys, timedelta(seconds=3.0))
+        return number
+
+    memories = SimpleNamespace(empty_strided_p2p=lambda *_: torch.empty(0))
+    with (
+        mock.patch.object(_symmetric_memory, "rendezvous", rendezvous),
+        mock.patch.object(peer_memory, "_SymmetricMemory", memories),
+        mock.patch.object(peer_memory, "_opened", 0),
+    ):
+        for group in [*(edge for _, _, edge in pairs), groups.world]:
+            assert group.handle is not None
+            peer_memory._catch_up(group.handle, torch.device("cpu"))
+            peer_memory._open(group.handle, 1, torch.device("cpu"))
+        number = peer_memory._opened
+    _leave(groups.world)
+    return number
 
 
 def _open(group: Group, device: torch.device) -> PeerMessages:

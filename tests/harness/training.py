@@ -283,7 +283,7 @@ def posted_receive_rows(
     """
     path, config = folder / f"status-{rank}", from_accepted(job)
     groups = _groups(config, rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
-    connect_edges(config, groups.edges, rank, 16, device_of(rank))
+    connect_edges(config, groups.edges, rank, torch.float32, device_of(rank))
     values = torch.full((4,), 7.0 * (1 - rank), device=device_of(rank))
     if groups.edges.activation_in is None:
         assert groups.edges.activation_out is not None

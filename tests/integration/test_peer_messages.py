@@ -48,6 +48,11 @@ def test_all_edges_inside_a_host_pass_through_peer_memory(
     assert all(rank["log"] == [] for rank in found)
 
 
+def test_ranks_that_opened_fewer_memories_catch_up(pool: RankPool, tmp_path: Path) -> None:
+    """See Note [Equal numbers of openings]: the stages within a line open one more each."""
+    assert len(set(pool.run(f"{PROGRAMS}:openings", 4, tmp_path))) == 1
+
+
 @pytest.mark.parametrize(
     ("overlap", "one_host", "cause"),
     [

@@ -5,11 +5,19 @@ two of them is done by a copy engine over NVLink, and barriers and signals by th
 ends, so that nothing of it needs a multiprocessor. On a CPU it is one anonymous file that all ranks
 map, and signals are empty messages of the group. Neither leaves anything behind when a process
 dies. NVLink multicast is not used and is switched off.
+
+Note [Equal numbers of openings]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks that open symmetric memory together meet in a store, under a number that torch counts in each
+*process*, whatever the group. Ranks that have opened different numbers of memories (a stage between
+two others has one more than a stage at an end) would wait for each other under different names. So
+before an opening those behind catch up, by openings in a group of their own.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -40,6 +48,7 @@ _ALIGNMENT_BYTES = 256
 
 # Memories over one group, of which the last may be gone with signals that nobody awaited.
 _numbers = itertools.count()
+_opened = 0  # symmetric memories of this process, from the first on
 
 
 class PeerMemory(Protocol):
@@ -137,12 +146,11 @@ class _CudaPeerMemory:
         )
         # torch would otherwise make a multicast object for every buffer
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        # Not symm_mem.empty: from its pool two buffers may share an allocation.
         self._signals = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         whole = self._signals + (_CHANNELS + _BARRIERS) * self.size * _SIGNAL_BYTES
-        self._own = _SymmetricMemory.empty_strided_p2p((whole,), (1,), torch.uint8, device)
+        _catch_up(group, device)
+        self._own, self._handle = _open(group, whole, device)
         self._own[self._signals :].zero_()
-        self._handle = symm_mem.rendezvous(self._own, group)
         self._barriers = [self._barrier(_CHANNELS + turn) for turn in range(_BARRIERS)]
         self._turn = 0
         # All ranks' signals are 0 before the first is set.
@@ -151,6 +159,7 @@ class _CudaPeerMemory:
     def tensor_of(
         self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
     ) -> torch.Tensor:
+        _length_within(self.size_bytes, shape, dtype, offset_bytes)
         return self._handle.get_buffer(rank, tuple(shape), dtype, offset_bytes // dtype.itemsize)
 
     def barrier(self) -> None:
@@ -177,6 +186,17 @@ class _CudaPeerMemory:
         """The address, in ``owner``'s memory, of what ``sender`` sets to signal."""
         place = channel * self.size + sender
         return int(self._handle.buffer_ptrs[owner]) + self._signals + place * _SIGNAL_BYTES
+
+
+def _open(
+    group: dist.ProcessGroup, size_bytes: int, device: torch.device
+) -> tuple[torch.Tensor, _SymmetricMemory]:
+    """Allocate symmetric memory and map that of the others; returns also torch's handle of all."""
+    global _opened
+    # Not symm_mem.empty: from its pool two buffers may share an allocation.
+    own = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
+    handle = symm_mem.rendezvous(own, group)
+    _opened += 1
 
 
 class _SharedFileMemory:
@@ -210,11 +230,7 @@ class _SharedFileMemory:
     def tensor_of(
         self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
     ) -> torch.Tensor:
-        length = torch.Size(shape).numel() * dtype.itemsize
-        if offset_bytes + length > self.size_bytes:
-            raise RuntimeError(
-                f"{length} bytes from {offset_bytes} on do not fit into {self.size_bytes}"
-            )
+        length = _length_within(self.size_bytes, shape, dtype, offset_bytes)
         start = rank * self.size_bytes + offset_bytes
         return self._all[start : start + length].view(dtype).view(tuple(shape))
 
@@ -231,6 +247,20 @@ class _SharedFileMemory:
         found = torch.empty_like(self._signal)
         tag = self._first_tag + channel
         dist.recv(found, group=self._group, group_src=rank, tag=tag)
+
+
+def _length_within(
+    size_bytes: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int
+) -> int:
+    """Bytes of a tensor at ``offset_bytes`` of memory of ``size_bytes``.
+
+    Raises:
+        RuntimeError: it would not fit.
+    """
+    length = math.prod(shape) * dtype.itemsize
+    if offset_bytes + length > size_bytes:
+        raise RuntimeError(f"{length} bytes from {offset_bytes} on do not fit into {size_bytes}")
+    return length
 
 
 def _own_reason(peers: list[list[int]], device: torch.device) -> int:

@@ -8,7 +8,6 @@ the device; :meth:`StepResult.read` does.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -199,22 +198,17 @@ class Trainer:
             )
         )
         weights = bind_weights(self._table, self._buffers.parameters, self._buffers.gradients)
-        line = (
-            self._table.at.pp,
-            config.parallelism.pp,
-            config.micro_batches,
-            config.parallelism.virtual_stages,
-        )
-        overlap = config.parallelism.overlap.pp
+        parallel = config.parallelism
+        line = (self._table.at.pp, parallel.pp, config.micro_batches, parallel.virtual_stages)
+        overlap = parallel.overlap.pp
         self._program = one_forward_one_backward(*line, overlap=overlap)
         self._forwards = forward_only(*line, overlap=overlap)
         shape = (
-            config.model.sequence_length // config.parallelism.tp,
+            config.model.sequence_length // parallel.tp,
             config.training.micro_batch_size,
             config.model.hidden_size,
         )
-        message_bytes = math.prod(shape) * dtype.itemsize
-        connect_edges(config, groups.edges, self._table.at.pp, message_bytes, device)
+        connect_edges(config, groups.edges, self._table.at.pp, dtype, device)
         empty_hidden = partial(torch.empty, shape, dtype=dtype, device=device)
         stages = [
             Stage(config, chunk, weights, tp, self._buffers, operators, self._fp8)

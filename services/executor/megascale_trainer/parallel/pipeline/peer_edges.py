@@ -28,7 +28,7 @@ class _Neighbours:
 
 
 def connect_edges(
-    config: JobConfig, edges: Edges, stage: int, message_bytes: int, device: torch.device
+    config: JobConfig, edges: Edges, stage: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Choose how the messages of ``edges`` pass: through peer memory where ``overlap.pp`` asks for
     it and the two ranks reach each other's, else through the communicator.
@@ -37,11 +37,14 @@ def connect_edges(
 
     Args:
         stage: this rank's.
-        message_bytes: of one message; all have the same size.
+        dtype: of the messages, hidden states [S / tp, B, H].
 
     Raises:
         RuntimeError, OSError: there is not enough memory to share.
     """
+    model, tp = config.model, config.parallelism.tp
+    tokens = model.sequence_length // tp * config.training.micro_batch_size
+    message_bytes = tokens * model.hidden_size * dtype.itemsize
     for pair in _neighbours(edges, stage, config.parallelism.pp):
         pair.activation.messages = pair.gradient.messages = None
         handle = pair.activation.handle
