@@ -3,7 +3,7 @@
 Weight and bias gradients are summed without atomics: every program of the backward sums a fixed run
 of rows, and one reduction adds those partial sums in order. So they repeat bit for bit. There are
 few programs, as many as the device runs at once: each writes a float32 row of partial sums for
-every such gradient. A program copies its next two rows to shared memory while it computes one.
+every such gradient. A program copies its next rows to shared memory while it computes one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MULTIPROCESSORS = 132  # of a Hopper GPU
 # Rows up to this width: their sums and what is computed of one row fit the registers together.
 _KEPT_WIDTH = 8192
 _REGISTERS = 128  # of a thread, of 65536 of a multiprocessor: 16 warps of programs
-_STAGES = 3  # rows of a program that are loaded or computed at a time
+# Two rows are copied ahead up to this size, and one above it: of three tensors, at most 96 KiB.
+_AHEAD_BYTES = 16384
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def norm_gradients(
     kept = block <= _KEPT_WIDTH
     each = triton.cdiv(rows, _MULTIPROCESSORS * max(1, min(4, _KEPT_WIDTH // block)))
     programs = triton.cdiv(rows, each)
+    stages = 3 if block * x.element_size() <= _AHEAD_BYTES else 2
     sums = [call.weight_grad]
     if call.bias_grad is not None:
         sums.append(call.bias_grad)
@@ -145,7 +147,7 @@ def norm_gradients(
         *(x, weight, mean, scale, d_x, partial[0]),
         None if call.bias_grad is None else partial[1],
         partial[-1] if call.shift_grads and kept else None,
-        *(slot, rows, width, each, kept, _STAGES if kept else 1, block),
+        *(slot, rows, width, each, kept, stages if kept else 1, block),
         num_warps=_warps(block),
         maxnreg=_REGISTERS if kept else None,
     )
@@ -244,9 +246,10 @@ def _backward_kernel(
     weight_sum = tl.zeros([BLOCK], dtype=tl.float32)
     bias_sum = tl.zeros([BLOCK], dtype=tl.float32)
     shift_sum = tl.zeros([BLOCK], dtype=tl.float32)
-    # Of 8 columns each, which one thread has: no thread waits for another.
-    group: tl.constexpr = 8 if KEPT else BLOCK
-    largest = tl.zeros([BLOCK // group], dtype=tl.int32)
+    if slot is not None:
+        # Of 8 columns each, which one thread has: no thread waits for another.
+        group: tl.constexpr = 8 if KEPT else BLOCK
+        largest = tl.zeros([BLOCK // group], dtype=tl.int32)
     first = program * each
     end = tl.minimum(first + each, rows)
     inverse = tl.load(scale + first)
