@@ -125,48 +125,91 @@ def _passes(
         for out in forward()
     ]
 
+    kept: list[Tensors] = []  # outputs whose graph is used again
+
+    def backward() -> Tensors:
+        if not kept:
+            kept.append(function(*arguments))
+        return _gradients(kept[0], retain_graph=True)
+
     def both() -> Tensors:
         outputs = function(*arguments)
-        found = torch.autograd.grad(outputs, [*leaves, *values], d_outputs, allow_unused=True)
-        return [*outputs, *found[: len(leaves)], *(sums if weights else found[len(leaves) :])]
+        return [*outputs, *_gradients(outputs)]
 
-    return {"forward": forward, "forward + backward": both}
+    def _gradients(outputs: Tensors, retain_graph: bool = False) -> Tensors:
+        found = torch.autograd.grad(
+            outputs, [*leaves, *values], d_outputs, allow_unused=True, retain_graph=retain_graph
+        )
+        return [*found[: len(leaves)], *(sums if weights else found[len(leaves) :])]
+
+    return {"forward": forward, "backward": backward, "forward + backward": both}
 
 
-def _costs(forward: int, backward: int, flops: int = 0, backward_flops: int = 0) -> dict[str, Cost]:
-    """Costs of both passes from bytes and FLOP of each."""
+def _costs(
+    forward: int, backward: int, flops: int = 0, backward_flops: int = 0, *, alone: bool = False
+) -> dict[str, Cost]:
+    """Costs of the passes from bytes and FLOP of each.
+
+    ``alone``: the backward is measured by itself, too. Not of operators whose backward overwrites
+    what it reads.
+    """
+    only = {"backward": Cost(backward, backward_flops)} if alone else {}
     return {
         "forward": Cost(forward, flops),
+        **only,
         "forward + backward": Cost(forward + backward, flops + backward_flops),
     }
 
 
-def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"]) -> Case:
-    """The norm of a sum with the residual; tp cuts the sequence."""
+def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"], added: bool = False) -> Case:
+    """The norm of a sum with the residual (and a bias, ``added``); tp cuts the sequence."""
     rows, width = shape.tokens // shape.tp, shape.hidden
     inputs = [shape.random(rows, width, seed=seed) for seed in (1, 2)]
-    vectors = [1.0 + shape.random(width, seed=3, scale=0.1), shape.random(width, seed=4)]
+    seeds = [5] * added + [4] * (kind == "layernorm")
+    vectors = [1.0 + shape.random(width, seed=3, scale=0.1)]
+    vectors += [shape.random(width, seed=seed) for seed in seeds]
 
     def plain(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Any = None
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor
     ) -> tuple[Any, ...]:
-        stream = x + residual
+        stream = x + others[0] + residual if added else x + residual
         if kind == "layernorm":
-            return stream, F.layer_norm(stream, (width,), weight, bias, EPSILON)
+            return stream, F.layer_norm(stream, (width,), weight, others[-1], EPSILON)
         return stream, F.rms_norm(stream, (width,), weight, EPSILON)
 
     def fused() -> Function:
         from megascale_kernels.fused import norm as module
 
-        return lambda x, residual, weight, bias=None: module.norm(
-            x, residual, weight, bias, kind, EPSILON
-        )
+        def run(
+            x: torch.Tensor, residual: torch.Tensor, weight: Weight, *others: Weight
+        ) -> tuple[torch.Tensor, ...]:
+            bias = others[-1] if kind == "layernorm" else None
+            return module.norm(x, residual, weight, bias, kind, EPSILON, others[:added])
 
-    ways = differentiable(
-        plain, inputs, vectors if kind == "layernorm" else vectors[:1], {"fused": fused}
-    )
+        return run
+
+    ways = differentiable(plain, inputs, vectors, {"fused": fused})
     size = inputs[0].nbytes
-    return Case(f"{rows} x {width}", _costs(4 * size, 4 * size), ways)
+    return Case(f"{rows} x {width}", _costs(4 * size, 4 * size, alone=True), ways)
+
+
+def residual(shape: Shape) -> Case:
+    """The residual stream with an output projection's result and its bias; tp cuts the sequence."""
+    rows, width = shape.tokens // shape.tp, shape.hidden
+    inputs = [shape.random(rows, width, seed=seed) for seed in (1, 2)]
+
+    def plain(stream: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor]:
+        return (stream + (x + bias),)
+
+    def fused() -> Function:
+        from megascale_kernels.fused import residual as module
+
+        return lambda stream, x, bias: (module.add(stream, x, [bias]),)
+
+    # Backward hands its gradient on, and reads it for the bias.
+    ways = differentiable(plain, inputs, [shape.random(width, seed=3)], {"fused": fused})
+    size = inputs[0].nbytes
+    return Case(f"{rows} x {width}", _costs(3 * size, size, alone=True), ways)
 
 
 def activation(shape: Shape, kind: Literal["gelu", "swiglu"]) -> Case:
@@ -440,6 +483,8 @@ def weight_gradient(shape: Shape) -> Case:
 CASES: Mapping[str, Callable[[Shape], Case]] = {
     "layernorm": partial(norm, kind="layernorm"),
     "rmsnorm": partial(norm, kind="rmsnorm"),
+    "layernorm_bias": partial(norm, kind="layernorm", added=True),
+    "residual": residual,
     "gelu": partial(activation, kind="gelu"),
     "swiglu": partial(activation, kind="swiglu"),
     "heads": partial(block_inner, part="heads"),

@@ -2,7 +2,8 @@
 
 Weight and bias gradients are summed without atomics: every program of the backward sums a fixed run
 of rows, and one reduction adds those partial sums in order. So they repeat bit for bit. There are
-few programs, as many as the device runs at once: each writes two float32 rows of partial sums.
+few programs, as many as the device runs at once: each writes a float32 row of partial sums for
+every such gradient. A program copies its next rows to shared memory while it computes one.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
-from megascale_kernels.fused.amax import amax_slot, higher, note_amax, raise_amax
-from megascale_kernels.fused.partial_sums import add_column_sums, add_partial_sums
+from megascale_kernels.fused.amax import amax_slot, magnitude, note_amax, raise_amax
+from megascale_kernels.fused.partial_sums import add_column_sums, add_stacked_sums
 from megascale_kernels.fused.residual import total_value
 from megascale_kernels.norm import Kind
 from megascale_kernels.parameter import Parameter
 
 _MULTIPROCESSORS = 132  # of a Hopper GPU
-# Up to this width a multiprocessor runs two programs of the backward: one loads while the other
-# sums.
-_PAIRED_WIDTH = 8192
+# Rows up to this width: their sums and what is computed of one row fit the registers together.
+_KEPT_WIDTH = 8192
+_REGISTERS = 128  # of a thread, of 65536 of a multiprocessor: 16 warps of programs
+# Two rows are copied ahead up to this size, and one above it: of three tensors, at most 96 KiB.
+_AHEAD_BYTES = 16384
 
 
 @dataclass(frozen=True)
@@ -127,22 +130,32 @@ def norm_gradients(
     slot = amax_slot(x.device) if call.find_amax else None
     rows, width = scale.numel(), x.shape[-1]
     block = triton.next_power_of_2(width)
-    each = triton.cdiv(rows, _MULTIPROCESSORS * (2 if block <= _PAIRED_WIDTH else 1))
+    kept = block <= _KEPT_WIDTH
+    each = triton.cdiv(rows, _MULTIPROCESSORS * max(1, min(4, _KEPT_WIDTH // block)))
     programs = triton.cdiv(rows, each)
+    stages = 3 if block * x.element_size() <= _AHEAD_BYTES else 2
+    sums = [call.weight_grad]
+    if call.bias_grad is not None:
+        sums.append(call.bias_grad)
+    if call.shift_grads and kept:
+        sums.append(call.shift_grads[0])
+    partial = torch.empty(len(sums), programs, width, dtype=torch.float32, device=x.device)
     d_x = torch.empty_like(x)
-    d_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    d_bias = None if call.bias_grad is None else torch.empty_like(d_weight)
     _backward_kernel[(programs,)](
         d_normed.contiguous(),
         None if d_stream is None else d_stream.contiguous(),
-        *(x, weight, mean, scale, d_x, d_weight, d_bias, slot, rows, width, each, block),
+        *(x, weight, mean, scale, d_x, partial[0]),
+        None if call.bias_grad is None else partial[1],
+        partial[-1] if call.shift_grads and kept else None,
+        *(slot, rows, width, each, kept, stages if kept else 1, block),
         num_warps=_warps(block),
-        maxnreg=64 if block == _PAIRED_WIDTH else None,  # of 65536: two programs of 16 warps
+        maxnreg=_REGISTERS if kept else None,
     )
-    add_partial_sums(call.weight_grad, d_weight)
-    if call.bias_grad is not None and d_bias is not None:
-        add_partial_sums(call.bias_grad, d_bias)
-    if call.shift_grads:
+    add_stacked_sums(sums, partial)
+    if kept:
+        for main_grad in call.shift_grads[1:]:  # several biases, of one gradient
+            add_stacked_sums([main_grad], partial[-1:])
+    elif call.shift_grads:
         add_column_sums(call.shift_grads, d_x)
     if slot is not None:
         note_amax(d_x, slot)
@@ -199,6 +212,11 @@ def _forward_kernel(
 
 
 @triton.jit
+def _loaded(at: tl.tensor, inside: tl.tensor, POLICY: tl.constexpr) -> tl.tensor:
+    return tl.load(at, mask=inside, other=0.0, eviction_policy=POLICY).to(tl.float32)
+
+
+@triton.jit
 def _backward_kernel(
     d_normed: tl.tensor,
     d_stream: tl.tensor,
@@ -209,62 +227,86 @@ def _backward_kernel(
     d_x: tl.tensor,
     d_weight: tl.tensor,
     d_bias: tl.tensor,
+    d_shift: tl.tensor,
     slot: tl.tensor,
     rows: tl.tensor,
     width: tl.tensor,
     each: tl.tensor,
+    KEPT: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """``each`` rows in turn; row ``program`` of ``d_weight`` and ``d_bias`` gets their sums."""
+    """``each`` rows in turn, whose sums go to row ``program`` of ``d_weight`` and its like.
+
+    KEPT: a row stays in registers; otherwise it is read again, from the cache.
+    """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     weight_sum = tl.zeros([BLOCK], dtype=tl.float32)
     bias_sum = tl.zeros([BLOCK], dtype=tl.float32)
-    for step in range(each):
-        row = program * each + step
-        here = column < tl.where(row < rows, width, 0)  # nothing of rows past the last one
+    shift_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    if slot is not None:
+        # Of 8 columns each, which one thread has: no thread waits for another.
+        group: tl.constexpr = 8 if KEPT else BLOCK
+        largest = tl.zeros([BLOCK // group], dtype=tl.int32)
+    first = program * each
+    end = tl.minimum(first + each, rows)
+    inverse = tl.load(scale + first)
+    average = 0.0
+    if mean is not None:
+        average = tl.load(mean + first)
+    if KEPT:
+        factor = tl.load(weight + column, mask=inside, other=0.0)
+    for row in tl.range(first, end, num_stages=STAGES):
         at = row * width + column
-        inverse = tl.load(scale + row, mask=row < rows, other=0.0)
-        average = 0.0
+        # The next row's, whose loads nothing waits for before then.
+        following = tl.minimum(row + 1, end - 1)
+        next_inverse = tl.load(scale + following)
+        next_average = 0.0
         if mean is not None:
-            average = tl.load(mean + row, mask=row < rows, other=0.0)
+            next_average = tl.load(mean + following)
         if d_stream is not None:  # loaded with the others, not after the sums of the row
-            straight = tl.load(d_stream + at, mask=here, other=0.0)
-        value = (
-            tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            - average
-        ) * inverse
-        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_last").to(
-            tl.float32
-        )
-        gradient *= tl.load(weight + column, mask=here, other=0.0).to(tl.float32)
+            straight = tl.load(d_stream + at, mask=inside, other=0.0)
+        value = _loaded(x + at, inside, "evict_last")
+        value = (value - average) * inverse
+        gradient = _loaded(d_normed + at, inside, "evict_last")
+        if not KEPT:
+            factor = tl.load(weight + column, mask=inside, other=0.0)
+        weighted = gradient * factor.to(tl.float32)
         # With n the norm before its weight and g = d_normed * weight:
         # d_x = (g - n mean(g n) - mean(g)) / deviation, where mean(g) is for layernorm alone.
-        slope = tl.sum(gradient * value, axis=0) / width
+        slope = tl.sum(weighted * value, axis=0) / width
         shift = 0.0
         if mean is not None:
-            shift = tl.sum(gradient, axis=0) / width
-        # The row is read again, from the cache (evict_last above): registers that hold the sums of
-        # a wide row hold little else.
-        value = (
-            tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            - average
-        ) * inverse
-        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
+            shift = tl.sum(weighted, axis=0) / width
+        if not KEPT:  # registers that hold the sums of a wide row hold little else
+            value = (_loaded(x + at, inside, "evict_first") - average) * inverse
+            gradient = _loaded(d_normed + at, inside, "evict_first")
         weight_sum += gradient * value
         if d_bias is not None:
             bias_sum += gradient
-        gradient *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-        result = (gradient - value * slope - shift) * inverse
+        if not KEPT:
+            weighted = gradient * _loaded(weight + column, inside, "evict_last")
+        result = (weighted - value * slope - shift) * inverse
         if d_stream is not None:
             result += straight.to(tl.float32)
         result = result.to(d_x.dtype.element_ty)
-        tl.store(d_x + at, result, mask=here)
+        tl.store(d_x + at, result, mask=inside)
+        if d_shift is not None:
+            shift_sum += result.to(tl.float32)
         if slot is not None:
-            raise_amax(slot, higher(tl.zeros([BLOCK], dtype=tl.int32), result, here))
-    tl.store(d_weight + program * width + column, weight_sum, mask=inside)
+            found = tl.where(inside, magnitude(result.to(tl.float32)), 0)
+            largest = tl.maximum(
+                largest, tl.max(tl.reshape(found, [BLOCK // group, group]), axis=1)
+            )
+        inverse = next_inverse
+        average = next_average
+    at = program * width + column
+    tl.store(d_weight + at, weight_sum, mask=inside)
     if d_bias is not None:
-        tl.store(d_bias + program * width + column, bias_sum, mask=inside)
+        tl.store(d_bias + at, bias_sum, mask=inside)
+    if d_shift is not None:
+        tl.store(d_shift + at, shift_sum, mask=inside)
+    if slot is not None:
+        raise_amax(slot, largest)

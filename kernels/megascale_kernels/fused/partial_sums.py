@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS, _COLUMNS = 64, 64  # a tile of the last pass: one program per run of columns, row by row
+_ROWS, _COLUMNS = 64, 32  # a tile of the last pass: one program per run of columns, row by row
+_AHEAD = 4  # tiles of the last pass that are loaded or added at a time
 _TILE_ROWS, _TILE_COLUMNS = 32, 64  # a tile of the first pass
 _ELEMENTS = 2048  # of a program that adds parts of the same shape: 16 per thread of 4 warps
 _STEPS = 4  # tiles that a program of the first pass adds up
@@ -20,8 +21,20 @@ _STEPS = 4  # tiles that a program of the first pass adds up
 
 def add_partial_sums(main_grad: torch.Tensor, partial: torch.Tensor) -> None:
     """``main_grad`` += ``partial``.sum(0); float32 [width] and [parts, width], both contiguous."""
-    parts, width = partial.shape
-    _kernel[(triton.cdiv(width, _COLUMNS),)](main_grad, partial, parts, width, _ROWS, _COLUMNS)
+    add_stacked_sums([main_grad], partial[None])
+
+
+def add_stacked_sums(main_grads: Sequence[torch.Tensor], partial: torch.Tensor) -> None:
+    """Each of ``main_grads`` += ``partial``'s own sums, in one launch.
+
+    Args:
+        main_grads: at most three, float32 [width].
+        partial: float32 [len(main_grads), parts, width], contiguous.
+    """
+    count, parts, width = partial.shape
+    targets = [*main_grads, None, None][:3]
+    grid = (triton.cdiv(width, _COLUMNS), count)
+    _kernel[grid](*targets, partial, parts, width, _ROWS, _COLUMNS, _AHEAD)
 
 
 def add_column_sums(main_grads: Sequence[torch.Tensor], x: torch.Tensor) -> None:
@@ -85,7 +98,7 @@ def _column_kernel(
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < width
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for step in range(STEPS):
+    for step in tl.static_range(STEPS):  # unrolled: the loads of all tiles are on their way
         row = (below * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & real[None, :]
         # Added tile to tile without a reduction: threads would synchronise at every step.
@@ -98,17 +111,32 @@ def _column_kernel(
 @triton.jit
 def _kernel(
     main_grad: tl.tensor,
+    second: tl.tensor,
+    third: tl.tensor,
     partial: tl.tensor,
     parts: tl.tensor,
     width: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
-    """A run of columns over all parts: the order of additions depends on the shape alone."""
+    """A run of columns over all parts: the order of additions depends on the shape alone.
+
+    Of ``main_grad``, or of the ``second`` or ``third`` by the program's second number.
+    """
+    which = tl.program_id(1)
+    # Two conditions each: the first is known when the kernel is compiled, the second is not.
+    if second is not None:  # noqa: SIM102
+        if which == 1:
+            main_grad = second
+    if third is not None:  # noqa: SIM102
+        if which == 2:
+            main_grad = third
+    partial += which.to(tl.int64) * parts * width
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < width
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for first in range(0, parts, ROWS):
+    for first in tl.range(0, parts, ROWS, num_stages=AHEAD):
         row = first + tl.arange(0, ROWS)
         at = row[:, None].to(tl.int64) * width + column[None, :]
         total += tl.load(partial + at, mask=(row[:, None] < parts) & real[None, :], other=0.0)

@@ -18,7 +18,8 @@ pytest.importorskip("triton")
 KERNELS = Path(__file__).resolve().parents[3] / "kernels" / "megascale_kernels"
 ROOMS = ("fused", "masked")
 NARROW = re.compile(r"(?:ld|st)\.global[\w.:]*\.b16")
-WIDE = re.compile(r"(?:ld|st)\.global[\w.:]*\.v4")
+# A copy to shared memory names its bytes.
+WIDE = re.compile(r"(?:ld|st)\.global[\w.:]*\.v4|cp\.async\.c[ag][^;]*\], 0x10,")
 
 
 @pytest.fixture(
@@ -96,25 +97,32 @@ def test_nothing_is_read_twice(
 def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
     """No kernel waits for spilled registers of its own.
 
-    A norm's backward, which sums over rows, may spill a few; so may a wide norm, of which two
-    programs must fit a multiprocessor. The tiles of masked attention fill the registers: it is for
-    what nothing faster takes.
+    A norm's backward, which sums over rows, may spill two, a wide one a few; so may a wide norm, of
+    which two programs must fit a multiprocessor. The tiles of masked attention fill the registers:
+    it is for what nothing faster takes.
     """
     for name, kernel in compiled.items():
         if "masked attention" in name:
             continue
-        few = re.search(
-            r"norm \d+(, amax)?: backward_kernel|(175b tp4|12288, amax): norm_kernel", name
-        )
-        assert kernel["spilled_bytes"] <= (96 if few else 0), name
+        allowed = 0
+        if re.search(r"norm \d+(, amax)?: backward_kernel", name):
+            allowed = 104 if "12288" in name else 8
+        elif re.search(r"(175b tp4|12288, amax): norm_kernel", name):
+            allowed = 96
+        assert kernel["spilled_bytes"] <= allowed, name
         assert kernel["registers"] <= 192, name
 
 
-@pytest.mark.parametrize("kind", ["rmsnorm 5120", "layernorm 7168"])
-def test_two_programs_of_a_wide_norms_backward_share_a_multiprocessor(
+@pytest.mark.parametrize("kind", ["layernorm 4096", "layernorm 4096, amax", "layernorm 7168"])
+def test_a_norms_backward_loads_rows_while_it_computes_one(
     kind: str, compiled: dict[str, dict[str, Any]]
 ) -> None:
-    assert compiled[f"{kind}: backward_kernel"]["registers"] <= 64
+    """16 warps to a multiprocessor, which copy x and two gradients: two rows before, one within."""
+    kernel = compiled[f"{kind}: backward_kernel"]
+    assert kernel["registers"] <= 128
+    columns_of_a_thread, bytes_of_a_copy = 16, 16
+    copies = 3 * 3 * columns_of_a_thread * 2 // bytes_of_a_copy
+    assert len(re.findall(r"cp\.async\.c[ag]", kernel["ptx"])) == copies
 
 
 def test_numbers_that_change_from_step_to_step_compile_nothing_anew(

@@ -94,14 +94,20 @@ def _computed(
 @pytest.mark.parametrize(
     ("kind", "bias"), [("layernorm", True), ("layernorm", False), ("rmsnorm", False)]
 )
-@pytest.mark.parametrize("shape", [(7, 3, 37), (1, 1, 64)])
+@pytest.mark.parametrize(
+    ("shape", "kept"), [((7, 3, 37), True), ((7, 3, 37), False), ((1, 1, 64), True)]
+)
 def test_norm(
-    shape: tuple[int, ...], kind: Kind, bias: bool, residual: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    kept: bool,
+    kind: Kind,
+    bias: bool,
+    residual: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megascale_kernels.fused import norm as fused
 
-    # The larger shape: three programs of six rows and one of three.
-    monkeypatch.setattr(fused, "_MULTIPROCESSORS", 2)
+    _few_programs(kept, monkeypatch)
     generator = torch.Generator().manual_seed(2)
 
     def random(*size: int) -> torch.Tensor:
@@ -121,6 +127,46 @@ def test_norm(
         found = _computed(fused, kind, rounded, dtype)
         for ours, theirs in zip(found, reference, strict=True):
             assert relative_error(ours, theirs) < tolerance
+
+
+def _few_programs(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 21 rows three programs of six rows and one of three, which read each once if ``kept``."""
+    from megascale_kernels.fused import norm as fused
+
+    monkeypatch.setattr(fused, "_MULTIPROCESSORS", 1 if kept else 4)
+    if not kept:
+        monkeypatch.setattr(fused, "_KEPT_WIDTH", 32)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_gradients_repeat_bit_for_bit(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascale_kernels.fused import norm as fused
+
+    _few_programs(kept, monkeypatch)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: [torch.randn(size, generator=generator).to(DEVICE) for _ in range(number)]
+        for name, number, size in (
+            ("inputs", 2, (21, 37)),
+            ("weights", 4, (37,)),
+            ("gradients", 2, (21, 37)),
+        )
+    }
+    runs = [_computed(fused, "layernorm", tensors, torch.bfloat16) for _ in range(2)]
+    assert all(torch.equal(once, again) for once, again in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("targets", [1, 2, 3])
+def test_partial_sums_of_several_gradients_are_added_at_once(targets: int) -> None:
+    from megascale_kernels.fused.partial_sums import add_stacked_sums
+
+    generator = torch.Generator().manual_seed(5)
+    # Several tiles of parts and of columns, the last ones not full.
+    partial = torch.randn(targets, 150, 70, generator=generator).to(DEVICE)
+    before = torch.randn(targets, 70, generator=generator).to(DEVICE)
+    found = before.clone()
+    add_stacked_sums(list(found), partial)
+    assert relative_error(found, before.double() + partial.double().sum(1)) < 1e-6
 
 
 def test_the_stream_need_not_be_used() -> None:
