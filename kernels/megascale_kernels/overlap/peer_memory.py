@@ -197,6 +197,17 @@ def _open(
     own = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
     handle = symm_mem.rendezvous(own, group)
     _opened += 1
+    return own, handle
+
+
+def _catch_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """See Note [Equal numbers of openings]."""
+    behind = max(opened for [opened] in _gather(group, device, (_opened,))) - _opened
+    for _ in range(behind):
+        # It is gone again before the next group is made: groups are named by their number.
+        alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        _open(alone, 1, device)
+        dist.destroy_process_group(alone)
 
 
 class _SharedFileMemory:
