@@ -68,6 +68,7 @@ class Run:
     overlap: tuple[str, ...] = ()
     kernels: str = "torch"
     recompute: str = "none"
+    schedule: str = "1f1b"
     bucket_mib: int = 64
     deterministic: bool = False
     cuda_graphs: bool = False
@@ -130,6 +131,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "dp": dp,
                 "virtual_stages": run.vpp,
                 "recompute": run.recompute,
+                "pipeline_schedule": run.schedule,
                 "overlap": {axis: axis in run.overlap for axis in OVERLAPS},
             },
             "training": {
