@@ -94,6 +94,7 @@ def describe(session: Session, run: Run) -> dict[str, Any]:
         "overlap": [axis for axis, on in asdict(parallel.overlap).items() if on],
         "kernels": training.kernels,
         "recompute": parallel.recompute,
+        "schedule": parallel.pipeline_schedule,
         "bucket_mib": training.bucket_mib,
         "deterministic": training.deterministic,
         "cuda_graphs": training.cuda_graphs,
@@ -193,7 +194,10 @@ def _exposure(
         # Missing in the silent step, and so counted as exposed: waiting for another stage's
         # computation.
         parallel = config.parallelism
-        bubble = timing.ideal_bubble(parallel.pp, parallel.virtual_stages, config.micro_batches)
+        bubble = timing.ideal_bubble(
+            *(parallel.pp, parallel.virtual_stages, config.micro_batches),
+            parallel.pipeline_schedule,
+        )
         found["of_which_ideal_bubble"] = (
             bubble * found["step_time_without_s"] / found["step_time_s"]
         )

@@ -97,6 +97,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kernels", choices=["auto", "torch", "triton"], default="torch")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--schedule", choices=["1f1b", "zero_bubble"], default="1f1b")
     parser.add_argument("--bucket-mib", type=int, default=64, help="bound of a gradient bucket")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument(

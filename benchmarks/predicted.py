@@ -69,6 +69,7 @@ def question(row: dict[str, Any], gpu: str) -> dict[str, Any]:
         "micro_batch": row["micro_batch_size"],
         "global_batch": row["global_batch_size"],
         "recompute": row["recompute"],
+        "schedule": row.get("schedule", "1f1b"),  # older results have none
         **{key: row[key] for key in ("tp", "pp", "vpp", "dp", "block", "window", "precision")},
     }
 

@@ -69,6 +69,7 @@ class Run:
     overlap: tuple[str, ...] = ()
     kernels: str = "torch"
     recompute: str = "none"
+    schedule: str = "1f1b"
     bucket_mib: int = 64
     deterministic: bool = False
     cuda_graphs: bool = False
@@ -132,6 +133,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "virtual_stages": run.vpp,
                 "stage_layers": list(run.stage_layers),
                 "recompute": run.recompute,
+                "pipeline_schedule": run.schedule,
                 "overlap": {axis: axis in run.overlap for axis in OVERLAPS},
             },
             "training": {

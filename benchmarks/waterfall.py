@@ -95,4 +95,5 @@ def waterfall(
 def bubble_of(config: JobConfig) -> float:
     """The ideal bubble of ``config`` over its computing time, 0 without a pipeline."""
     parallel = config.parallelism
-    return ideal_bubble(parallel.pp, parallel.virtual_stages, config.micro_batches)
+    line = (parallel.pp, parallel.virtual_stages, config.micro_batches)
+    return ideal_bubble(*line, parallel.pipeline_schedule)

@@ -25,9 +25,19 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "recompute": "full", **hiding("tp")},
     {"pp": 2},
     {"pp": 2, "virtual_stages": 2, **hiding("pp")},
+    {"pp": 2, "pipeline_schedule": "zero_bubble", **hiding("pp")},
     {"dp": 2, **hiding("dp")},
     {"tp": 2},
     {"tp": 2, "pp": 2, "virtual_stages": 2, **hiding("tp", "pp")},
+    {
+        "tp": 2,
+        "pp": 2,
+        "virtual_stages": 2,
+        "recompute": "selective",
+        "pipeline_schedule": "zero_bubble",
+        **hiding("tp", "pp"),
+    },
+    {"pp": 4, "pipeline_schedule": "zero_bubble", **hiding("pp")},
     {"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")},
 ]
 KINDS = [

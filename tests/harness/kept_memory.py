@@ -1,4 +1,4 @@
-"""The memory that a forward of the model keeps for backward, for tests of the estimate.
+"""The memory that a model keeps for backward, or for weight gradients, for tests of the estimate.
 
 Of a tensor-parallel group there is one rank here, which takes its own parts for those of the
 others: values are wrong, sizes are right.
@@ -7,6 +7,7 @@ others: values are wrong, sizes are right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megascale_common.sizes.memory import rank_memory
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import Operators
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
+from megascale_kernels.quantize import Factor
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
@@ -42,14 +44,7 @@ def kept_bytes(
     """Bytes of distinct storages that a forward of the layers keeps for backward, weights aside."""
     device = device or torch.device("cpu")
     config = from_accepted(job)
-    table, alone = parameter_table(config, 0), single_process_groups().world
-    buffers = FlatBuffers(table, torch.bfloat16, device, alone, alone)
-    weights = bind_weights(table, buffers.parameters, buffers.gradients)
-    tp = _tensor_parallel(config, device)
-    fp8 = fp8_of(config, operators, tp, device)
-    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8)
-    flat = [*buffers.parameters.values(), *buffers.gradients.values()]
-    stored = {tensor.untyped_storage().data_ptr() for tensor in flat}
+    stage, stored = _stage(config, operators, _tensor_parallel(config, device), device)
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,6 +57,46 @@ def kept_bytes(
         output = stage.forward(None, micro_batches(config, 0, 0, device)[0])
     assert output.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def postponed_bytes(job: dict[str, Any], operators: Operators) -> int:
+    """Bytes of distinct storages that the weight gradients of the whole model read, postponed.
+
+    Gradients that they add to and scales of one value aside.
+    """
+    config, device = from_accepted(job), torch.device("cpu")
+    tp = _tensor_parallel(config, device)
+    stage, stored = _stage(config, operators, tp, device)
+    batch = micro_batches(config, 0, 0, device)[0]
+    objective, _ = stage.run(None, batch)
+    with tp.weight_gradients.collected() as works:
+        torch.autograd.backward(objective)
+    tensors = [
+        tensor
+        for work in works
+        if isinstance(work, partial)
+        for operand in work.args
+        for tensor in ([operand.data, operand.scale] if isinstance(operand, Factor) else [operand])
+    ]
+    kept = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.numel() > 1
+    }
+    return sum(size for at, size in kept.items() if at not in stored)
+
+
+def _stage(
+    config: JobConfig, operators: Operators, tp: TensorParallel, device: torch.device
+) -> tuple[Stage, set[int]]:
+    """The first stage of ``config``, and the addresses of its parameters and gradients."""
+    table, alone = parameter_table(config, 0), single_process_groups().world
+    buffers = FlatBuffers(table, torch.bfloat16, device, alone, alone)
+    weights = bind_weights(table, buffers.parameters, buffers.gradients)
+    fp8 = fp8_of(config, operators, tp, device)
+    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8)
+    flat = [*buffers.parameters.values(), *buffers.gradients.values()]
+    return stage, {tensor.untyped_storage().data_ptr() for tensor in flat}
 
 
 class _OwnPeers(Group):

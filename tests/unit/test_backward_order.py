@@ -13,6 +13,7 @@ from megascale_common.job.config import from_accepted
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_trainer.parallel.data.backward_order import BackwardOrder, WrongOrder
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
+from megascale_trainer.parallel.weight_gradients import WeightGradients
 from megascale_trainer.weights import Weight
 
 
@@ -74,7 +75,9 @@ def test_all_units_of_a_model_are_counted_but_its_ends(block: str, recompute: st
     )
     table = parameter_table(config, 0)
     buffers = OverlappedBuffers(
-        table, torch.float32, torch.device("cpu"), ALONE, _Recorder(), micro_batches=2
+        *(table, torch.float32, torch.device("cpu"), ALONE, _Recorder(), None),
+        micro_batches=2,
+        weight_gradients=WeightGradients(),
     )
     _backward_passes(config, table, buffers)
     units = [unit for chunk in table.chunks for unit in chunk.units]

@@ -159,6 +159,7 @@ def test_the_ideal_bubble_is_relative_to_the_work() -> None:
     # The second stage waits for one micro-batch's forward and backward, and computes four.
     assert timing.ideal_bubble(2, 1, 4) == pytest.approx(1 / 4)
     assert timing.ideal_bubble(2, 2, 16) == pytest.approx(1 / 32)
+    assert timing.ideal_bubble(2, 2, 16, "zero_bubble") == pytest.approx(1 / 96)
     assert timing.ideal_bubble(1, 1, 4) == 0.0
 
 

@@ -6,12 +6,15 @@ graph would read. What graphs themselves do is tested on GPUs (tests/gpu/test_gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from tests.harness.training import CPU, micro_batches, tiny_job
+from tests.unit.test_weight_gradients import split
 
 from megascale_common.job.config import JobConfig, from_accepted
 from megascale_trainer.batch import MicroBatch
@@ -19,6 +22,7 @@ from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.parallel.pipeline import graphs
 from megascale_trainer.parallel.pipeline.graphs import GraphedStage, graphed
 from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.parallel.weight_gradients import WeightGradients, Work, run_all
 from megascale_trainer.trainer import Trainer
 
 
@@ -33,9 +37,17 @@ class _RecordedCapture:
     """Makes slots whose replays compute; notes for how many documents they were captured."""
 
     rooms: ClassVar[list[int]] = []
+    replays: ClassVar[list[str]] = []  # of backwards, and of weight gradients apart from them
 
-    def __init__(self, stage: Stage, stream: object, tp: object, even: object) -> None:
-        self._stage = stage
+    def __init__(
+        self,
+        stage: Stage,
+        stream: object,
+        tp: object,
+        even: object,
+        weight_gradients: WeightGradients | None,
+    ) -> None:
+        self._stage, self._weight_gradients = stage, weight_gradients
 
     def slot(self, hidden: torch.Tensor, batch: MicroBatch) -> graphs._Slot:
         self.rooms.append(batch.documents.number)
@@ -46,6 +58,8 @@ class _RecordedCapture:
         indices = [*stage.layers, *([None] if stage.last else [])]
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         contexts: dict[int, Any] = {}
+        works: dict[int, deque[Work]] = {}
+        collected = nullcontext if self._weight_gradients is None else self._collected
 
         def forward(at: int, index: int | None) -> None:
             if at == 0:
@@ -65,19 +79,35 @@ class _RecordedCapture:
         def backward(at: int) -> None:
             y = made[at][1]
             d_y = made[at + 1][0].grad if at + 1 < len(indices) else d_output
-            torch.autograd.backward(y, d_y)
+            self.replays.append(f"backward {at}")
+            with collected() as works[at]:
+                torch.autograd.backward(y, d_y)
             if at == 0:
                 d_hidden.copy_(made[0][0].grad)  # type: ignore[arg-type]
+
+        def weights(at: int) -> None:
+            self.replays.append(f"weights {at}")
+            run_all(works.pop(at))
 
         units = tuple(
             graphs._Unit(
                 index,
                 _Recomputed(lambda at=at, index=index: forward(at, index)),  # type: ignore[arg-type,misc]
                 _Recomputed(lambda at=at: backward(at)),  # type: ignore[arg-type,misc]
+                None if self._weight_gradients is None else _Recomputed(lambda at=at: weights(at)),  # type: ignore[arg-type,misc]
             )
             for at, index in enumerate(indices)
         )
         return graphs._Slot(batch, hidden, d_hidden, output, d_output, sums, units)
+
+    @contextmanager
+    def _collected(self) -> Iterator[deque[Work]]:
+        """Inside a backward whose program collects already."""
+        assert self._weight_gradients is not None
+        around, self._weight_gradients._collected = self._weight_gradients._collected, None
+        with self._weight_gradients.collected() as found:
+            yield found
+        self._weight_gradients._collected = around
 
 
 @pytest.fixture
@@ -85,6 +115,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rooms of the slots that were captured."""
     found: list[int] = []
     monkeypatch.setattr(_RecordedCapture, "rooms", found)
+    monkeypatch.setattr(_RecordedCapture, "replays", [])
     monkeypatch.setattr(graphs, "_Capture", _RecordedCapture)
     for name in ("Stream", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
@@ -98,18 +129,23 @@ def _config(**data: Any) -> JobConfig:
 def _trainer(config: JobConfig, *, replayed: bool) -> Trainer:
     trainer = Trainer(config, 0, single_process_groups(), CPU)
     if replayed:
-        pipeline = trainer._pipeline
-        stages = [stage for stage in pipeline.chunks if isinstance(stage, Stage)]
-        pipeline.chunks = pipeline._chunks = graphed(
-            stages,
-            config,
-            trainer._program,
-            trainer._buffers,
-            stages[0]._tp,
-            pipeline._empty_hidden,
-        )
+        _replay(trainer)
     trainer.initialise()
     return trainer
+
+
+def _replay(trainer: Trainer) -> None:
+    """Have ``trainer`` replay its stages in its program."""
+    pipeline = trainer._pipeline
+    stages = [stage for stage in pipeline.chunks if isinstance(stage, Stage)]
+    pipeline.chunks = pipeline._chunks = graphed(
+        stages,
+        trainer.config,
+        trainer._program,
+        trainer._buffers,
+        stages[0]._tp,
+        pipeline._empty_hidden,
+    )
 
 
 def _losses(trainer: Trainer, steps: range) -> list[tuple[float, float]]:
@@ -131,6 +167,25 @@ def test_replays_train_as_the_stage_does(documents: bool, rooms: list[int]) -> N
     replayed.settle()
     _losses(replayed, range(6, 7))
     assert len(rooms) == 2, "graphs were freed, and are captured again for a further step"
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_split_backward_replays_its_weights_apart_and_holds_the_slot(
+    later: int, rooms: list[int]
+) -> None:
+    config = _config(document_attention=False)
+    plain, replayed = (_trainer(config, replayed=False) for _ in range(2))
+    replayed._program = split(replayed._program, later)
+    _replay(replayed)
+    assert _losses(replayed, range(4)) == _losses(plain, range(4))
+    assert len(rooms) == 1 + later, "slots are held until their weight gradients have run"
+    units = [f"backward {at}" for at in reversed(range(config.model.layers + 1))]
+    weights = [unit.replace("backward", "weights") for unit in units]
+    one = units + weights
+    expected = one * config.micro_batches
+    if later:
+        expected = units + (units + weights) * (config.micro_batches - 1) + weights
+    assert _RecordedCapture.replays == expected * 2, "in each of the two replayed steps"
 
 
 def test_a_step_with_more_documents_has_its_slots_captured_before_it(rooms: list[int]) -> None:

@@ -188,6 +188,10 @@ def test_the_plan_agrees_with_figures_computed_by_hand() -> None:
     )
     # (pp - 1) / (micro-batches + pp - 1)
     assert plan["pipeline_bubble"] == pytest.approx(1 / 5)
+    split = {"overlap": {"tp": False}, "pipeline_schedule": "zero_bubble"}
+    # A third of (pp - 1) micro-batches, beside 4.
+    shorter = plan_job(spec(parallelism=split), 5, 0)["pipeline_bubble"]
+    assert shorter == pytest.approx(1 / 3 / (4 + 1 / 3))
     # Five devices hold two tensor-parallel groups: four ranks.
     assert (plan["world_size"], plan["nodes"], plan["spare_nodes"], plan["nodes_wanted"]) == (
         12,

@@ -126,6 +126,15 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "fewer layers",
     ),
     (
+        "trainer.parallelism.pipeline_schedule",
+        {
+            "parallelism__pipeline_schedule": "zero_bubble",
+            "parallelism__pp": 1,
+            "parallelism__virtual_stages": 1,
+        },
+        "use 1f1b",
+    ),
+    (
         "trainer.parallelism.virtual_stages",
         {"parallelism__virtual_stages": 2, "parallelism__pp": 1},
         "use 1",

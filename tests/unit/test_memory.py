@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.harness.kept_memory import OwnMemory, kept_bytes, layers_job
+from tests.harness.kept_memory import OwnMemory, kept_bytes, layers_job, postponed_bytes
 from tests.harness.training import hiding, tiny_job
 
-from megascale_common.job.config import from_accepted
+from megascale_common.job.config import from_accepted, to_mapping
 from megascale_common.sizes.memory import largest_rank_memory, rank_memory
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
@@ -161,6 +161,39 @@ def test_as_many_layers_are_alive_as_the_schedule_says(pp: int, virtual_stages: 
             most = max(most, alive)
         expected = most * layer_bytes + (head_bytes if chunks[-1].last else 0)
         assert rank_memory(config, stage).activations_bytes == expected
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "model", [{}, {"block": "serial", "mlp": "swiglu", "kv_heads": 2, "ffn_size": 101}]
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_postponed_weight_gradients_keep_what_they_read(
+    model: dict[str, Any], tp: int, precision: str
+) -> None:
+    whole = layers_job(2, model, tp=tp)
+    whole["training"]["precision"] = precision
+    job = layers_job(4, model, tp=tp, pp=2)
+    job["training"]["precision"] = precision
+    before, after = (
+        from_accepted({**job, "parallelism": {**job["parallelism"], "pipeline_schedule": schedule}})
+        for schedule in ("1f1b", "zero_bubble")
+    )
+    first, last = (
+        rank_memory(after, rank).activations_bytes - rank_memory(before, rank).activations_bytes
+        for rank in (0, tp)
+    )
+    assert first == 0, "the first stage postpones nothing"
+    # The last one postpones those of one micro-batch: of two layers and the head.
+    assert last == postponed_bytes(whole, torch_operators())
+    graphs = from_accepted(
+        {**to_mapping(after), "training": {**to_mapping(after)["training"], "cuda_graphs": True}}
+    )
+    assert (
+        rank_memory(graphs, tp).activations_bytes
+        >= rank_memory(after, tp).activations_bytes
+        > rank_memory(before, tp).activations_bytes
+    )
 
 
 def test_earlier_stages_keep_more_micro_batches() -> None:

@@ -22,6 +22,7 @@ from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Group, Pending, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
+from megascale_trainer.parallel.weight_gradients import WeightGradients
 from megascale_trainer.weights import bind_weights
 
 ALONE = single_process_groups().world
@@ -89,11 +90,17 @@ def _backward_passes(config: JobConfig, table: ParameterTable, buffers: FlatBuff
 def _reduced(config: JobConfig, rank: int, *, overlapped: bool) -> list[torch.Tensor]:
     """What the buckets held when they were handed over, in the order of a plain run."""
     table, recorder = parameter_table(config, rank), _Recorder()
-    place = (table, torch.float32, CPU, ALONE, recorder)
+    place = (table, torch.float32, CPU, ALONE, recorder, None)
     if not overlapped:
         _backward_passes(config, table, FlatBuffers(*place))
         return recorder.reduced
-    _backward_passes(config, table, OverlappedBuffers(*place, micro_batches=config.micro_batches))
+    _backward_passes(
+        config,
+        table,
+        OverlappedBuffers(
+            *place, micro_batches=config.micro_batches, weight_gradients=WeightGradients()
+        ),
+    )
     ends = len(
         table.buffers[0].buckets
     )  # of the sharded buffer, which leaves first; each backwards
@@ -171,7 +178,11 @@ def test_a_bucket_leaves_before_the_backward_of_earlier_layers(
             events.append(f"{kind} {buffer} {unit}")
 
     recorder = _Recorder(lambda source: note("reduce", source))
-    buffers = OverlappedBuffers(table, torch.float32, CPU, ALONE, recorder, micro_batches=2)
+    buffers = OverlappedBuffers(
+        *(table, torch.float32, CPU, ALONE, recorder, None),
+        micro_batches=2,
+        weight_gradients=WeightGradients(),
+    )
     accumulate = compat.accumulate_matmul
 
     def accumulate_and_note(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -195,7 +206,11 @@ def _base(tensor: torch.Tensor) -> int:
 def test_forward_waits_for_a_bucket_just_before_its_first_use() -> None:
     config = from_accepted(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2}))
     table, recorder = parameter_table(config, 0), _Recorder()
-    buffers = OverlappedBuffers(table, torch.float32, CPU, ALONE, recorder, micro_batches=2)
+    buffers = OverlappedBuffers(
+        *(table, torch.float32, CPU, ALONE, recorder, None),
+        micro_batches=2,
+        weight_gradients=WeightGradients(),
+    )
     units = table.chunks[0].units
     buckets = [bucket for plan in table.buffers for bucket in plan.buckets]
     sizes = {

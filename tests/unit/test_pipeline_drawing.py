@@ -26,6 +26,11 @@ PLAIN = """\
 stage 0 0 1 2 . . . . [0 ]. [1 ]. [2 ]
 stage 1 . 0 1 . . [0 ]2 [1 ]. [2 ]. .
 stage 2 . . 0 [0 ]1 [1 ]2 [2 ]. . . ."""
+ZERO_BUBBLE = """\
+        0              5              10
+stage 0 0  1  2  .  .  [0   ][1   ][2   ]
+stage 1 .  0  1  .  [0]2  [1]<0>[2]<1><2>
+stage 2 .  .  0  [0]1  [1]2  [2]<0><1><2>"""
 INTERLEAVED = """\
         0              5              10
 stage 0 0a 1a 0b 1b .  .  [0b  ].  [1b  ][0a  ][1a  ]
@@ -113,6 +118,17 @@ def test_the_command_draws_and_prints_the_size_of_the_bubble(tmp_path: Path) -> 
     assert "1F1B: 3 stages, 3 micro-batches, plain receives" in picture.read_text()
 
 
+def test_split_backwards_are_drawn_with_their_weight_gradients(tmp_path: Path) -> None:
+    picture = tmp_path / "schedule.svg"
+    shape = ("--stages", "3", "--micro-batches", "3", "--schedule", "zero_bubble")
+    drawn = _draw(*shape, "--svg", str(picture))
+    assert ZERO_BUBBLE in drawn.output
+    assert "2 backward (1 for weights)" in drawn.output
+    assert "makespan 11 units; bubble: 18.2% of the stages' time" in drawn.output
+    texts = {text.text for text in ElementTree.fromstring(picture.read_text()).iter(f"{SVG}text")}
+    assert {"forward", "backward", "backward input", "backward weight", "idle"} <= texts
+
+
 def test_overlap_hides_transfers_and_json_has_the_timeline() -> None:
     shape = (
         *("--stages", "2", "--micro-batches", "8", "--virtual-stages", "2"),
@@ -135,6 +151,10 @@ def test_overlap_hides_transfers_and_json_has_the_timeline() -> None:
         (("--stages", "1", "--virtual-stages", "2"), "more than one stage"),
         (("--svg", "/no/such/folder/a.svg"), "No such file or directory"),
         (("--stages", "0"), "--stages"),
+        (
+            ("--schedule", "zero_bubble", "--backward-weight", "2"),
+            "--backward-weight 2 leaves nothing of --backward 2",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(arguments: tuple[str, ...], words: str) -> None:

@@ -1,4 +1,6 @@
-"""1F1B, plain and interleaved, does not deadlock, delivers in order and keeps its memory bound.
+"""Schedules do not deadlock, deliver in order and keep their memory bounds.
+
+1F1B and zero bubble, each plain and interleaved.
 
 Communicators are in-order, untagged and unbuffered. All stages' programs run against a model of
 them: every directed edge of the ring has one communicator per kind; on it the k-th send pairs with
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -23,7 +26,9 @@ from megascale_trainer.parallel.pipeline.schedule import (
     forward_only,
     most_in_flight,
     one_forward_one_backward,
+    postponed,
     warm_up_forwards,
+    zero_bubble,
 )
 from megascale_trainer.parallel.pipeline.timing import Durations, simulate
 
@@ -31,7 +36,9 @@ _ACTIVATIONS = (Kind.SEND_ACTIVATION, Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION
 _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 _POSTS = (Kind.POST_ACTIVATION, Kind.POST_GRADIENT)
 _WAITS = (Kind.WAIT_ACTIVATION, Kind.WAIT_GRADIENT)
-_COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD)
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+_COMPUTATIONS = (Kind.FORWARD, *_BACKWARDS, Kind.BACKWARD_WEIGHT)
 Shape = tuple[int, int, int]  # stages, micro-batches, chunks
 Edge = tuple[int, bool]
 Generator = Callable[..., list[Action]]
@@ -44,7 +51,8 @@ interleaved = st.builds(
     st.integers(2, 5),
 )
 shapes = plain | interleaved
-generators = st.sampled_from([one_forward_one_backward, forward_only])
+trainings = st.sampled_from([one_forward_one_backward, zero_bubble])
+generators = trainings | st.just(forward_only)
 
 
 def _programs(
@@ -150,32 +158,66 @@ class _Model:
         return number
 
 
-@given(shape=shapes, overlap=st.booleans())
-@example(shape=(2, 2, 2), overlap=True)
-@example(shape=(2, 8, 2), overlap=True)
-@example(shape=(4, 4, 2), overlap=True)
-@example(shape=(4, 16, 2), overlap=True)
-def test_every_stage_runs_everything_once_in_a_possible_order(shape: Shape, overlap: bool) -> None:
+@given(shape=shapes, overlap=st.booleans(), generator=trainings)
+@example(shape=(2, 2, 2), overlap=True, generator=one_forward_one_backward)
+@example(shape=(2, 8, 2), overlap=True, generator=zero_bubble)
+@example(shape=(4, 4, 2), overlap=True, generator=one_forward_one_backward)
+@example(shape=(4, 16, 2), overlap=True, generator=zero_bubble)
+def test_every_stage_runs_everything_once_in_a_possible_order(
+    shape: Shape, overlap: bool, generator: Generator
+) -> None:
     stages, micro_batches, chunks = shape
-    order = _Model(_programs(shape, overlap)).run()
+    order = _Model(_programs(shape, overlap, generator)).run()
     everything = [
         (virtual, number) for virtual in range(stages * chunks) for number in range(micro_batches)
     ]
-    place: dict[tuple[Kind, int, int], int] = {}
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
-        done = [
-            (action.chunk * stages + stage, action.micro_batch)
-            for stage, action in order
-            if action.kind is kind
-        ]
-        assert sorted(done) == everything
-    for at, (stage, action) in enumerate(order):
-        place[action.kind, action.chunk * stages + stage, action.micro_batch] = at
+    forward, backward, weights = (
+        {
+            (action.chunk * stages + stage, action.micro_batch): at
+            for at, (stage, action) in enumerate(order)
+            if action.kind in kinds
+        }
+        for kinds in ((Kind.FORWARD,), _BACKWARDS, _WEIGHTS)
+    )
+    for kinds in ((Kind.FORWARD,), _BACKWARDS, _WEIGHTS):
+        assert sum(action.kind in kinds for _, action in order) == len(everything)
+    assert sorted(forward) == sorted(backward) == sorted(weights) == everything
     for virtual, number in everything:
-        assert place[Kind.FORWARD, virtual, number] < place[Kind.BACKWARD, virtual, number]
+        assert forward[virtual, number] < backward[virtual, number] <= weights[virtual, number]
         if virtual:
-            assert place[Kind.FORWARD, virtual - 1, number] < place[Kind.FORWARD, virtual, number]
-            assert place[Kind.BACKWARD, virtual, number] < place[Kind.BACKWARD, virtual - 1, number]
+            assert forward[virtual - 1, number] < forward[virtual, number]
+            assert backward[virtual, number] < backward[virtual - 1, number]
+
+
+@given(shape=shapes)
+@example(shape=(4, 16, 2))
+@example(shape=(8, 3, 1))
+def test_split_backwards_keep_the_order_of_1f1b_and_the_memory_of_its_first_stage(
+    shape: Shape,
+) -> None:
+    """So every sum of gradients has the same order, and a chunk is split always or never."""
+    _, micro_batches, chunks = shape
+    whole, split = (
+        _programs(shape, True, each) for each in (one_forward_one_backward, zero_bubble)
+    )
+    most_alive = warm_up_forwards(0, *shape) + 1
+    for stage, (before, after) in enumerate(zip(whole, split, strict=True)):
+        order = [(one.micro_batch, one.chunk) for one in before if one.kind is Kind.BACKWARD]
+        for kinds in (_BACKWARDS, _WEIGHTS):
+            assert [(one.micro_batch, one.chunk) for one in after if one.kind in kinds] == order
+        for chunk in range(chunks):
+            kinds = {action.kind for action in after if action.chunk == chunk}
+            opens = stage == 0 and chunk == 0
+            assert (Kind.BACKWARD in kinds) is opens and (Kind.BACKWARD_INPUT in kinds) is not opens
+        alive = waiting = most_waiting = 0
+        for action in after:
+            alive += (action.kind is Kind.FORWARD) - (action.kind in _WEIGHTS)
+            waiting += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHT)
+            most_waiting = max(most_waiting, waiting)
+            assert alive <= min(most_alive, micro_batches * chunks)
+        assert alive == waiting == 0
+        later = postponed(stage, *shape)
+        assert most_waiting == min(later + (stage > 0 or chunks > 1), micro_batches * chunks)
 
 
 @given(shape=shapes, overlap=st.booleans(), generator=generators)
@@ -235,7 +277,9 @@ def test_overlap_moves_posts_and_nothing_else(shape: Shape, generator: Generator
             flying = passed = 0
             for action in program:
                 flying += (action.kind in _POSTS) - (action.kind in _WAITS)
-                passed = passed + (action.kind in _COMPUTATIONS) if flying else 0
+                # The two parts of a split backward are one.
+                computes = action.kind in (Kind.FORWARD, *_BACKWARDS)
+                passed = passed + computes if flying else 0
                 assert flying <= 1 and passed <= most
 
 
@@ -292,6 +336,62 @@ def test_interleaving_shrinks_the_bubble(shape: Shape, overlap: bool) -> None:
     stages, micro_batches, chunks = shape
     timeline = simulate(_programs(shape, overlap), Durations(forward=1, backward=1))
     assert timeline.makespan == 2 * micro_batches * chunks + 2 * (stages - 1)
+
+
+@given(
+    stages=st.integers(2, 9),
+    more=st.integers(0, 12),
+    weights=st.integers(1, 6),
+    forward=st.integers(0, 5),
+    inputs=st.integers(0, 5),
+)
+@example(stages=4, more=12, weights=10, forward=3, inputs=7)
+def test_split_backwards_leave_the_bubble_of_the_formula(
+    stages: int, more: int, weights: int, forward: int, inputs: int
+) -> None:
+    """Qi et al., arXiv 2401.10241, section 2.3: (p - 1) (F + B - W), where W is the shortest."""
+    forward, inputs, number = forward + weights, inputs + weights, stages + more
+    durations = Durations(forward, inputs + weights, 0, weights)
+    timeline = simulate(_programs((stages, number, 1), False, zero_bubble), durations)
+    work = number * (forward + inputs + weights)
+    assert timeline.makespan == work + (stages - 1) * (forward + inputs - weights)
+
+
+def test_the_bubbles_of_the_page_are_those_of_the_schedule() -> None:
+    page = Path(__file__).parents[2] / "docs" / "training.md"
+    rows = [
+        [cell.strip().removesuffix(" %") for cell in line.strip("|").split("|")]
+        for line in page.read_text().split("## Pipeline bubbles")[1].split("\n## ")[0].splitlines()
+        if line.startswith("| ") and "%" in line
+    ]
+    assert len(rows) == 6
+    for sizes, *shown in rows:
+        stages, chunks, number = map(int, sizes.split(", "))
+        shape = stages, number, chunks
+        found = []
+        for generator, durations in (
+            (one_forward_one_backward, Durations(10, 20)),
+            (zero_bubble, Durations(10, 20, 0, 10)),
+            (zero_bubble, Durations(13, 27, 0, 10)),
+        ):
+            timeline = simulate(_programs(shape, True, generator), durations)
+            work = number * chunks * (durations.forward + durations.backward)
+            found.append(timeline.makespan / work - 1)
+        assert [float(cell) / 100 for cell in shown] == pytest.approx(found, abs=0.0006), sizes
+
+
+@given(shape=shapes, overlap=st.booleans(), transfer=st.integers(0, 2), weights=st.integers(1, 4))
+@example(shape=(2, 16, 2), overlap=True, transfer=0, weights=4)
+@example(shape=(4, 16, 2), overlap=True, transfer=0, weights=4)
+def test_splitting_is_never_slower_and_faster_where_there_is_a_bubble(
+    shape: Shape, overlap: bool, transfer: int, weights: int
+) -> None:
+    durations = Durations(4, 4 + weights, transfer, weights)
+    whole, split = (
+        simulate(_programs(shape, overlap, each), durations).makespan
+        for each in (one_forward_one_backward, zero_bubble)
+    )
+    assert split < whole if shape[0] > 1 else split == whole
 
 
 times = st.builds(
@@ -389,9 +489,14 @@ def test_what_cannot_be_scheduled_is_refused(
         one_forward_one_backward(*arguments)
 
 
-@given(shapes, st.booleans())
+@given(shape=shapes, overlap=st.booleans())
 def test_chunks_in_flight_fit_the_warm_up(shape: Shape, overlap: bool) -> None:
     stages, micro_batches, chunks = shape
+    for program in _programs(shape, overlap, zero_bubble):
+        most = [most_in_flight(program, chunk) for chunk in range(chunks)]
+        assert all(1 <= held <= warm_up_forwards(0, *shape) + 1 for held in most)
+        if chunks == 1:
+            assert most == [min(stages, micro_batches)]
     for stage, program in enumerate(_programs(shape, overlap)):
         most = [most_in_flight(program, chunk) for chunk in range(chunks)]
         if chunks == 1:

@@ -11,7 +11,7 @@ from tests.harness.injected_spans import Change, injected
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
-from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span
+from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span, pack_aux
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.analysis.spans.terms import TERMS, measured_steps
 from megascale_driver.metrics import _collective_metric
@@ -216,3 +216,28 @@ def test_what_lies_inside_computation_counts_once_and_two_micro_batches_stand_fo
     assert ms["optimizer"] == pytest.approx(50)
     rest = 900 - forward - backward - 10 - 20 - 20 - 50
     assert ms["host"] == pytest.approx(rest)
+
+
+def test_weight_gradients_that_run_apart_are_computation_of_their_own_chunks() -> None:
+    """Of two chunks one splits its backwards; of 8 micro-batches one was measured."""
+    operations = (*OPS, ops.BACKWARD_WEIGHT)
+    rows = [
+        (ops.STEP, 0, 900, NO_MICRO_BATCH, 0),
+        (ops.FORWARD, 0, 10, 0, 0),
+        (ops.FORWARD, 10, 10, 0, 1),
+        (ops.BACKWARD, 20, 10, 0, 1),
+        (ops.BACKWARD_WEIGHT, 30, 10, 0, 1),
+        (ops.BACKWARD, 40, 20, 0, 0),
+    ]
+    records = [
+        Span(
+            *(1_000_000_000 + begin * 1_000_000, length * 1_000_000, 0),
+            *(operations.index(op), micro_batch, 0, pack_aux(chunk)),
+        )
+        for op, begin, length, micro_batch, chunk in rows
+    ]
+    packed = b"".join(SPAN.pack(*span) for span in records)
+    table = SpanTable.of_records([(0, packed, operations)], RankLayout(), ["a"])
+    terms = measured_steps(table, 8).terms
+    assert terms["compute"][0] * 1000 == pytest.approx(8 * (10 + 10 + 10 + 10 + 20))
+    assert terms["host"][0] * 1000 == pytest.approx(900 - 8 * 60)

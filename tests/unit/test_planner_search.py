@@ -206,3 +206,16 @@ def test_a_calibration_replaces_the_datasheets_rates() -> None:
 def test_a_calibration_that_cannot_be_used_is_refused(text: str, named: str) -> None:
     with pytest.raises(BadCalibration, match=named):
         calibrated(GPUS["h100"], text)
+
+
+def test_split_backwards_shorten_the_bubble_and_nothing_else() -> None:
+    sizes = {"tp": 8, "pp": 8, "dp": 1}
+    whole, split = (
+        predict_one(model(64, **sizes, schedule=schedule)) for schedule in ("1f1b", "zero_bubble")
+    )
+    before, after = whole["terms"], split["terms"]
+    assert after["bubble"] < 0.55 * before["bubble"]
+    kept = set(before) - {"bubble", "straggler"}
+    assert {name: before[name] for name in kept} == {name: after[name] for name in kept}
+    with pytest.raises(Refused, match="schedule: zero_bubble needs more than one stage"):
+        model(8, tp=8, pp=1, dp=1, schedule="zero_bubble")

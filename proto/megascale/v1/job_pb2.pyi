@@ -353,6 +353,36 @@ TOKENIZER_KIND_BPE: TokenizerKind.ValueType  # 2
 """Byte-level BPE in a Hugging Face tokenizers file."""
 Global___TokenizerKind: typing_extensions.TypeAlias = TokenizerKind
 
+class _PipelineSchedule:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PipelineScheduleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PipelineSchedule.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PIPELINE_SCHEDULE_UNSPECIFIED: _PipelineSchedule.ValueType  # 0
+    PIPELINE_SCHEDULE_1F1B: _PipelineSchedule.ValueType  # 1
+    """One forward and one backward in turn; interleaved where a stage has several virtual stages."""
+    PIPELINE_SCHEDULE_ZERO_BUBBLE: _PipelineSchedule.ValueType  # 2
+    """The same, with backwards split: gradients of inputs travel sooner, and those of weights fill the
+    waits. The bubble is about a third; the numbers are the same. Later stages need more memory,
+    about what the first one needs.
+    """
+
+class PipelineSchedule(_PipelineSchedule, metaclass=_PipelineScheduleEnumTypeWrapper):
+    """Sizes of the parallel axes; world size = tp * cp * dp * pp.
+    The order of forwards and backwards on a pipeline stage.
+    """
+
+PIPELINE_SCHEDULE_UNSPECIFIED: PipelineSchedule.ValueType  # 0
+PIPELINE_SCHEDULE_1F1B: PipelineSchedule.ValueType  # 1
+"""One forward and one backward in turn; interleaved where a stage has several virtual stages."""
+PIPELINE_SCHEDULE_ZERO_BUBBLE: PipelineSchedule.ValueType  # 2
+"""The same, with backwards split: gradients of inputs travel sooner, and those of weights fill the
+waits. The bubble is about a third; the numbers are the same. Later stages need more memory,
+about what the first one needs.
+"""
+Global___PipelineSchedule: typing_extensions.TypeAlias = PipelineSchedule
+
 class _CheckpointLoad:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -881,8 +911,6 @@ Global___RopeScalingSpec: typing_extensions.TypeAlias = RopeScalingSpec
 
 @typing.final
 class ParallelismSpec(google.protobuf.message.Message):
-    """Sizes of the parallel axes; world size = tp * cp * dp * pp."""
-
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TP_FIELD_NUMBER: builtins.int
@@ -894,6 +922,7 @@ class ParallelismSpec(google.protobuf.message.Message):
     STAGE_LAYERS_FIELD_NUMBER: builtins.int
     RECOMPUTE_FIELD_NUMBER: builtins.int
     OVERLAP_FIELD_NUMBER: builtins.int
+    PIPELINE_SCHEDULE_FIELD_NUMBER: builtins.int
     tp: builtins.int
     """Tensor parallelism with sequence parallelism, inside a node; default 1."""
     cp: builtins.int
@@ -908,6 +937,8 @@ class ParallelismSpec(google.protobuf.message.Message):
     """Virtual stages per pipeline stage (interleaved 1F1B); default 1."""
     recompute: Global___Recompute.ValueType
     """Activation recomputation; default none."""
+    pipeline_schedule: Global___PipelineSchedule.ValueType
+    """Pipeline schedule; default 1f1b."""
     @property
     def stage_layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Layers of each virtual stage, in the order of the model (pp * virtual_stages numbers; virtual
@@ -930,9 +961,10 @@ class ParallelismSpec(google.protobuf.message.Message):
         stage_layers: collections.abc.Iterable[builtins.int] | None = ...,
         recompute: Global___Recompute.ValueType = ...,
         overlap: Global___OverlapSpec | None = ...,
+        pipeline_schedule: Global___PipelineSchedule.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "overlap", b"overlap", "pp", b"pp", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "overlap", b"overlap", "pp", b"pp", "recompute", b"recompute", "stage_layers", b"stage_layers", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "overlap", b"overlap", "pipeline_schedule", b"pipeline_schedule", "pp", b"pp", "recompute", b"recompute", "stage_layers", b"stage_layers", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cp", b"_cp"]) -> typing.Literal["cp"] | None: ...
     @typing.overload

@@ -11,7 +11,11 @@ from megascale_common.job.problems import JobError, JobProblem
 
 # By prefix: the shape of the model and the layout of its ranks are in every checkpoint.
 _FIXED = ("name", "tenant", "checkpoint.uri", "trainer.model.", "trainer.parallelism.")
-_FREE = ("trainer.parallelism.overlap", "trainer.parallelism.recompute")
+_FREE = (
+    "trainer.parallelism.overlap",
+    "trainer.parallelism.pipeline_schedule",
+    "trainer.parallelism.recompute",
+)
 
 
 def changed_fields(old: JobConfig, new: JobConfig) -> list[str]:

@@ -39,7 +39,7 @@ from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.parallel.pipeline.graphs import graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
 from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
-from megascale_trainer.parallel.pipeline.schedule import forward_only, one_forward_one_backward
+from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, forward_only
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
@@ -181,7 +181,7 @@ class Trainer:
         place = (self._table, dtype, device, groups.tp, groups.dp, groups.ends)
         overlapped = config.parallelism.overlap.dp
         self._buffers = (
-            OverlappedBuffers(*place, micro_batches=config.micro_batches)
+            OverlappedBuffers(*place, config.micro_batches, tp.weight_gradients)
             if overlapped
             else FlatBuffers(*place)
         )
@@ -201,7 +201,7 @@ class Trainer:
         parallel = config.parallelism
         line = (self._table.at.pp, parallel.pp, config.micro_batches, parallel.virtual_stages)
         overlap = parallel.overlap.pp
-        self._program = one_forward_one_backward(*line, overlap=overlap)
+        self._program = SCHEDULES[parallel.pipeline_schedule](*line, overlap=overlap)
         self._forwards = forward_only(*line, overlap=overlap)
         shape = (
             config.model.sequence_length // parallel.tp,
@@ -218,7 +218,7 @@ class Trainer:
             graphed(stages, config, self._program, self._buffers, tp, empty_hidden)
             if config.training.cuda_graphs and device.type == "cuda"
             else stages,
-            *(groups.edges, empty_hidden, self._note_micro_batch, self._timer),
+            *(groups.edges, tp.weight_gradients, empty_hidden, self._note_micro_batch, self._timer),
         )
 
     def initialise(self) -> None:

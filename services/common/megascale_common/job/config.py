@@ -38,7 +38,7 @@ __all__ = [
     "CheckpointLoad", "CodeConfig", "DataConfig", "DataSkip", "DataSource", "Decay",
     "DivergenceAction", "EvaluationConfig", "Fp8Config", "Fp8Format", "JobConfig", "Kernels",
     "LambConfig", "LossConfig", "Mlp", "ModelConfig", "Norm", "OptimizerConfig",
-    "OverlapConfig", "ParallelismConfig", "Positions", "Precision", "Recompute",
+    "OverlapConfig", "ParallelismConfig", "PipelineSchedule", "Positions", "Precision", "Recompute",
     "RecoveryConfig", "RopeScalingConfig", "RopeScalingKind", "ScheduleConfig", "Shuffle",
     "SpareRule", "TelemetryConfig", "TokenizerConfig", "TokenizerKind", "TrainingConfig",
     "from_accepted", "from_json", "from_mapping", "to_json", "to_mapping",
@@ -67,6 +67,7 @@ RopeScalingKind = Literal["none", "linear", "llama3"]
 Precision = Literal["bf16", "fp32", "fp8"]
 Fp8Format = Literal["hybrid", "e4m3"]
 Recompute = Literal["none", "selective", "full"]
+PipelineSchedule = Literal["1f1b", "zero_bubble"]
 Kernels = Literal["torch", "triton", "auto"]
 Spans = Literal["none", "phases", "micro_batches"]
 Decay = Literal["constant", "linear", "cosine"]
@@ -163,7 +164,7 @@ class ParallelismConfig:
 
     ``stage_layers`` holds the layers of each virtual stage in the order of the model, pp *
     virtual_stages numbers: virtual stage i runs on pipeline stage i mod pp. Empty means an even
-    split.
+    split. ``pipeline_schedule`` zero_bubble computes weight gradients where a stage would wait.
     """
 
     tp: int = 1
@@ -175,6 +176,7 @@ class ParallelismConfig:
     stage_layers: tuple[int, ...] = ()
     recompute: Recompute = "none"
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    pipeline_schedule: PipelineSchedule = field(default="1f1b", metadata=ADDED)
 
     @property
     def layout(self) -> RankLayout:

@@ -215,6 +215,12 @@ def parallelism(config: JobConfig) -> Iterator[JobProblem]:
             f"{parallel.virtual_stages} at pp = 1: there is nothing to interleave",
             "use 1",
         )
+    if parallel.pipeline_schedule != "1f1b" and parallel.pp == 1:
+        yield JobProblem(
+            "trainer.parallelism.pipeline_schedule",
+            f"{parallel.pipeline_schedule} at pp = 1: there is no bubble to fill",
+            "use 1f1b",
+        )
     stages, virtual_stages = parallel.stage_layers, parallel.pp * parallel.virtual_stages
     if stages and len(stages) != virtual_stages:
         yield JobProblem(

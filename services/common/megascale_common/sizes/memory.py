@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megascale_common.job.config import JobConfig, Recompute
-from megascale_common.sizes.block import Extent, Kept, head_unit, layer_unit
+from megascale_common.sizes.block import Extent, Kept, Unit, head_unit, layer_unit
 from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
 
@@ -65,6 +65,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
     )
     if table.chunks[-1].last:
         kept += _head_bytes(config)
+    kept += _postponed_bytes(config, table)
     if recompute == "full":  # the layer that backward is computing again
         kept += _layer_bytes(config, "none", fp8=bool(config.fp8_layers))
     return RankMemory(
@@ -102,14 +103,61 @@ def _alive_layers(config: JobConfig, table: ParameterTable) -> Counter[bool]:
     forwards, which visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
     """
     pp, chunks = config.parallelism.pp, table.chunks
-    after = pp - table.at.pp - 1
-    alive = after + 1 if len(chunks) == 1 else 2 * after + (len(chunks) - 1) * pp + 1
-    alive = min(alive, config.micro_batches * len(chunks))
     return Counter(
         index in config.fp8_layers
-        for forward in range(alive)
+        for forward in range(_alive(config, table.at.pp))
         for index in chunks[forward // pp % len(chunks)].layers
     )
+
+
+def _alive(config: JobConfig, stage: int) -> int:
+    """Forwards of one chunk each that ``stage`` keeps at the end of the warm-up."""
+    pp, chunks = config.parallelism.pp, config.parallelism.virtual_stages
+    after = pp - stage - 1
+    alive = after + 1 if chunks == 1 else 2 * after + (chunks - 1) * pp + 1
+    return min(alive, config.micro_batches * chunks)
+
+
+def _postponed_bytes(config: JobConfig, table: ParameterTable) -> int:
+    """What weight gradients that zero bubble postpones keep: inputs and output gradients of GEMMs.
+
+    As many backwards, last chunk first, as the first stage has more forwards alive. Those that CUDA
+    graphs replay keep their whole memory until then.
+    """
+    if config.parallelism.pipeline_schedule == "1f1b":
+        return 0
+    pp, chunks, recompute = config.parallelism.pp, table.chunks, config.parallelism.recompute
+    held = {
+        fp8: _kept_bytes(config, _gemm_operands(layer_unit(config.model), fp8=True), fp8=fp8)
+        for fp8 in (False, True)
+    }
+    if config.training.cuda_graphs:
+        held = {
+            fp8: max(size, _layer_bytes(config, recompute, fp8=fp8)) for fp8, size in held.items()
+        }
+    head = _kept_bytes(config, _gemm_operands(head_unit(config.model), fp8=False), fp8=False)
+    total = 0
+    for backward in range(_alive(config, 0) - _alive(config, table.at.pp)):
+        chunk = chunks[-1 - backward // pp % len(chunks)]
+        total += sum(held[index in config.fp8_layers] for index in chunk.layers)
+        total += head if chunk.last else 0
+    return total
+
+
+def _gemm_operands(unit: Unit, *, fp8: bool) -> list[Kept]:
+    """What the weight gradients of a unit's GEMMs read of a token.
+
+    Each matrix [rows, columns] has rows on one side and columns on the other, whichever of the two
+    is its input.
+    """
+    return [
+        Kept(extent, fp8=fp8)
+        for operator in unit
+        if operator.gemm
+        for tensor in operator.tensors
+        if tensor.columns
+        for extent in (*(part.rows for part in tensor.parameters), Extent(tensor.columns, "whole"))
+    ]
 
 
 def _layer_bytes(config: JobConfig, recompute: Recompute, *, fp8: bool) -> int:

@@ -87,8 +87,11 @@ def _model(config: JobConfig) -> dict[str, Any]:
 
 def _batch(config: JobConfig) -> dict[str, Any]:
     parallel, training = config.parallelism, config.training
-    # Idle share of a pipeline stage: Narayanan et al., arXiv 2104.04473, section 2.2.
+    # Idle share of a pipeline stage: Narayanan et al., arXiv 2104.04473, section 2.2; with split
+    # backwards Qi et al., arXiv 2401.10241, section 2.3, where their two parts take equally long.
     bubble = (parallel.pp - 1) / (parallel.virtual_stages * config.micro_batches)
+    if parallel.pipeline_schedule == "zero_bubble":
+        bubble /= 3
     return {
         "micro_batches": config.micro_batches,
         "tokens_per_step": training.global_batch_size * config.model.sequence_length,

@@ -158,6 +158,7 @@ def _workload(config: JobConfig, gpu: Gpu) -> Workload:
         window=model.window,
         mlp=model.mlp,
         precision="fp8" if training.precision == "fp8" else "bf16",
+        schedule=sizes.pipeline_schedule,
     )
     problem = illegal(found, gpu)
     if problem:

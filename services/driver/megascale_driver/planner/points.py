@@ -30,7 +30,8 @@ class Points:
     """Configurations, each field an array [n] of float64, or one number each.
 
     ``vpp`` are chunks of a rank, ``window`` tokens (0: none), ``recompute`` a value of RECOMPUTE;
-    ``parallel_block``, ``swiglu`` and ``fp8`` are 0 or 1; batches are in sequences.
+    ``parallel_block``, ``swiglu``, ``fp8`` and ``zero_bubble`` are 0 or 1; batches are in
+    sequences.
     """
 
     layers: Array
@@ -51,6 +52,7 @@ class Points:
     parallel_block: Array
     swiglu: Array
     fp8: Array
+    zero_bubble: Array
 
     @property
     def devices(self) -> Array:

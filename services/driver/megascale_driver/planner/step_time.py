@@ -78,7 +78,10 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
     optimizer = _optimizer_s(points, parameters, gpu, system)
     fixed = reduction + optimizer
     busy = slots * (of_layers + head + between)
-    bubble = empty * of_layers
+    # Of one empty slot split backwards leave forward + input gradient - weight gradient
+    # (arXiv 2401.10241, section 2.3); the weight gradient is one of the three products.
+    filled = points.zero_bubble * 2 * layers * gemm
+    bubble = empty * (of_layers - filled)
     nodes = np.maximum(1.0, points.devices / gpu.devices_per_node)
     slowest = system.slowdown * (1 - (1 - system.slow_nodes) ** nodes)
     return StepTime(

@@ -28,6 +28,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "block": ("serial", "parallel"),
     "mlp": ("gelu", "swiglu"),
     "precision": ("bf16", "fp8"),
+    "schedule": ("1f1b", "zero_bubble"),
 }
 
 
@@ -60,6 +61,7 @@ class Workload:
     window: int
     mlp: str
     precision: str
+    schedule: str
 
 
 _NAMES = tuple(field.name for field in fields(Workload))
@@ -69,10 +71,10 @@ def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
     """The workload of a row, and the defaults that were taken, by key.
 
     Absent keys: ``system`` ours, ``gpu`` h100, ``sequence`` 2048, ``vocab`` 51200, ``tp``, ``pp``,
-    ``vpp``, ``micro_batch`` 1, ``kv_heads`` as heads, ``mlp`` gelu, ``precision`` bf16; ``ffn``
-    4 hidden, with swiglu 8/3 hidden rounded up to 256; ``dp`` from ``gpus`` or the other way round;
-    ``global_batch`` one micro-batch for each stage and replica; ``block``, ``window`` and
-    ``recompute`` what the system ran.
+    ``vpp``, ``micro_batch`` 1, ``kv_heads`` as heads, ``mlp`` gelu, ``precision`` bf16,
+    ``schedule`` 1f1b; ``ffn`` 4 hidden, with swiglu 8/3 hidden rounded up to 256; ``dp`` from
+    ``gpus`` or the other way round; ``global_batch`` one micro-batch for each stage and replica;
+    ``block``, ``window`` and ``recompute`` what the system ran.
 
     Raises:
         Refused: a key is missing, of the wrong kind, or the configuration cannot run.
@@ -117,6 +119,7 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "micro_batch": 1,
         "mlp": "gelu",
         "precision": "bf16",
+        "schedule": "1f1b",
         **{
             key: int(value) if key in (*_COUNTS, "window") else value
             for key, value in given.items()
@@ -153,6 +156,10 @@ def illegal(w: Workload, gpu: Gpu | None = None) -> str:
         (
             w.layers % (w.pp * w.vpp) != 0,
             f"vpp: layers {w.layers} are not a multiple of pp {w.pp} x vpp {w.vpp}",
+        ),
+        (
+            w.schedule != "1f1b" and w.pp == 1,
+            f"schedule: {w.schedule} needs more than one stage",
         ),
         (w.vpp > 1 and w.pp == 1, f"vpp: {w.vpp} chunks need more than one stage"),
         (
@@ -191,5 +198,5 @@ def _numbers(w: Workload) -> tuple[float, ...]:
         *(w.layers, w.hidden, w.heads, w.kv_heads, w.ffn, w.sequence, w.vocab),
         *(w.tp, w.pp, w.vpp, w.dp, w.micro_batch, w.global_batch),
         *(RECOMPUTE[w.recompute], w.window, w.block == "parallel"),
-        *(w.mlp == "swiglu", w.precision == "fp8"),
+        *(w.mlp == "swiglu", w.precision == "fp8", w.schedule == "zero_bubble"),
     )

@@ -6,12 +6,12 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from megascale_trainer.parallel.pipeline.drawing import as_svg, as_text
-from megascale_trainer.parallel.pipeline.schedule import one_forward_one_backward
+from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Kind
 from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simulate
 
 USER_MISTAKE_EXIT_CODE = 2
@@ -44,6 +44,15 @@ Overlap = Annotated[
 ]
 Forward = Annotated[int, typer.Option(help="Time units of a chunk's forward.", min=1, max=100)]
 Backward = Annotated[int, typer.Option(help="Time units of a chunk's backward.", min=1, max=100)]
+BackwardWeight = Annotated[
+    int,
+    typer.Option(help="Time units of the weight gradients in a chunk's backward.", min=0, max=100),
+]
+Name = Literal["1f1b", "zero_bubble"]
+Schedule = Annotated[
+    Name,
+    typer.Option("--schedule", help="trainer.parallelism.pipeline_schedule."),
+]
 Transfer = Annotated[
     int, typer.Option(help="Time units of a message between stages.", min=0, max=100)
 ]
@@ -61,21 +70,21 @@ class _Schedule:
     micro_batches: int
     virtual_stages: int
     overlap: bool
+    name: Name
 
     @property
     def title(self) -> str:
         chunks = self.virtual_stages
         name = f"interleaved 1F1B, {chunks} chunks per stage" if chunks > 1 else "1F1B"
+        name = f"zero bubble on {name}" if self.name == "zero_bubble" else name
         receives = "receives posted ahead" if self.overlap else "plain receives"
         return f"{name}: {self.stages} stages, {self.micro_batches} micro-batches, {receives}"
 
     def timeline(self, durations: Durations) -> Timeline:
         """ValueError where the sizes do not make a schedule."""
         line = (self.stages, self.micro_batches, self.virtual_stages)
-        programs = [
-            one_forward_one_backward(stage, *line, overlap=self.overlap)
-            for stage in range(self.stages)
-        ]
+        program = SCHEDULES[self.name]
+        programs = [program(stage, *line, overlap=self.overlap) for stage in range(self.stages)]
         return simulate(programs, durations)
 
 
@@ -92,26 +101,31 @@ def draw(
     overlap: Overlap = False,
     forward: Forward = 1,
     backward: Backward = 2,
+    backward_weight: BackwardWeight = 1,
     transfer: Transfer = 0,
+    schedule: Schedule = "1f1b",
     svg: Svg = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw what every stage of a pipeline computes when, and how much of its time it idles.
 
     The numbers are micro-batches; backwards stand in brackets, a letter names the chunk. More
-    micro-batches and more virtual stages shrink the idle time (the bubble); --transfer shows what
-    sending between stages costs, and --overlap how much of that is hidden. The times are those you
-    give: nothing is measured.
+    micro-batches and more virtual stages shrink the idle time (the bubble), and so does --schedule
+    zero_bubble, whose weight gradients stand in angle brackets; --transfer shows what sending
+    between stages costs, and --overlap how much of that is hidden. The times are those you give:
+    nothing is measured.
 
     Example: megascale pipeline draw --stages 4 --micro-batches 8 --virtual-stages 2 --overlap --svg
     schedule.svg
     """
-    schedule = _Schedule(stages, micro_batches, virtual_stages, overlap)
-    durations = Durations(forward, backward, transfer)
+    drawn = _Schedule(stages, micro_batches, virtual_stages, overlap, schedule)
+    durations = Durations(forward, backward, transfer, backward_weight)
+    if schedule == "zero_bubble" and backward_weight >= backward:
+        _refuse(f"--backward-weight {backward_weight} leaves nothing of --backward {backward}")
     try:
-        timeline = schedule.timeline(durations)
+        timeline = drawn.timeline(durations)
         if svg is not None:
-            svg.write_text(as_svg(timeline, schedule.title))
+            svg.write_text(as_svg(timeline, drawn.title))
     except ValueError as error:
         _refuse(str(error))
     except OSError as error:
@@ -119,7 +133,7 @@ def draw(
     if as_json:
         typer.echo(json.dumps(_summary(timeline, durations, overlap)))
     else:
-        typer.echo(_text(timeline, durations, schedule.title))
+        typer.echo(_text(timeline, durations, drawn.title))
 
 
 def _summary(timeline: Timeline, durations: Durations, overlap: bool) -> dict[str, object]:
@@ -133,10 +147,12 @@ def _summary(timeline: Timeline, durations: Durations, overlap: bool) -> dict[st
 
 
 def _text(timeline: Timeline, durations: Durations, title: str) -> str:
+    apart = any(span.action.kind is Kind.BACKWARD_WEIGHT for row in timeline.stages for span in row)
+    split = f" ({durations.backward_weight} for weights)" if apart else ""
     return (
         f"{as_text(timeline, shutil.get_terminal_size((120, 24)).columns)}\n\n"
-        f"{title}; times in units: {durations.forward} forward, {durations.backward} backward, "
-        f"{durations.transfer} transfer\n"
+        f"{title}; times in units: {durations.forward} forward, "
+        f"{durations.backward} backward{split}, {durations.transfer} transfer\n"
         f"makespan {timeline.makespan} units; "
         f"bubble: {timeline.bubble_share:.1%} of the stages' time"
     )

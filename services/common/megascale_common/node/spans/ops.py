@@ -29,7 +29,8 @@ class Op(NamedTuple):
 
 STEP = Op("step", "host")  # from one step's begin to the next's
 FORWARD = Op("forward", "compute")
-BACKWARD = Op("backward", "compute")
+BACKWARD = Op("backward", "compute")  # of a split one the input gradients
+BACKWARD_WEIGHT = Op("backward_weight", "compute")
 OPTIMIZER = Op("optimizer", "compute")
 DATA_WAIT = Op("data_wait", "host")
 SNAPSHOT = Op("snapshot", "host")

@@ -14,13 +14,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.node.spans.ops import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, STEP
+from megascale_common.node.spans.ops import (
+    BACKWARD,
+    BACKWARD_WEIGHT,
+    EVALUATION,
+    FORWARD,
+    OPTIMIZER,
+    STEP,
+)
 from megascale_common.node.spans.record import DEVICE_TIMED
 from megascale_driver.analysis.spans.instances import collectives
 from megascale_driver.analysis.spans.table import SpanTable
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+_COMPUTATIONS = (FORWARD.name, BACKWARD.name, BACKWARD_WEIGHT.name)
 TERMS = (
     *("compute", "tensor_parallel", "pipeline", "data_parallel"),
     *("optimizer", "host", "straggler"),
@@ -64,9 +72,8 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
 
     duration = table.duration_ns.astype(np.float64)
     own = _own_ns(table)
-    chunks = int(table.chunk.max()) + 1 if len(table) else 1
-    factor = _unmeasured(table, column, micro_batches * chunks)
-    computing = _named(table, FORWARD.name) | _named(table, BACKWARD.name)
+    factor = _unmeasured(table, column, micro_batches)
+    computing = _chosen(table, [op.name in _COMPUTATIONS for op in table.ops])
     # An evaluation lies between two steps.
     no_part = _named(table, EVALUATION.name)
     step_s = mean_s(_named(table, STEP.name), duration) - mean_s(no_part, duration)
@@ -141,11 +148,14 @@ def _own_ns(table: SpanTable) -> Floats:
 def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) -> Floats:
     """Of each forward and backward: how many its step has, over how many were measured; else 1.
 
-    ``column``: the place of each span's step.
+    Args:
+        column: the place of each span's step.
+        wanted: micro-batches, each of which visits every chunk.
     """
     factor: Floats = np.ones(len(table))
     place = table.rank.astype(np.int64) * (int(column.max(initial=0)) + 1) + column
-    for name in (FORWARD.name, BACKWARD.name):
+    place = place * (int(table.chunk.max(initial=0)) + 1) + table.chunk
+    for name in _COMPUTATIONS:
         own = _named(table, name)
         count = np.bincount(place[own])
         factor[own] = np.maximum(wanted / count[place[own]], 1.0)

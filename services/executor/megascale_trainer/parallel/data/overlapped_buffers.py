@@ -17,6 +17,7 @@ last buckets.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_trainer.parallel.data.backward_order import BackwardOrder
 from megascale_trainer.parallel.data.buffers import FlatBuffers, PlacedBucket
 from megascale_trainer.parallel.groups import Group, Pending
+from megascale_trainer.parallel.weight_gradients import WeightGradients
 
 
 class OverlappedBuffers(FlatBuffers):
@@ -38,6 +40,7 @@ class OverlappedBuffers(FlatBuffers):
 
     Args:
         micro_batches: backwards of every unit in a step.
+        weight_gradients: those of the units' operators; a unit is left when they have run.
     """
 
     def __init__(
@@ -47,12 +50,12 @@ class OverlappedBuffers(FlatBuffers):
         device: torch.device,
         tp: Group,
         dp: Group,
-        ends: Group | None = None,
-        *,
+        ends: Group | None,
         micro_batches: int,
+        weight_gradients: WeightGradients,
     ) -> None:
         super().__init__(table, dtype, device, tp, dp, ends)
-        self._micro_batches = micro_batches
+        self._micro_batches, self._weight_gradients = micro_batches, weight_gradients
         # The one order in which all ranks start reductions: the reverse of forward, replicated
         # buckets last.
         self._in_backward_order = sorted(
@@ -76,17 +79,21 @@ class OverlappedBuffers(FlatBuffers):
         if unit not in self._entered:
             self._entered.add(unit)
             self._order.watch(hidden)
-        passed: torch.Tensor = _Boundary.apply(super().enter(unit, hidden), unit, self.left)  # type: ignore[no-untyped-call]
+        passed: torch.Tensor = _Boundary.apply(super().enter(unit, hidden), unit, self._passed)  # type: ignore[no-untyped-call]
         return passed
 
     def left(self, unit: str) -> None:
         """As the plain version; the last micro-batch's has the unit's buckets leave."""
-        self._order.left(unit)
         # A bucket is ready when each of its units has seen every micro-batch of the step. Ready
         # buckets leave from the front of the order only: all ranks start them in the same order.
         self._backwards[unit] = self._backwards.get(unit, 0) + 1
         while len(self._reductions) < self._early and self._is_complete(len(self._reductions)):
             self._start_until(len(self._reductions) + 1)
+
+    def _passed(self, unit: str) -> None:
+        """Backward has passed the operators of ``unit``, which have handed in their weights."""
+        self._order.left(unit)
+        self._weight_gradients.run(partial(self.left, unit))
 
     def zero_gradients(self) -> None:
         """As the plain version. Earlier reductions have ended: that update waited for them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind
 from megascale_trainer.parallel.pipeline.timing import Span, Timeline
@@ -15,13 +15,20 @@ _TICK_UNITS = 5
 _ROW, _GAP, _LEFT, _TOP, _LEGEND = 26, 4, 70, 64, 130
 _BOX = 24  # of the shortest computation
 _TICK = 40  # between two numbers of the axis, at least
+_LIGHTNESS = {
+    Kind.FORWARD: 0.78,
+    Kind.BACKWARD: 0.55,
+    Kind.BACKWARD_INPUT: 0.55,
+    Kind.BACKWARD_WEIGHT: 0.4,
+}
 
 
 def as_text(timeline: Timeline, width: int = 120) -> str:
     """Lines of about ``width`` characters at most; a longer schedule continues in further blocks.
 
-    A forward is the number of its micro-batch, a backward has it in brackets, and with several
-    chunks a letter names the chunk. A time unit is as wide as the numbers need.
+    A forward is the number of its micro-batch, a backward has it in brackets (of a split one the
+    weight gradients in angle brackets), and with several chunks a letter names the chunk. A time
+    unit is as wide as the numbers need.
     """
     chunks = _chunks(timeline)
     spans = [span for row in timeline.stages for span in row]
@@ -45,13 +52,15 @@ def as_text(timeline: Timeline, width: int = 120) -> str:
 def as_svg(timeline: Timeline, title: str) -> str:
     """An SVG document: a colour per chunk, an axis in time units, a legend.
 
-    Forwards are light, backwards dark.
+    Forwards are light, backwards dark, weight gradients apart from them darker.
     """
     chunks, rows = _chunks(timeline), len(timeline.stages)
     unit = max(_BOX // min(span.end - span.start for row in timeline.stages for span in row), 2)
     bottom = _TOP + rows * (_ROW + _GAP)
     width = max(
-        _LEFT + timeline.makespan * unit + _GAP, _LEFT + (chunks + 1) * 2 * _LEGEND, 8 * len(title)
+        _LEFT + timeline.makespan * unit + _GAP,
+        _LEFT + (chunks * len(_kinds(timeline)) + 1) * _LEGEND,
+        8 * len(title),
     )
     share = (
         f"makespan {timeline.makespan} time units, "
@@ -77,8 +86,18 @@ def as_svg(timeline: Timeline, title: str) -> str:
                 _box(left, top, wide, _colour(span.action.kind, span.action.chunk, chunks), "white")
             )
             parts += [_label(left + wide // 2, top + 17, text)] if 7 * len(text) <= wide else []
-    parts += [*_axis(timeline.makespan, unit, bottom), *_legend(chunks, bottom + 46), "</svg>"]
+    parts += [
+        *_axis(timeline.makespan, unit, bottom),
+        *_legend(_kinds(timeline), chunks, bottom + 46),
+        "</svg>",
+    ]
     return "\n".join(parts) + "\n"
+
+
+def _kinds(timeline: Timeline) -> list[Kind]:
+    """The kinds of its computations, in one order."""
+    found = {span.action.kind for row in timeline.stages for span in row}
+    return [kind for kind in Kind if kind in found]
 
 
 def _chunks(timeline: Timeline) -> int:
@@ -89,7 +108,9 @@ def _framed(action: Action, chunks: int) -> str:
     """The text of a computation; what stands between the two ends of a backward may be widened."""
     letter = string.ascii_lowercase[action.chunk % 26] if chunks > 1 else ""
     text = f"{action.micro_batch}{letter}"
-    return f"[{text}]" if action.kind is Kind.BACKWARD else f"{text} "
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return f"<{text}>"
+    return f"{text} " if action.kind is Kind.FORWARD else f"[{text}]"
 
 
 def _row_text(row: tuple[Span, ...], makespan: int, unit: int, chunks: int) -> str:
@@ -103,8 +124,7 @@ def _row_text(row: tuple[Span, ...], makespan: int, unit: int, chunks: int) -> s
 
 
 def _colour(kind: Kind, chunk: int, chunks: int) -> str:
-    lightness = 0.78 if kind is Kind.FORWARD else 0.55
-    shade = colorsys.hls_to_rgb((0.58 + chunk / chunks) % 1, lightness, 0.65)
+    shade = colorsys.hls_to_rgb((0.58 + chunk / chunks) % 1, _LIGHTNESS[kind], 0.65)
     return "#" + "".join(f"{round(255 * value):02x}" for value in shade)
 
 
@@ -122,14 +142,13 @@ def _axis(makespan: int, unit: int, top: int) -> Iterator[str]:
     yield _label(8, top + 17, "time units", "start")
 
 
-def _legend(chunks: int, top: int) -> Iterator[str]:
+def _legend(kinds: Sequence[Kind], chunks: int, top: int) -> Iterator[str]:
     left = _LEFT
     for chunk in range(chunks):
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in kinds:
+            name = (f"chunk {chunk} " if chunks > 1 else "") + kind.value.replace("_", " ")
             yield _box(left, top, 18, _colour(kind, chunk, chunks))
-            yield _label(
-                left + 24, top + 17, (f"chunk {chunk} " if chunks > 1 else "") + kind.value, "start"
-            )
+            yield _label(left + 24, top + 17, name, "start")
             left += _LEGEND
     yield _box(left, top, 18, "#eeeeee") + _label(left + 24, top + 17, "idle", "start")
 

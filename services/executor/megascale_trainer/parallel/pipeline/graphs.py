@@ -10,12 +10,16 @@ graphs, for one micro-batch between its forward and its backward; a pipeline has
 Each has a memory pool of its own, in which captures of its forward and then of its backward share
 memory as the eager operators would, because replays come in the same order.
 
+Where the program splits a backward, a unit has a third graph, that of its weight gradients, and the
+slot is held until they have run.
+
 The same kernels run as without graphs. The first steps run without: kernels are compiled, plans
 made and algorithms chosen there, which a capture cannot do.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,10 +36,11 @@ from megascale_trainer.model.layer import Context
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
-from megascale_trainer.parallel.pipeline.schedule import Action, most_in_flight
+from megascale_trainer.parallel.pipeline.schedule import Action, Kind, most_in_flight
 from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, unit_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
+from megascale_trainer.parallel.weight_gradients import WeightGradients, Work, run_all
 
 EAGER_STEPS = 2  # before the first capture
 _LEAST_DOCUMENTS = 16
@@ -45,11 +50,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Unit:
-    """A layer (``index``) or the head (None), captured."""
+    """A layer (``index``) or the head (None), captured.
+
+    ``weights``: the weight gradients; None: they are part of ``backward``.
+    """
 
     index: int | None
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
+    weights: torch.cuda.CUDAGraph | None = None
 
     @property
     def name(self) -> str:
@@ -81,9 +90,11 @@ class GraphedStage:
     Args:
         buffers: those of the stage, on a CUDA device.
         tp: the tensor-parallel group, all of whose ranks capture together.
+        weight_gradients: those of the stage's operators.
         transfers: the group's, where they are overlapped.
         empty_hidden: makes an uninitialised [S / tp, B, H].
-        slots: the most micro-batches between forward and backward.
+        slots: the most micro-batches between forward and the end of backward.
+        split: whether weight gradients run after all input gradients of a micro-batch.
     """
 
     def __init__(
@@ -93,12 +104,16 @@ class GraphedStage:
         buffers: FlatBuffers,
         tp: Group,
         transfers: RowTransfers | None,
+        weight_gradients: WeightGradients,
         empty_hidden: Callable[[], torch.Tensor],
         slots: int,
+        *,
+        split: bool,
     ) -> None:
         self._stage, self._config, self._buffers = stage, config, buffers
         self._tp, self._transfers, self.last = tp, transfers, stage.last
-        self._empty_hidden, self._slots = empty_hidden, slots
+        self._weight_gradients = weight_gradients
+        self._empty_hidden, self._slots, self._split = empty_hidden, slots, split
         self._steps = 0  # begun
         self._room = 0  # documents that a slot holds; 0: each sequence is one
         self._free: list[_Slot] = []
@@ -134,7 +149,10 @@ class GraphedStage:
         torch.cuda.empty_cache()
         try:
             for _ in range(self._slots):
-                capture = _Capture(self._stage, self._stream, self._tp, self._even)
+                capture = _Capture(
+                    *(self._stage, self._stream, self._tp, self._even),
+                    self._weight_gradients if self._split else None,
+                )
                 self._free.append(capture.slot(self._empty_hidden(), self._copies(batches[0])))
         except RuntimeError as problem:  # of torch and of CUDA
             problem.add_note(
@@ -175,15 +193,20 @@ class GraphedStage:
         return slot.output.detach()
 
     def replay_backward(self, slot: _Slot, d_output: torch.Tensor) -> torch.Tensor:
-        """The gradient of the hidden states; ``slot`` is free afterwards."""
+        """The gradient of the hidden states; ``slot`` is free behind the weight gradients."""
         if slot.d_output is not None:
             slot.d_output.copy_(d_output)
         for unit in reversed(slot.units):
             self._replay(unit.backward, unit, slot)
-            self._buffers.left(unit.name)
-        self._free.append(slot)
+            self._weight_gradients.run(partial(self._leave, unit))
+        self._weight_gradients.run(partial(self._free.append, slot))
         # It may still be on its way to another stage in the slot's next backward.
         return slot.d_hidden.clone()
+
+    def _leave(self, unit: _Unit) -> None:
+        if unit.weights is not None:
+            unit.weights.replay()
+        self._buffers.left(unit.name)
 
     def _replay(self, graph: torch.cuda.CUDAGraph, unit: _Unit, slot: _Slot) -> None:
         if unit.index is not None:
@@ -237,29 +260,42 @@ def graphed(
 ) -> list[GraphedStage]:
     """The virtual ``stages`` of a rank, replayed, with slots for its ``program`` of a step."""
     transfers = tp.matmuls.transfers if isinstance(tp.matmuls, OverlappedMatmuls) else None
+    split = {action.chunk for action in program if action.kind is Kind.BACKWARD_INPUT}
     return [
         GraphedStage(
-            *(stage, config, buffers, tp.group, transfers, empty_hidden),
+            *(stage, config, buffers, tp.group, transfers, tp.weight_gradients, empty_hidden),
             slots=most_in_flight(program, chunk),
+            split=chunk in split,
         )
         for chunk, stage in enumerate(stages)
     ]
 
 
 class _Capture:
-    """Captures the units of a stage for one slot, on ``stream``; nothing is computed by it."""
+    """Captures the units of a stage for one slot, on ``stream``; nothing is computed by it.
+
+    ``weight_gradients``: those of its operators, where they get graphs of their own.
+    """
 
     def __init__(
-        self, stage: Stage, stream: torch.cuda.Stream, tp: Group, even: Callable[[], None]
+        self,
+        stage: Stage,
+        stream: torch.cuda.Stream,
+        tp: Group,
+        even: Callable[[], None],
+        weight_gradients: WeightGradients | None,
     ) -> None:
         self._stage, self._stream, self._tp, self._even = stage, stream, tp, even
+        self._weight_gradients = weight_gradients
         self._pool = torch.cuda.graph_pool_handle()
         self._contexts: dict[int, Context[torch.Tensor]] = {}
 
     def slot(self, hidden: torch.Tensor, batch: MicroBatch) -> _Slot:
-        """The slot that begins with ``hidden`` and reads ``batch``: all forwards, then backwards.
+        """The slot that begins with ``hidden`` and reads ``batch``.
 
-        What a forward keeps for its backward stays referenced until that is captured.
+        All forwards are captured, then all backwards, then weight gradients that are apart: memory
+        is shared in the order of the replays. What a forward keeps for its backward, and both for
+        the weight gradients, stays referenced until these are captured.
         """
         stage, sums, y = self._stage, None, hidden
         indices: list[int | None] = [*stage.layers, *([None] if stage.last else [])]
@@ -271,12 +307,17 @@ class _Capture:
             forwards.append((graph, y, d_x))
         d_output = None if stage.last else torch.empty_like(y)
         d_y, output, units = d_output, y.detach(), list[_Unit]()
+        left: list[deque[Work]] = []
         for index in reversed(indices):
             forward, y, d_x = forwards.pop()
-            backward, _ = self._graph(partial(_backward, y, d_y))
+            backward, works = self._graph(partial(self._backward, y, d_y))
+            left += [] if works is None else [works]
             units.append(_Unit(index, forward, backward))
             [d_y] = d_x
         assert d_y is not None, "a stage has a unit"
+        for at, works in enumerate(left):
+            weights, _ = self._graph(partial(run_all, works))
+            units[at] = replace(units[at], weights=weights)
         return _Slot(batch, hidden, d_y, output, d_output, sums, tuple(reversed(units)))
 
     def _forward(
@@ -290,6 +331,16 @@ class _Capture:
                 return self._stage.head(entered, batch)
             return self._stage.layer(index, entered, self._contexts), None
 
+    def _backward(self, y: torch.Tensor, d_y: torch.Tensor | None) -> deque[Work] | None:
+        """Backward of a unit; returns its weight gradients where they are apart."""
+        begin = y if d_y is None else given_gradient(y, d_y)
+        if self._weight_gradients is None:
+            torch.autograd.backward(begin)
+            return None
+        with self._weight_gradients.collected() as works:
+            torch.autograd.backward(begin)
+        return works
+
     def _graph(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), self._tp.uncounted():
@@ -301,10 +352,6 @@ class _Capture:
             finally:
                 graph.capture_end()
         return graph, found
-
-
-def _backward(y: torch.Tensor, d_y: torch.Tensor | None) -> None:
-    torch.autograd.backward(y if d_y is None else given_gradient(y, d_y))
 
 
 class _Entry(torch.autograd.Function):

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from megascale_common.node.spans.ops import BACKWARD, FORWARD, Op
+from megascale_common.node.spans.ops import BACKWARD, BACKWARD_WEIGHT, FORWARD, Op
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Edges, Group, Receive, Send
 from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
 from megascale_trainer.parallel.pipeline.graphs import GraphedStage
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind
 from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.parallel.weight_gradients import WeightGradients, Work, run_all
 from megascale_trainer.telemetry.spans import span
 from megascale_trainer.telemetry.timer import StepTimer
 
@@ -26,6 +27,8 @@ _OPS = {
     Kind.SEND_ACTIVATION: Op("send_activation", "p2p", "activation_out"),
     Kind.WAIT_GRADIENT: Op("receive_gradient", "p2p", "gradient_in"),
     Kind.BACKWARD: BACKWARD,
+    Kind.BACKWARD_INPUT: BACKWARD,
+    Kind.BACKWARD_WEIGHT: BACKWARD_WEIGHT,
     Kind.SEND_GRADIENT: Op("send_gradient", "p2p", "gradient_out"),
 }
 _SENDS_END = Op("wait_for_sends", "p2p")
@@ -37,6 +40,7 @@ class PipelineExecutor:
     Args:
         chunks: the rank's virtual stages; the one that ends the model ends in the loss.
         edges: the rank's communicators.
+        weight_gradients: those of the chunks' operators.
         empty_hidden: makes an uninitialised [S / tp, B, H], what passes between stages.
         on_forward: called with the number of each micro-batch as its forward begins (status page).
         timer: measures the actions.
@@ -46,12 +50,13 @@ class PipelineExecutor:
         self,
         chunks: Sequence[Stage | GraphedStage],
         edges: Edges,
+        weight_gradients: WeightGradients,
         empty_hidden: Callable[[], torch.Tensor],
         on_forward: Callable[[int], None],
         timer: StepTimer,
     ) -> None:
         self.chunks = self._chunks = chunks
-        self._edges, self._timer = edges, timer
+        self._edges, self._weight_gradients, self._timer = edges, weight_gradients, timer
         self._empty_hidden, self._on_forward = empty_hidden, on_forward
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: dict[_Place, torch.Tensor] = {}
@@ -59,6 +64,7 @@ class PipelineExecutor:
         self._posted_inputs: dict[_Place, Receive] = {}
         self._posted_gradients: dict[_Place, Receive] = {}
         self._gradients: dict[_Place, torch.Tensor] = {}
+        self._weights_left: dict[_Place, deque[Work]] = {}
         self._sends: deque[Send] = deque()
         self._sums: list[torch.Tensor] = []
         self._actions: dict[Kind, Callable[[_Place], None]] = {
@@ -69,6 +75,8 @@ class PipelineExecutor:
             Kind.POST_GRADIENT: self._post_gradient,
             Kind.WAIT_GRADIENT: self._wait_gradient,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_GRADIENT: self._send_gradient,
         }
 
@@ -134,6 +142,13 @@ class PipelineExecutor:
         output, gradient = self._outputs.pop(place), self._gradients.pop(place, None)
         begin = output if gradient is None else given_gradient(output, gradient)
         torch.autograd.backward(begin)
+
+    def _backward_input(self, place: _Place) -> None:
+        with self._weight_gradients.collected() as self._weights_left[place]:
+            self._backward(place)
+
+    def _backward_weight(self, place: _Place) -> None:
+        run_all(self._weights_left.pop(place))
 
     def _send_gradient(self, place: _Place) -> None:
         gradient = self._inputs.pop(place).grad

@@ -1,11 +1,16 @@
-"""1F1B and interleaved 1F1B as pure lists of actions.
+"""1F1B, interleaved 1F1B and zero bubble as pure lists of actions.
 
-Source: Narayanan et al., arXiv 2104.04473, section 2.2.
+Sources: Narayanan et al., arXiv 2104.04473, section 2.2; Qi et al., arXiv 2401.10241 (ZB-H1).
 
 A stage fills the pipeline with forwards, then runs one forward and one backward in turn, then the
 backwards that are left. With V chunks (virtual stages) per stage, groups of ``stages``
 micro-batches visit chunk 0, then chunk 1 and so on; chunk c of the last stage sends to chunk c + 1
 of the first, so the edges of the pipeline form a ring.
+
+Zero bubble splits a backward: the gradient of the input goes to the stage before, and those of the
+weights are computed later, where the stage would wait. The first ones a stage postpones for as long
+as its memory stays that of the first stage, which keeps most: so the first gradients are through
+the pipeline sooner, and at the end weight gradients are left to fill the waits.
 
 Sends are posted as soon as their data exists and waited for later: a send that waited for its
 partner would close a circle with the partner's own send. A receive is a post, after which data may
@@ -23,7 +28,7 @@ order, so that the k-th send meets the k-th receive.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -37,11 +42,14 @@ class Kind(enum.Enum):
     POST_GRADIENT = "post_gradient"
     WAIT_GRADIENT = "wait_gradient"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
     SEND_GRADIENT = "send_gradient"
 
 
 POSTS = frozenset({Kind.POST_ACTIVATION, Kind.POST_GRADIENT})
-COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD})
+COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+_LAST_USES = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # of what a forward has kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +62,11 @@ class Action:
 
 
 def most_in_flight(program: Sequence[Action], chunk: int) -> int:
-    """The most micro-batches of ``chunk`` that are between forward and backward at once."""
+    """The most micro-batches of ``chunk`` between forward and the end of backward at once."""
     held = most = 0
     for action in program:
-        if action.chunk == chunk and action.kind in COMPUTATIONS:
-            held += 1 if action.kind is Kind.FORWARD else -1
+        if action.chunk == chunk:
+            held += (action.kind is Kind.FORWARD) - (action.kind in _LAST_USES)
             most = max(most, held)
     return most
 
@@ -77,18 +85,42 @@ def one_forward_one_backward(
     """
     line = _Line(stage, stages, micro_batches, chunks)
     total, warm_up = micro_batches * chunks, warm_up_forwards(stage, stages, micro_batches, chunks)
-    turns: list[list[Action]] = []
-    for number in range(total):
-        turns += [line.forward(number)]
-        if number >= warm_up:
-            turns += [line.backward(number - warm_up)]
-    for number in range(total - warm_up, total):
-        turns += [line.backward(number)]
-    # Without a steady state the first gradient may be the answer to the very last forward. Posted
-    # before that forward, its receive would gain nothing. And a host that waits for its device
-    # during that forward (a kernel loaded at its first use, memory given back to CUDA) would wait
-    # for ever: the device would wait in a receive whose data that very forward causes.
-    return _joined(turns, overlap, held=total if warm_up == total else None)
+    return _one_in_turn(line.forward, line.backward, total, warm_up, overlap)
+
+
+def zero_bubble(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
+) -> list[Action]:
+    """As :func:`one_forward_one_backward`, with split backwards.
+
+    Every weight gradient is that of :func:`postponed` backwards before, or comes after the last
+    backward, in the same order. At most as many pairs of micro-batch and chunk are between forward
+    and weight gradient at once as the first stage has alive in 1F1B. A backward whose gradient goes
+    to no other stage stays whole.
+    """
+    line = _Line(stage, stages, micro_batches, chunks)
+    total, warm_up = micro_batches * chunks, warm_up_forwards(stage, stages, micro_batches, chunks)
+    later = postponed(stage, stages, micro_batches, chunks)
+
+    def backward(number: int) -> list[Action]:
+        if not later and line.backward_ends_here(number):
+            return line.backward(number)
+        weights = line.backward_weight(number - later) if number >= later else []
+        return line.backward(number, Kind.BACKWARD_INPUT) + weights
+
+    program = _one_in_turn(line.forward, backward, total, warm_up, overlap)
+    return program + [
+        action for number in range(total - later, total) for action in line.backward_weight(number)
+    ]
+
+
+def postponed(stage: int, stages: int, micro_batches: int, chunks: int) -> int:
+    """Backwards whose weight gradients a stage postpones at once in :func:`zero_bubble`."""
+    line = stages, micro_batches, chunks
+    return warm_up_forwards(0, *line) - warm_up_forwards(stage, *line)
+
+
+SCHEDULES = {"1f1b": one_forward_one_backward, "zero_bubble": zero_bubble}
 
 
 def forward_only(
@@ -111,13 +143,35 @@ def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int) -
     return min(fill, micro_batches * chunks)
 
 
-def _joined(turns: list[list[Action]], overlap: bool, held: int | None) -> list[Action]:
-    """The program of ``turns``, one computation each.
+def _one_in_turn(
+    forward: Callable[[int], list[Action]],
+    backward: Callable[[int], list[Action]],
+    total: int,
+    warm_up: int,
+    overlap: bool,
+) -> list[Action]:
+    """``total`` of each: ``warm_up`` forwards, one forward and one backward in turn, the rest."""
+    turns: list[list[Action]] = []
+    for number in range(total):
+        turns += [forward(number)]
+        if number >= warm_up:
+            turns += [backward(number - warm_up)]
+    for number in range(total - warm_up, total):
+        turns += [backward(number)]
+    # Without a steady state the first gradient may be the answer to the very last forward. Posted
+    # before that forward, its receive would gain nothing. And a host that waits for its device
+    # during that forward (a kernel loaded at its first use, memory given back to CUDA) would wait
+    # for ever: the device would wait in a receive whose data that very forward causes.
+    return _joined(turns, overlap, held=total if warm_up == total else None)
 
-    ``overlap`` moves the posts of every turn but ``held`` ahead of the computation before.
+
+def _joined(turns: list[list[Action]], overlap: bool, held: int | None) -> list[Action]:
+    """The program of ``turns``, a forward or a backward each.
+
+    ``overlap`` moves the posts of every turn but ``held`` ahead of the forward or backward before.
     """
     program: list[Action] = []
-    last = 0  # index of the last computation in the program
+    last = 0  # index of the last turn's computation in the program
     for number, turn in enumerate(turns):
         posts = sum(action.kind in POSTS for action in turn)
         at = last if overlap and number != held else len(program)
@@ -154,14 +208,21 @@ class _Line:
         kinds += [] if self._closes(chunk) else [Kind.SEND_ACTIVATION]
         return [Action(kind, micro_batch, chunk) for kind in kinds]
 
-    def backward(self, number: int) -> list[Action]:
+    def backward(self, number: int, kind: Kind = Kind.BACKWARD) -> list[Action]:
         """Backward ``number`` of the stage: the same places, last chunk first."""
-        micro_batch, chunk = self._place(number)
-        chunk = self._chunks - 1 - chunk
+        micro_batch, chunk = self._backward_place(number)
         kinds = [] if self._closes(chunk) else [Kind.POST_GRADIENT, Kind.WAIT_GRADIENT]
-        kinds += [Kind.BACKWARD]
+        kinds += [kind]
         kinds += [] if self._opens(chunk) else [Kind.SEND_GRADIENT]
         return [Action(kind, micro_batch, chunk) for kind in kinds]
+
+    def backward_weight(self, number: int) -> list[Action]:
+        """The weight gradients of backward ``number``."""
+        return [Action(Kind.BACKWARD_WEIGHT, *self._backward_place(number))]
+
+    def backward_ends_here(self, number: int) -> bool:
+        """Whether the gradient of backward ``number`` goes to no other stage."""
+        return self._opens(self._backward_place(number)[1])
 
     def _place(self, number: int) -> tuple[int, int]:
         """Micro-batch and chunk: groups of ``stages`` micro-batches visit chunk after chunk."""
@@ -169,6 +230,10 @@ class _Line:
             return number, 0
         group, inside = divmod(number, self._stages * self._chunks)
         return group * self._stages + inside % self._stages, inside // self._stages
+
+    def _backward_place(self, number: int) -> tuple[int, int]:
+        micro_batch, chunk = self._place(number)
+        return micro_batch, self._chunks - 1 - chunk
 
     def _opens(self, chunk: int) -> bool:
         return self._stage == 0 and chunk == 0

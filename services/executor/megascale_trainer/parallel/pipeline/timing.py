@@ -22,16 +22,29 @@ _WITH_THE_NEXT = (Kind.SEND_ACTIVATION, Kind.POST_GRADIENT, Kind.WAIT_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Time units of a chunk's forward, of its backward, and of the transfer of one message."""
+    """Time units of a chunk's forward, of its backward, and of the transfer of one message.
+
+    ``backward_weight``: the weight gradients' part of ``backward``, where a schedule splits it.
+    """
 
     forward: int = 1
     backward: int = 2
     transfer: int = 0
+    backward_weight: int = 1
+
+    def of(self, kind: Kind) -> int:
+        """The time of a computation."""
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.BACKWARD_INPUT: self.backward - self.backward_weight,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+        }[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a forward or backward runs, ``end`` exclusive."""
+    """When a computation runs, ``end`` exclusive."""
 
     action: Action
     start: int
@@ -96,9 +109,7 @@ class _Clock:
     def run(self, stage: int, action: Action) -> bool:
         """Do ``action``; False where it waits for what another stage has not posted yet."""
         if action.kind in COMPUTATIONS:
-            takes = (
-                self._durations.forward if action.kind is Kind.FORWARD else self._durations.backward
-            )
+            takes = self._durations.of(action.kind)
             self.spans[stage].append(Span(action, self._now[stage], self._now[stage] + takes))
             self._now[stage] += takes
             return True

@@ -85,6 +85,7 @@ def fp8_of(
         gemm,
         made,
         weights,
+        tp.weight_gradients,
         by_row=config.training.fp8.format == "e4m3",
     )
     return Fp8(

@@ -10,6 +10,7 @@ reads transposed copies. They are all that is kept of an input for backward, 1 b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megascale_kernels.gemm import Gemm
 from megascale_kernels.overlap.fp8_matmul import Fp8Gemms
 from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand
 from megascale_trainer.parallel.tensor.fp8_weights import Fp8Weights
+from megascale_trainer.parallel.weight_gradients import WeightGradients
 from megascale_trainer.weights import Weight
 
 
@@ -42,10 +44,12 @@ class Fp8Linears:
         gemm: Gemm,
         casts: Casts,
         weights: Fp8Weights,
+        weight_gradients: WeightGradients,
         *,
         by_row: bool,
     ) -> None:
         self.size, self.gemms, self.casts = size, gemms, casts
+        self.weight_gradients = weight_gradients
         self._gemm, self._weights, self._by_row = gemm, weights, by_row
 
     def column_parallel(self, x: Fp8Activation, weight: Weight) -> torch.Tensor:
@@ -143,13 +147,12 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         x, linears = Factor(*ctx.saved_tensors), ctx.linears
         d = linears.gradient(d_y, gathered=False, transposed=True)
-
-        def accumulate() -> None:
-            linears.accumulate(ctx.main_grad, d.over_rows(), x)
-
+        accumulate = partial(linears.accumulate, ctx.main_grad, d.over_rows(), x)
         # The weight gradient does not need the scattered result: the last rows travel under it.
         d_x = linears.gemms.matmul_reduce_scatter(
-            d.over_columns(), ctx.weight.over_rows(), accumulate
+            d.over_columns(),
+            ctx.weight.over_rows(),
+            partial(linears.weight_gradients.run, accumulate),
         )
         return d_x.view(-1, d_y.shape[1], d_x.shape[1]), None, None, None, None
 
@@ -184,9 +187,9 @@ class _RowInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        x = Factor(*ctx.saved_tensors)
+        x, linears = Factor(*ctx.saved_tensors), ctx.linears
         d_y, ctx.gradient.gathered = ctx.gradient.gathered, None
-        ctx.linears.accumulate(ctx.main_grad, x, d_y.over_rows())
+        linears.weight_gradients.run(partial(linears.accumulate, ctx.main_grad, x, d_y.over_rows()))
         return d_x, None, None, None, None
 
 

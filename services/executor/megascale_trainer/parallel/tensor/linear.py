@@ -1,7 +1,8 @@
 """The linear operators behind every GEMM of the model: column-parallel in, row-parallel out.
 
-They own what a weight needs: its gradient is accumulated into ``main_grad`` in float32. How GEMMs
-and transfers run is decided by :class:`megascale_trainer.parallel.tensor.matmul.SequenceMatmuls`.
+They own what a weight needs: its gradient is accumulated into ``main_grad`` in float32, at once or
+when :class:`megascale_trainer.parallel.weight_gradients.WeightGradients` runs it. How GEMMs and
+transfers run is decided by :class:`megascale_trainer.parallel.tensor.matmul.SequenceMatmuls`.
 Forward and backward of each operator gather the sequence once and scatter it once: a parallel
 block has one of each operator and so two all-gathers and two reduce-scatters, a serial block twice
 that (full recompute gathers once more for each column-parallel one).
@@ -9,16 +10,20 @@ that (full recompute gathers once more for each column-parallel one).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from megascale_trainer import compat
 from megascale_trainer.parallel.tensor.matmul import SequenceMatmuls
+from megascale_trainer.parallel.weight_gradients import WeightGradients
 from megascale_trainer.weights import Weight
 
 
-def column_parallel(x: torch.Tensor, weight: Weight, matmuls: SequenceMatmuls) -> torch.Tensor:
+def column_parallel(
+    x: torch.Tensor, weight: Weight, matmuls: SequenceMatmuls, weight_gradients: WeightGradients
+) -> torch.Tensor:
     """This rank's columns for the whole sequence (input projections, head).
 
     Args:
@@ -28,11 +33,13 @@ def column_parallel(x: torch.Tensor, weight: Weight, matmuls: SequenceMatmuls) -
     Returns:
         [S, B, out / tp] in the dtype of ``x``.
     """
-    y: torch.Tensor = _Column.apply(x, weight.value, weight.main_grad, matmuls)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Column.apply(x, weight.value, weight.main_grad, matmuls, weight_gradients)  # type: ignore[no-untyped-call]
     return y
 
 
-def row_parallel(x: torch.Tensor, weight: Weight, matmuls: SequenceMatmuls) -> torch.Tensor:
+def row_parallel(
+    x: torch.Tensor, weight: Weight, matmuls: SequenceMatmuls, weight_gradients: WeightGradients
+) -> torch.Tensor:
     """The ranks' partial results summed, for this rank's part of the sequence (output projections).
 
     Args:
@@ -43,7 +50,7 @@ def row_parallel(x: torch.Tensor, weight: Weight, matmuls: SequenceMatmuls) -> t
         [S / tp, B, out] in the dtype of ``x``.
     """
     gradient = _Gradient()
-    x = _RowInput.apply(x, weight.main_grad, gradient)  # type: ignore[no-untyped-call]
+    x = _RowInput.apply(x, weight.main_grad, gradient, weight_gradients)  # type: ignore[no-untyped-call]
     y: torch.Tensor = _Row.apply(x, weight.value, matmuls, gradient)  # type: ignore[no-untyped-call]
     return y
 
@@ -56,22 +63,22 @@ class _Column(torch.autograd.Function):
         weight: torch.Tensor,
         main_grad: torch.Tensor,
         matmuls: SequenceMatmuls,
+        weight_gradients: WeightGradients,
     ) -> torch.Tensor:
         y, x = matmuls.all_gather_matmul(part, weight.t())
         ctx.save_for_backward(x, weight)
-        ctx.main_grad, ctx.matmuls = main_grad, matmuls
+        ctx.main_grad, ctx.matmuls, ctx.weight_gradients = main_grad, matmuls, weight_gradients
         return y
 
     @staticmethod
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         x, weight = ctx.saved_tensors
         matmuls: SequenceMatmuls = ctx.matmuls
-
-        def accumulate() -> None:
-            compat.accumulate_matmul(ctx.main_grad, d_y.flatten(0, 1).t(), x.flatten(0, 1))
-
+        left, right = d_y.flatten(0, 1).t(), x.flatten(0, 1)
+        accumulate = partial(compat.accumulate_matmul, ctx.main_grad, left, right)
         # The weight gradient does not need the scattered result: the last rows travel under it.
-        return matmuls.matmul_reduce_scatter(d_y, weight, accumulate), None, None, None
+        meanwhile = partial(ctx.weight_gradients.run, accumulate)
+        return matmuls.matmul_reduce_scatter(d_y, weight, meanwhile), None, None, None, None
 
 
 class _Gradient:
@@ -90,18 +97,24 @@ class _RowInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, main_grad: torch.Tensor, gradient: _Gradient
+        ctx: Any,
+        x: torch.Tensor,
+        main_grad: torch.Tensor,
+        gradient: _Gradient,
+        weight_gradients: WeightGradients,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.main_grad, ctx.gradient = main_grad, gradient
+        ctx.weight_gradients = weight_gradients
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         [x] = ctx.saved_tensors
         d_y, ctx.gradient.gathered = ctx.gradient.gathered, None
-        compat.accumulate_matmul(ctx.main_grad, x.flatten(0, 1).t(), d_y.flatten(0, 1))
-        return d_x, None, None
+        left, right = x.flatten(0, 1).t(), d_y.flatten(0, 1)
+        ctx.weight_gradients.run(partial(compat.accumulate_matmul, ctx.main_grad, left, right))
+        return d_x, None, None, None
 
 
 class _Row(torch.autograd.Function):

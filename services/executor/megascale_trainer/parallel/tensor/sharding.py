@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor import linear, sequence
 from megascale_trainer.parallel.tensor.matmul import PlainMatmuls, SequenceMatmuls
+from megascale_trainer.parallel.weight_gradients import WeightGradients
 from megascale_trainer.weights import Weight
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A tp group and how its matmuls communicate.
+    """A tp group, how its matmuls communicate, and when its weight gradients are computed.
 
     It implements the protocols of :mod:`megascale_trainer.model.sharding`.
     """
 
     group: Group
     matmuls: SequenceMatmuls
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
 
     @property
     def size(self) -> int:
@@ -34,11 +36,11 @@ class TensorParallel:
 
     def column_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """See :func:`megascale_trainer.parallel.tensor.linear.column_parallel`."""
-        return linear.column_parallel(x, weight, self.matmuls)
+        return linear.column_parallel(x, weight, self.matmuls, self.weight_gradients)
 
     def row_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """See :func:`megascale_trainer.parallel.tensor.linear.row_parallel`."""
-        return linear.row_parallel(x, weight, self.matmuls)
+        return linear.row_parallel(x, weight, self.matmuls, self.weight_gradients)
 
     def reduce_scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """See :func:`megascale_trainer.parallel.tensor.sequence.reduce_scatter_sequence`."""
