@@ -58,10 +58,17 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     Any other command is executed. Call it from the main thread if the program arms its
     parent-death signal.
     """
+    with forked():
+        return subprocess.Popen(list(command), **options)
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """In the body, this thread has the template fork the programs of ours that it starts."""
     _chosen.owner = _template()
     fork_from(_chosen.owner)
     try:
-        return subprocess.Popen(list(command), **options)
+        yield
     finally:
         _chosen.owner = None
 
