@@ -10,8 +10,8 @@ Programs that start others (``megascale up``, agents, drivers) have a template o
 before they run, while they have one thread.
 
 Tests of the start itself use :class:`subprocess.Popen`: those of options, of bad surroundings, of
-the demo, of `megascale up`, of training by hand. So does whatever has another interpreter or
-account.
+`megascale up`, of training by hand, and the slow form of the first hour. So does whatever has
+another interpreter or account.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "one, tied, bounded norms": ({}, GROUPED),
 }
-FAST = ("tp4", "pp2vpp2dp2", "tp2pp2dp2, tied")  # the others in `make test-slow`
+FAST = ("pp2vpp2dp2", "tp2pp2dp2, tied")  # the others in `make test-slow`
 BOUNDED = {"min_weight_norm": 0.5, "max_weight_norm": 1.0}
 
 
