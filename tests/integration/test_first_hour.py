@@ -36,6 +36,8 @@ from tests.harness.snippets import (
 )
 from tests.harness.waiting import log_bytes, until
 
+from megascale_client import Client
+
 MEGASCALE = (sys.executable, "-m", "megascale_cli")
 JOB = "example"  # that of docs/examples/job.yaml
 COPIED = ("README.md", "docs", "clients/grpcurl")
@@ -287,7 +289,8 @@ def trained(hour: Hour) -> Hour:
     hour.shell(block(*TRAIN).code)
 
     def steps() -> int:
-        return int(str(hour.job(JOB)["step"]))
+        with Client.from_run_folder(hour.folder / "runs" / "current") as client:
+            return client.get(JOB).step
 
     until(lambda: steps() >= STEPS_BEFORE_ORDERS, "the first steps", steps)
     orders, watching = re.split("^(?=megascale watch)", block(*MEANWHILE).code, flags=re.M)
