@@ -88,7 +88,7 @@ mutants: $(READY) ## simulate with one defect at a time: each must break an inva
 logs-score: $(READY) ## classify the labelled log excerpts: precision, recall, wrong evictions (CORPUS=file)
 	@$(PY) -m megascale_driver.analysis.logs score $(or $(CORPUS),tests/data/logs/excerpts.jsonl)
 
-test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, three sabotages of the demo, further kernels, layouts and crashes
+test-slow: $(READY) $(KERNELS_READY) ## run what `make test` leaves out: benchmarks, the whole demo and its sabotages, further kernels, layouts, drills and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 test-ha: $(READY) ## three drivers and three etcd members under a training job: leaders killed, stopped, cut off (about 2 minutes)

@@ -63,10 +63,21 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(tmp_path: Path) -> None:
-    status, output, report = run_demo(tmp_path / "demo", "--device", "cpu", "--steps", FEWER_STEPS)
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        pytest.param(SMALL, 2, id="two ranks"),
+        pytest.param(
+            ("--device", "cpu", "--steps", FEWER_STEPS), 8, id="as it is", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(
+    options: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
+    status, output, report = run_demo(tmp_path / "demo", *options)
     assert status == 0, output
-    assert (report["device"], report["world_size"], report["attempts"]) == ("cpu", 8, 2)
+    assert (report["device"], report["world_size"], report["attempts"]) == ("cpu", ranks, 2)
     assert report["loss_after_resume_matches"] is True
     assert report["max_loss_abs_diff"] == 0.0
     assert report["restore_source"] == "storage"

@@ -21,7 +21,8 @@ from tests.harness.waiting import eventually
 
 from megascale.v1 import types_pb2
 
-STEPS = 80
+STEPS, DISTURBED_AT_STEP = 80, 30
+HELD_FROM_STEP = 40  # until the disturbance has ended an attempt: the job cannot end before it
 
 
 # What is longer than a pod's deletion: `make test-kubernetes`.
@@ -50,10 +51,13 @@ async def disturbed(cluster: PodCluster, disturb: Callable[[JobFollower], Awaita
     The pod is another one afterwards, and the losses are those of a job that nothing disturbs.
     """
     async with cluster.client() as client:
-        async with JobFollower(client, cluster.job("cut", STEPS), cluster.folder) as run:
-            await run.until_step(30)
+        held = cluster.job("cut", STEPS, held_from_step=HELD_FROM_STEP)
+        async with JobFollower(client, held, cluster.folder) as run:
+            await run.until_step(DISTURBED_AT_STEP)
             before = {name: cluster.pod(name) for name in run.job.nodes}
             name = await disturb(run)
+            await run.until(lambda: run.job.attempt >= 2, "another attempt")
+            cluster.release()
             job = await run.until_ended()
     await cluster.until_ready(2)
     old, new = before[name], cluster.pod(name)

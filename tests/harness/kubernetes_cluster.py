@@ -23,7 +23,7 @@ from tests.harness.kubernetes_objects import NAMESPACE, machine
 from tests.harness.kubernetes_rights import Rights
 from tests.harness.kubernetes_service import Service
 from tests.harness.kubernetes_store import Object
-from tests.harness.paced import paced, python_path
+from tests.harness.paced import paced, python_path, release
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import job_pb2, types_pb2
@@ -76,6 +76,7 @@ class PodCluster:
         family: Literal[4, 6] = 4,
     ) -> None:
         self.folder, self.api, self.driver = folder, api, driver
+        self._site = folder / "site"
         self.token = read_or_create_token(folder / "token")
         self.service = Service(self._ready_drivers)
         self.tls = folder / "tls"
@@ -100,7 +101,7 @@ class PodCluster:
                 "MEGASCALE_DEVICES": "0",
                 "MEGASCALE_HEARTBEAT_INTERVAL_S": "1",
                 "KUBECONFIG": str(platform_file),
-                "PYTHONPATH": python_path(folder / "site"),
+                "PYTHONPATH": python_path(self._site),
             },
             secrets={
                 "megascale-token": {"token": self.token},
@@ -195,14 +196,21 @@ class PodCluster:
         driver = self.driver.log()[-3000:] if self.driver is not None else ""
         return self.machines.log("*") + driver
 
+    def release(self) -> None:
+        """Let the jobs go on that are held at a step."""
+        release(self._site)
+
     async def kubectl(self, *arguments: str) -> str:
         """Output of a real kubectl, as the administrator."""
         status, output = await tool.kubectl(self.kubeconfig, *arguments)
         assert status == 0, output
         return output
 
-    def job(self, name: str, steps: int) -> job_pb2.JobSpec:
-        """A job of two ranks on two nodes, a step in about 20 ms."""
+    def job(self, name: str, steps: int, *, held_from_step: int | None = None) -> job_pb2.JobSpec:
+        """A job of two ranks on two nodes, a step in about 20 ms.
+
+        From ``held_from_step`` on it waits for :meth:`release` (:mod:`tests.harness.paced`).
+        """
         return parse_job(
             {
                 "name": name,
@@ -211,7 +219,7 @@ class PodCluster:
                               "sequence_length": 16},
                     "parallelism": {"pp": 2},
                     "training": {"steps": steps, "global_batch_size": 1, "precision": "fp32"},
-                    "optimizer": paced(),
+                    "optimizer": paced(held_from_step=held_from_step),
                     "data": {"sources": [{"prefix": str(self._corpus)}]},
                 },
                 "checkpoint": {"uri": str(self.folder / "checkpoints" / name),

@@ -10,8 +10,8 @@ Programs that start others (``megascale up``, agents, drivers) have a template o
 before they run, while they have one thread.
 
 Tests of the start itself use :class:`subprocess.Popen`: those of options, of bad surroundings, of
-the demo, of `megascale up`, of training by hand. So does whatever has another interpreter or
-account.
+`megascale up`, of training by hand, and the slow form of the first hour. So does whatever has
+another interpreter or account.
 """
 
 from __future__ import annotations
@@ -58,10 +58,17 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     Any other command is executed. Call it from the main thread if the program arms its
     parent-death signal.
     """
+    with forked():
+        return subprocess.Popen(list(command), **options)
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """In the body, this thread has the template fork the programs of ours that it starts."""
     _chosen.owner = _template()
     fork_from(_chosen.owner)
     try:
-        return subprocess.Popen(list(command), **options)
+        yield
     finally:
         _chosen.owner = None
 

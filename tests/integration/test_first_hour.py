@@ -1,10 +1,14 @@
-"""The first hour: the commands of the pages, as they are pasted, in a fresh folder."""
+"""The first hour: the commands of the pages, as they are pasted, in a fresh folder.
+
+The short form forks what stands alone on a line; the slow one pastes all of it into shells.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,8 +16,10 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
+from tests.harness import program_start
 from tests.harness.local_cluster import settle
 from tests.harness.paced import paced, python_path, release
 from tests.harness.snippets import (
@@ -30,6 +36,9 @@ from tests.harness.snippets import (
 )
 from tests.harness.waiting import log_bytes, until
 
+from megascale_client import Client
+
+MEGASCALE = (sys.executable, "-m", "megascale_cli")
 JOB = "example"  # that of docs/examples/job.yaml
 COPIED = ("README.md", "docs", "clients/grpcurl")
 FULL_STEPS = "steps: 100"  # of the example; on two cores 20 s
@@ -82,6 +91,8 @@ NOT_RUN = {
     MEGATRON: "the example has the parallel block; unit/test_export_megatron.py exports others",
     "megascale profile example --cancel": "the job has ended; test_cli.py cancels one",
 }
+# It measures for 15 s what `megascale diagnose n2`, which is run, measures in short.
+LONGEST = "megascale diagnose n2 --set full"
 # In this order; those that start a node stay in the foreground until Ctrl-C.
 OF_NODES = ("megascale node stop n2", "megascale node start n2", "megascale up --add-node")
 
@@ -93,10 +104,28 @@ def runbook() -> list[str]:
     return list(dict.fromkeys(filled))
 
 
-class Hour:
-    """A folder as after a clone, a home of its own, and the cluster of the README in it."""
+# Words that only a shell understands.
+OF_SHELLS = re.compile(r"[*?$|&;<>()~`]")
 
-    def __init__(self, folder: Path) -> None:
+
+def words_of(code: str) -> list[list[str]] | None:
+    """The words of each line of ``code``; None where a line is no plain ``megascale ...``."""
+    lines = [shlex.split(line, comments=True) for line in code.splitlines()]
+    plain = all(
+        line and line[0] == "megascale" and not any(map(OF_SHELLS.search, line)) for line in lines
+    )
+    return lines if plain else None
+
+
+class Hour:
+    """A folder as after a clone, a home of its own, and the cluster of the README in it.
+
+    ``executed``: shells execute every command, as for users. Else what needs no shell is forked
+    by :mod:`tests.harness.program_start`.
+    """
+
+    def __init__(self, folder: Path, *, executed: bool) -> None:
+        self._executed = executed
         self.folder, self.output = folder / "megascale", folder / "up.log"
         for name in COPIED:
             source, copy = REPOSITORY / name, self.folder / name
@@ -122,30 +151,46 @@ class Hour:
 
     def shell(self, code: str) -> subprocess.CompletedProcess[str]:
         """Paste ``code`` into a shell; every line must succeed."""
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", code],
+        lines = None if self._executed else words_of(code)
+        if lines is None:
+            return self._end(["bash", "-euo", "pipefail", "-c", code])
+        done = [self._end([*MEGASCALE, *words[1:]]) for words in lines]
+        output, errors = "".join(d.stdout for d in done), "".join(d.stderr for d in done)
+        return subprocess.CompletedProcess(code, 0, output, errors)
+
+    def _end(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, which must be a success."""
+        process = program_start.start(
+            command,
             cwd=self.folder,
             env=self.environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
         )
-        assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
-        return done
+        output, errors = process.communicate()
+        assert process.returncode == 0, f"{command}\n{output}\n{errors}"
+        return subprocess.CompletedProcess(command, 0, output, errors)
+
+    def _begin(self, command: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+        """Paste a command that stays in the foreground of a session of its own."""
+        (words,) = words_of(command) or ([],)
+        forked = [*MEGASCALE, *words[1:]] if words and not self._executed else None
+        return program_start.start(
+            forked or ["bash", "-c", f"exec {command}"],
+            cwd=self.folder,
+            env={**self.environment, "MEGASCALE_PARENT_PID": str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def foreground(self, command: str, words: str) -> None:
         """Paste a command that stays in the foreground; Ctrl-C once it prints ``words``."""
         output = self.folder / "foreground.log"
         with output.open("wb") as log:
-            process = subprocess.Popen(
-                ["bash", "-c", f"exec {command}"],
-                cwd=self.folder,
-                env={**self.environment, "MEGASCALE_PARENT_PID": str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = self._begin(command, log)
         runs = self.folder / "runs"
         try:
             until(
@@ -193,15 +238,7 @@ class Hour:
     def start(self) -> None:
         """The first terminal: the README's line, until it prints that the cluster is ready."""
         with self.output.open("wb") as output:
-            self.up = subprocess.Popen(
-                ["bash", "-c", f"exec {block(*TERMINAL).code}"],
-                cwd=self.folder,
-                env={**self.environment, "MEGASCALE_PARENT_PID": str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.up = self._begin(block(*TERMINAL).code, output)
         runs = self.folder / "runs"
 
         def progress() -> tuple[int, int]:
@@ -227,9 +264,15 @@ class Hour:
         return shown
 
 
-@pytest.fixture(scope="module")
-def hour(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hour]:
-    here = Hour(tmp_path_factory.mktemp("hour"))
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["forked", "executed"],
+)
+def hour(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Hour]:
+    here = Hour(tmp_path_factory.mktemp("hour"), executed=request.param)
     here.start()
     try:
         yield here
@@ -246,7 +289,8 @@ def trained(hour: Hour) -> Hour:
     hour.shell(block(*TRAIN).code)
 
     def steps() -> int:
-        return int(str(hour.job(JOB)["step"]))
+        with Client.from_run_folder(hour.folder / "runs" / "current") as client:
+            return client.get(JOB).step
 
     until(lambda: steps() >= STEPS_BEFORE_ORDERS, "the first steps", steps)
     orders, watching = re.split("^(?=megascale watch)", block(*MEANWHILE).code, flags=re.M)
@@ -282,10 +326,17 @@ def test_a_program_in_python_trains_too(trained: Hour) -> None:
 
 
 def test_what_is_not_run_is_on_the_page() -> None:
-    assert {*NOT_RUN, *OF_NODES} <= set(runbook())
+    assert {*NOT_RUN, *OF_NODES, LONGEST} <= set(runbook())
 
 
-@pytest.mark.parametrize("text", [each for each in runbook() if each not in {*NOT_RUN, *OF_NODES}])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] if each == LONGEST else [])
+        for each in runbook()
+        if each not in {*NOT_RUN, *OF_NODES}
+    ],
+)
 def test_a_command_of_the_runbook_works(text: str, trained: Hour) -> None:
     if "MODEL" in text and not (trained.folder / "MODEL").exists():
         trained.shell(MODEL)

@@ -80,7 +80,7 @@ def test_losses_are_close_to_those_of_bf16(
         pytest.param("tp2", "parallel", "hybrid", marks=pytest.mark.slow),
         pytest.param("tp2, overlapped", "parallel", "hybrid", marks=pytest.mark.slow),
         ("tp2, overlapped", "parallel", "e4m3"),
-        ("tp4, overlapped, full recompute", "serial", "hybrid"),
+        pytest.param("tp4, overlapped, full recompute", "serial", "hybrid", marks=pytest.mark.slow),
         ("tp2pp2dp2, all overlapped", "serial", "hybrid"),
         pytest.param("pp2vpp2", "parallel", "hybrid", marks=pytest.mark.slow),
         pytest.param("dp2, overlapped", "parallel", "hybrid", marks=pytest.mark.slow),
@@ -105,8 +105,15 @@ def test_layout_trains_as_one_process(
         assert our["gradient_norm"] == pytest.approx(their["gradient_norm"], rel=0.05)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("recompute", "model"),
+    [
+        ("selective", "parallel"),
+        ("full", "serial"),
+        pytest.param("selective", "serial", marks=pytest.mark.slow),
+        pytest.param("full", "parallel", marks=pytest.mark.slow),
+    ],
+)
 def test_recomputation_changes_no_bit(recompute: str, model: str) -> None:
     plainly, again = (
         _run(_started(_job(model, {"recompute": kind}, "fp8", "hybrid")), 0, 3)
@@ -115,7 +122,15 @@ def test_recomputation_changes_no_bit(recompute: str, model: str) -> None:
     assert again == plainly
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2, **hiding("tp")}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, **hiding("tp")},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_resumed_run_is_the_same_run(
     sizes: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:

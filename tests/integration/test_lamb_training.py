@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "one, tied, bounded norms": ({}, GROUPED),
 }
-FAST = ("tp4", "pp2vpp2dp2", "tp2pp2dp2, tied")  # the others in `make test-slow`
+FAST = ("pp2vpp2dp2", "tp2pp2dp2, tied")  # the others in `make test-slow`
 BOUNDED = {"min_weight_norm": 0.5, "max_weight_norm": 1.0}
 
 
@@ -121,14 +121,22 @@ def test_every_layout_follows_an_independent_lamb_in_float64(
         np.testing.assert_allclose(final[name], wanted, rtol=0, atol=2e-4, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pp": 2, "dp": 2},
+        pytest.param({"tp": 2, "pp": 2, "dp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_replicas_stay_equal_and_a_run_repeats_and_resumes_bit_for_bit(
-    pool: RankPool, tmp_path: Path
+    sizes: dict[str, int], pool: RankPool, tmp_path: Path
 ) -> None:
     """With tied embeddings and learned positions, which several ranks update side by side."""
-    job = tiny_job(model=GROUPED, parallelism={"tp": 2, "pp": 2, "dp": 2}, optimizer=SETTINGS)
-    program = "tests.harness.training:train_and_resume"
-    results = pool.run(program, 8, tmp_path / "first", job=job)
-    assert pool.run(program, 8, tmp_path / "second", job=job) == results
+    job = tiny_job(model=GROUPED, parallelism=sizes, optimizer=SETTINGS)
+    program, ranks = "tests.harness.training:train_and_resume", math.prod(sizes.values())
+    results = pool.run(program, ranks, tmp_path / "first", job=job)
+    assert pool.run(program, ranks, tmp_path / "second", job=job) == results
     for result in results:
         assert result["resumed"] == result["uninterrupted"] == results[0]["uninterrupted"]
         assert result["states_equal"]

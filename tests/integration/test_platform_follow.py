@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import yaml
-from tests.harness import platform_contract
+from tests.harness import platform_contract, program_start
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.local_cluster import UpProcess
 from tests.harness.waiting import until
@@ -102,6 +102,11 @@ def test_the_platform_keeps_up_with_the_driver(up: UpProcess) -> None:
 
 async def test_this_machine_gives_more_nodes_and_none_twice(up: UpProcess) -> None:
     platform = LocalPlatform(up.folder)
+    with program_start.forked():
+        await _ask_for_nodes(platform, up)
+
+
+async def _ask_for_nodes(platform: LocalPlatform, up: UpProcess) -> None:
     await platform_contract.check_provide(platform, 2, gives=True)
     # Of n1 to n3 one has ended, one is drained, and of n4 only the name was written: whoever asked
     # for it ended before it was started.

@@ -142,7 +142,9 @@ async def test_ready_means_that_the_daemons_of_all_nodes_serve(
             assert all([bool(node.checkpoint_endpoint) async for node in client.nodes()])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -226,9 +226,9 @@ def test_a_new_leader_adopts_a_running_job_without_a_new_attempt() -> None:
 
 
 def test_a_driver_that_is_cut_off_does_not_tear_jobs_apart() -> None:
-    world = SimulatedCluster(6, nodes=40, switches=4)
+    world = SimulatedCluster(6, nodes=24, switches=4)
     world.run(2.0)
-    for number in range(20):
+    for number in range(12):
         world.feed(JobSubmitted(world.now_s, demo_job(f"j{number}", dp=1, spares=0), "test"))
     world.run(10.0)
     held = [slot.node for job in world.state.jobs.values() for slot in job.slots]
@@ -239,7 +239,7 @@ def test_a_driver_that_is_cut_off_does_not_tear_jobs_apart() -> None:
     def taken_apart() -> int:
         return sum(line.reason == "NODE_EVICTED" for line in world.audit)
 
-    assert len(held) == 20 and taken_apart() == 0 and times_of(world, "BREAKER_TRIPPED")
+    assert len(held) == 12 and taken_apart() == 0 and times_of(world, "BREAKER_TRIPPED")
     world.failover()
     assert world.state.breaker.tripped_at_s, "the breaker survives a change of leader"
     world.run(500.0)

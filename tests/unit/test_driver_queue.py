@@ -137,7 +137,7 @@ def views(draw: st.DrawFn) -> View:
                 known=known, quotas=quotas, rules=rules)  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(view=views())
 def test_a_job_starts_whole_or_not_at_all_on_nodes_that_are_idle_and_nobody_elses(
     view: View,
@@ -159,7 +159,7 @@ def test_a_job_starts_whole_or_not_at_all_on_nodes_that_are_idle_and_nobody_else
     assert not plan.free.keys() & (held.keys() | taken.keys())
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(view=views())
 def test_quotas_are_never_exceeded(view: View) -> None:
     used = Counter[str]()
@@ -172,7 +172,7 @@ def test_quotas_are_never_exceeded(view: View) -> None:
     assert all(used[tenant] <= quota for tenant, quota in view.quotas.items())
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(view=views())
 def test_no_job_gets_what_one_before_it_could_have_started_on(view: View) -> None:
     """Walk the queue: whoever waits did not fit what was open to it when its turn came."""
@@ -205,7 +205,7 @@ def test_no_job_gets_what_one_before_it_could_have_started_on(view: View) -> Non
         owner = {name: held for name, held in owner.items() if held[1] != waiter.name}
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(view=views())
 def test_nobody_of_lower_or_equal_priority_gets_survivors_or_spares(view: View) -> None:
     view = replace(view, quotas={})
@@ -231,7 +231,7 @@ def test_nobody_of_lower_or_equal_priority_gets_survivors_or_spares(view: View) 
             assert takers or keepers[0].name == of or keepers[0].priority > priority
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(view=views(), kind=st.sampled_from(["too many ranks", "too wide a group", "over quota"]))
 def test_a_job_that_can_never_start_changes_nothing_for_the_others(view: View, kind: str) -> None:
     """Of the highest priority and the greatest age, so that it comes first."""
@@ -247,7 +247,7 @@ def test_a_job_that_can_never_start_changes_nothing_for_the_others(view: View, k
     assert kinds(both)["stuck"] is Kind.WAIT
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(view=views())
 def test_only_what_can_save_leaves_and_only_for_a_job_that_then_starts(view: View) -> None:
     plan = decide(view)

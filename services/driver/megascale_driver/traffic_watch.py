@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from megascale.v1 import link_pb2
+from megascale_common.node.status_page import Phase
 from megascale_common.service import logs
 from megascale_driver.analysis.traffic import Bytes, Look, TrafficRule, TrafficTrack, counted
 from megascale_driver.core.events import Event
@@ -31,7 +32,7 @@ from megascale_driver.presence.intake import Seat, pages_of
 
 NODES_AT_ONCE = 32  # before other tasks get a turn: 2 ms
 NODES_PER_S = 500.0  # a larger job is looked at less often than every heartbeat interval
-TRAINING = "STEP"  # the phase
+_TRAINING = Phase.STEP.name
 STALE_INTERVALS = 2.0  # of a heartbeat: an older one says nothing of now
 UNSEEN_AGAIN_S = 60.0
 _log = logs.get(__name__)
@@ -67,7 +68,7 @@ class _Newest:
             if not phase:
                 continue
             self.ranks += 1
-            self.training = self.training and phase == TRAINING
+            self.training = self.training and phase == _TRAINING
             self.step = min(self.step, worker.step)
             if not self.waiting:
                 self.waiting = any([each.entered > each.completed for each in worker.operations])

@@ -48,10 +48,15 @@ ROLLING = 7  # nodes that fall silent one after another
 ROLLING_S = 24.0  # for which each does
 
 
-def drills(seed: int) -> tuple[Fault, ...]:
-    """Every drill once, in an order and with gaps that the seed chooses."""
+def drills(seed: int, *, each_kind_once: bool = False) -> tuple[Fault, ...]:
+    """Every drill once, in an order and with gaps that the seed chooses.
+
+    Args:
+        each_kind_once: only the longest drill of each kind.
+    """
     chance = random.Random(f"drills-{seed}")
-    wanted = [(kind, for_s) for kind, times_s in DRILLS for for_s in times_s]
+    kept = {kind: (max(times_s),) if each_kind_once else times_s for kind, times_s in DRILLS}
+    wanted = [(kind, for_s) for kind, times_s in kept.items() for for_s in times_s]
     chance.shuffle(wanted)
     faults: list[Fault] = []
     at_s = 60.0

@@ -43,18 +43,20 @@ def _compile(
 
 COMPILED = {
     "gelu 7b tp2": lambda: _compile((*ROWS, 8192), (6144, 2048), "gelu", bias=True),
-    "gelu 7b tp2, amax": lambda: _compile(
-        (*ROWS, 8192), (6144, 2048), "gelu", bias=True, find_amax=True
-    ),
     "swiglu, amax": lambda: _compile(
         (*ROWS, 10928), (4352, 4096), "swiglu", bias=False, find_amax=True
+    ),
+    "small activation": lambda: _compile(
+        (8, 2, 100), (108, 72), "swiglu", torch.float32, bias=True
+    ),
+}
+COMPILED_AT_LENGTH = {
+    "gelu 7b tp2, amax": lambda: _compile(
+        (*ROWS, 8192), (6144, 2048), "gelu", bias=True, find_amax=True
     ),
     "gelu 30b tp8": lambda: _compile((*ROWS, 3584), (2688, 896), "gelu", bias=False),
     "swiglu": lambda: _compile((*ROWS, 10928), (4352, 4096), "swiglu", bias=False),
     "swiglu bias": lambda: _compile((*ROWS, 4096), (768, 512), "swiglu", bias=True),
-    "small activation": lambda: _compile(
-        (8, 2, 100), (108, 72), "swiglu", torch.float32, bias=True
-    ),
 }
 
 

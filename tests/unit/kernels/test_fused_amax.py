@@ -60,8 +60,17 @@ def _seen(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return passed, kept
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("activation", "bias"),
+    [
+        (None, False),
+        ("gelu", True),
+        ("swiglu", False),
+        pytest.param(None, True, marks=pytest.mark.slow),
+        pytest.param("gelu", False, marks=pytest.mark.slow),
+        pytest.param("swiglu", True, marks=pytest.mark.slow),
+    ],
+)
 def test_of_a_block_and_its_gradient(activation: Activation | None, bias: bool) -> None:
     from megascale_kernels.fused.block_inner import block_inner
 

@@ -14,16 +14,25 @@ from megascale_kernels.operators import triton_operators
 
 pytest.importorskip("triton")
 
+SWIGLU = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}
+
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
     [
         ({}, "none"),
-        ({"block": "serial"}, "selective"),
-        ({"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}, "none"),
-        ({"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}, "full"),
+        pytest.param({"block": "serial"}, "selective", marks=pytest.mark.slow),
+        ({"block": "serial", **SWIGLU}, "none"),
+        pytest.param(SWIGLU, "none", marks=pytest.mark.slow),
+        pytest.param(SWIGLU, "full", marks=pytest.mark.slow),
     ],
-    ids=["parallel", "serial, selective recompute", "swiglu", "swiglu, full recompute"],
+    ids=[
+        "parallel",
+        "serial, selective recompute",
+        "serial, swiglu",
+        "swiglu",
+        "swiglu, full recompute",
+    ],
 )
 def test_activations_of_a_layer(model: dict[str, Any], recompute: str) -> None:
     few, many = (layers_job(layers, model, recompute=recompute) for layers in (1, 2))

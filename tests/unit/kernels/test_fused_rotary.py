@@ -62,12 +62,14 @@ COMPILED = {
     "heads 7b tp2, amax": lambda: _compile(
         Heads(16, 16, 128), (8192, 8192), bias=True, find_amax=True
     ),
+    "small heads": _compile_small,
+}
+COMPILED_AT_LENGTH = {
     "heads 30b tp8": lambda: _compile(Heads(7, 7, 128), (3584, 3584), bias=False),
     "grouped heads": lambda: _compile(Heads(32, 1, 128), (21856, 10928), bias=False),
     "heads bias learned positions": lambda: _compile(
         Heads(8, 2, 64), (8192, 4096), bias=True, table=False
     ),
-    "small heads": _compile_small,
 }
 
 
@@ -77,18 +79,29 @@ def _table(sequence: int, size: int) -> RotaryTable:
     return rotary_table(position.to(DEVICE), rotary_frequencies(size, 10_000.0, DEVICE))
 
 
+KINDS = {
+    "equal": (Heads(4, 4, 8), True),
+    "grouped": (Heads(6, 2, 6), True),
+    "odd size, learned positions": (Heads(9, 3, 7), False),
+    "smallest": (Heads(2, 1, 2), True),
+}
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    ("heads", "turned"),
+    ("sequence", "heads", "turned"),
     [
-        (Heads(4, 4, 8), True),
-        (Heads(6, 2, 6), True),
-        (Heads(9, 3, 7), False),
-        (Heads(2, 1, 2), True),
+        pytest.param(
+            sequence,
+            *kind,
+            id=f"{sequence}-{name}",
+            # One kind has several tiles in the short form.
+            marks=[pytest.mark.slow] if sequence == 37 and name != "grouped" else [],
+        )
+        for sequence in (5, 37)
+        for name, kind in KINDS.items()
     ],
-    ids=["equal", "grouped", "odd size, learned positions", "smallest"],
 )
-@pytest.mark.parametrize("sequence", [5, 37])
 def test_split_heads(sequence: int, heads: Heads, turned: bool, bias: bool) -> None:
     from megascale_kernels.fused.rotary import read_heads, write_head_gradients
 

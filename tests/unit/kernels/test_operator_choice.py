@@ -86,7 +86,7 @@ def _train(
     job = tiny_job(
         model={"layers": 2, "hidden_size": 16, "sequence_length": 8, "vocab_size": 64, **model},
         parallelism={"recompute": recompute},
-        training={"kernels": kernels, "global_batch_size": 4, "micro_batch_size": 2},
+        training={"kernels": kernels, "global_batch_size": 2, "micro_batch_size": 1},
     )
     config = from_accepted(job)
     trainer = Trainer(config, 0, single_process_groups(), DEVICE)

@@ -244,7 +244,15 @@ _OPERATIONS: Mapping[str, Callable[[CollectiveMatmuls, Fp8Gemms, int], None]] = 
 }
 
 
-@pytest.mark.parametrize(("size", "chunks"), [(2, 1), (2, 3), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "chunks"),
+    [
+        (2, 1),
+        (2, 3),
+        (3, 1),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_every_conflict_is_ordered(size: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = _run(size, chunks, monkeypatch)
     assert len(ranks[0].notes) > 100
