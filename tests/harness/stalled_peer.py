@@ -18,7 +18,8 @@ from tests.harness.training import hiding, tiny_job
 from megascale.v1 import link_pb2
 from megascale_common.job.config import from_accepted
 
-TIMEOUT_S = 4.0
+# A first step on a device loads and compiles kernels, on one rank later than on the other.
+TIMEOUT_S = {"cpu": 4.0, "cuda": 15.0}
 _STALLED_RANK = 1
 
 
@@ -35,7 +36,7 @@ async def end_of_a_stall(
     await driver.start(folder / "driver.address")
     agent = start_agent(folder, template="", options=("--device", device))
     try:
-        given = _assignment(folder, axis)
+        given = _assignment(folder, axis, TIMEOUT_S[device])
         await driver.until_joined()
         driver.want(link_pb2.DESIRED_PHASE_PREPARE, given)
         prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
@@ -51,13 +52,13 @@ async def end_of_a_stall(
         await driver.stop()
 
 
-def _assignment(folder: Path, axis: str) -> link_pb2.AttemptAssignment:
+def _assignment(folder: Path, axis: str, timeout_s: float) -> link_pb2.AttemptAssignment:
     config = from_accepted(
         tiny_job(
             parallelism={axis: 2, **hiding(axis)},
             training={"steps": 1_000_000},
             data={"sources": [{"prefix": str(folder / "corpus")}]},
-            recovery={"collective_timeout_s": TIMEOUT_S},
+            recovery={"collective_timeout_s": timeout_s},
         )
     )
     return whole_on_one_node(config)
