@@ -36,3 +36,8 @@ def test_a_send_returns_at_once_and_ends_when_a_slot_was_free(
     sends = pool.run(f"{PROGRAMS}:sends_ahead", 2, tmp_path, 120)[0]
     assert sends["before"] == [True] * SLOTS + [False] * LATE
     assert sends["after"] == [True] * (SLOTS + LATE)
+
+
+def test_ranks_that_have_opened_fewer_memories_catch_up(pool: RankPool, tmp_path: Path) -> None:
+    """As a stage between two others has; torch numbers openings by process."""
+    assert pool.run(f"{PROGRAMS}:one_is_ahead", 2, tmp_path, 60) == [[1.0] * 3, [0.0] * 3]

@@ -93,6 +93,28 @@ def sends_ahead(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return {"before": before, "after": after}
 
 
+def one_is_ahead(rank: int, world_size: int, folder: Path) -> list[float]:
+    """Program of one rank: rank 0 has opened two memories more when both open one together.
+
+    Returns the message that came from the other rank.
+    """
+    group, device = tp_group(rank, world_size, folder), device_of(rank)
+    if rank == 0:
+        for _ in range(2):
+            alone = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+            peer_memory._open(alone, 1, device)
+            dist.destroy_process_group(alone)
+    messages = _open(group, device)
+    sent = torch.full((3,), float(rank), device=device)
+    into = torch.empty_like(sent)
+    transfer = messages.send(sent)
+    messages.receive(into).wait()
+    transfer.wait()
+    found: list[float] = into.tolist()
+    _leave(group)
+    return found
+
+
 def too_much(rank: int, world_size: int, folder: Path) -> list[str]:
     """Program of one rank: messages that no slot holds; returns the errors."""
     group, device = tp_group(rank, world_size, folder), device_of(rank)
