@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common.node.status_page import GroupRow, Phase, Status, StatusPageWriter, overdue
-from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
+from megascale_common.node.status_page import GroupRow, Phase, Status, StatusPageWriter
+from megascale_executor.agent.symptoms import STOPPED, overdue, stands_still, waited_in_vain
 
 ABORTED = -int(signal.SIGABRT)
 CAUGHT = (

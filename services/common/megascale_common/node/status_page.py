@@ -212,22 +212,6 @@ def read_status_page(path: Path) -> Status | None:
     return None
 
 
-def overdue(status: Status | None, timeout_s: float, now_ns: int) -> str:
-    """The operation that a rank has been inside for ``timeout_s`` or longer, or "".
-
-    ``now_ns`` is CLOCK_MONOTONIC.
-    """
-    rows = status.rows if status is not None else ()
-    oldest = min((row for row in rows if row.since_ns), key=lambda row: row.since_ns, default=None)
-    if oldest is None or now_ns - oldest.since_ns < timeout_s * 1e9:
-        return ""
-    inside_s = (now_ns - oldest.since_ns) / 1e9
-    return (
-        f"its operation {oldest.completed + 1} in group {oldest.name} was in progress for "
-        f"{inside_s:.1f} s: a peer did not come (recovery.collective_timeout_s = {timeout_s:g})"
-    )
-
-
 def _parse(data: bytes) -> Status | None:
     magic, version, _, pid, rank, attempt, step, phase, micro_batch, updated, count = (
         _HEADER.unpack_from(data)

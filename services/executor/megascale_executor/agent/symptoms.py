@@ -15,7 +15,7 @@ import signal
 import time
 from pathlib import Path
 
-from megascale_common.node.status_page import overdue, read_status_page
+from megascale_common.node.status_page import Status, read_status_page
 
 STOPPED = "STOPPED"  # error kind of workers that the agent itself ended
 _WATCHDOG_WORDS = (
@@ -47,6 +47,22 @@ def waited_in_vain(
     if aborted or error_kind == "OTHER":
         return overdue(read_status_page(page), timeout_s, time.monotonic_ns())
     return ""
+
+
+def overdue(status: Status | None, timeout_s: float, now_ns: int) -> str:
+    """The operation that a rank has been inside for ``timeout_s`` or longer, or "".
+
+    ``now_ns`` is CLOCK_MONOTONIC.
+    """
+    rows = status.rows if status is not None else ()
+    oldest = min((row for row in rows if row.since_ns), key=lambda row: row.since_ns, default=None)
+    if oldest is None or now_ns - oldest.since_ns < timeout_s * 1e9:
+        return ""
+    inside_s = (now_ns - oldest.since_ns) / 1e9
+    return (
+        f"its operation {oldest.completed + 1} in group {oldest.name} was in progress for "
+        f"{inside_s:.1f} s: a peer did not come (recovery.collective_timeout_s = {timeout_s:g})"
+    )
 
 
 def stands_still(page: Path, now_ns: int) -> bool:

@@ -52,7 +52,6 @@ from megascale_trainer.process.descriptors import make_room
 from megascale_trainer.process.interfaces import pin_interface
 from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.loaded_model import differences, other_order
-from megascale_trainer.process.overdue_watch import watch_operations
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
@@ -198,7 +197,6 @@ class _Worker:
             os.environ.update(who.get("network", {}))
             collectives = pin_collectives(config.training.deterministic)
             print(f"NCCL: {collectives}", flush=True)
-            watch_operations(Path(who["status_page"]), config.recovery.collective_timeout_s)
         if (recorded := flight_dump.recorder(self._device)) is not None:
             files = AttemptFolder(Path(who["status_page"]).parent)
             request, out = files.flight_request(who["rank"]), files.flight_dump(who["rank"])
