@@ -93,7 +93,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         type=_overlap,
         default=(),
         metavar="DIMENSIONS",
-        help="some of tp,pp,dp, or none",
+        help="some of tp,pp,dp,peer_edges, or none",
     )
     parser.add_argument("--kernels", choices=["auto", "torch", "triton"], default="torch")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")

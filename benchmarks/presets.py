@@ -31,7 +31,7 @@ PRESETS = {
     # embedding and head.
     "175b-stage": Preset(12, 12288, 96, 51200, 2048, 4, 32),
 }
-OVERLAPS = ("tp", "pp", "dp")
+OVERLAPS = ("tp", "pp", "dp", "peer_edges")
 
 
 class ConfigurationRefused(ValueError):

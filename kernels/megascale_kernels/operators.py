@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -26,9 +26,6 @@ from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable
 
 _AMPERE = (8, 0)  # bf16 in Triton
-
-# :func:`megascale_kernels.partial_sums.sum_of_parts`
-SumOfParts = Callable[[torch.Tensor], torch.Tensor]
 
 # What a linear layer reads: a tensor, or in FP8 a
 # :class:`megascale_kernels.fp8_activation.Fp8Activation`.
@@ -97,7 +94,7 @@ class Operators(LayerOperators[torch.Tensor]):
 
     name: Literal["torch", "triton"]
     cross_entropy: CrossEntropy
-    sum_of_parts: SumOfParts
+    sum_of_parts: partial_sums.SumOfParts
 
 
 def choose(kind: Literal["auto", "torch", "triton"], device: torch.device) -> Operators:

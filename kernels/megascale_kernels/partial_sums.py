@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+# [size, ...] partial sums in the order of ranks, to [...].
+SumOfParts = Callable[[torch.Tensor], torch.Tensor]
 
 
 def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:

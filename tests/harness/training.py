@@ -67,7 +67,7 @@ def tiny_job(
 
 def hiding(*axes: str) -> dict[str, Any]:
     """The field of ``parallelism`` that overlaps these dimensions alone."""
-    return {"overlap": {axis: axis in axes for axis in ("tp", "pp", "dp")}}
+    return {"overlap": {axis: axis in axes for axis in ("tp", "pp", "dp", "peer_edges")}}
 
 
 def sample(config: JobConfig, index: int) -> dict[str, np.ndarray[Any, Any]]:

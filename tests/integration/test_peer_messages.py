@@ -38,7 +38,7 @@ def test_a_message_larger_than_a_slot_is_refused(pool: RankPool, tmp_path: Path)
 def test_all_edges_inside_a_host_pass_through_peer_memory(
     pp: int, virtual_stages: int, pool: RankPool, tmp_path: Path
 ) -> None:
-    sizes = {"pp": pp, "virtual_stages": virtual_stages, **hiding("pp")}
+    sizes = {"pp": pp, "virtual_stages": virtual_stages, **hiding("pp", "peer_edges")}
     if virtual_stages > 1:
         sizes["stage_layers"] = [1, 1, 1, 1, *([0] * (pp * virtual_stages - 4))]
     found = pool.run(f"{PROGRAMS}:choice", pp, tmp_path, sizes=sizes, one_host=True)
@@ -57,7 +57,7 @@ def test_ranks_that_opened_fewer_memories_catch_up(pool: RankPool, tmp_path: Pat
     ("overlap", "one_host", "cause"),
     [
         (hiding(), True, None),
-        (hiding("pp"), False, "its ranks are on different hosts"),
+        (hiding("pp", "peer_edges"), False, "its ranks are on different hosts"),
     ],
     ids=["not set", "two hosts"],
 )
@@ -72,6 +72,6 @@ def test_the_communicator_is_the_fallback_and_the_log_gives_the_cause(
             if cause is None
             else [
                 "messages between pipeline stages 0 and 1 do not go through peer memory "
-                f"(trainer.parallelism.overlap.pp): {cause}"
+                f"(trainer.parallelism.overlap.peer_edges): {cause}"
             ]
         )

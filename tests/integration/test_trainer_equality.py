@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "tp2pp2dp2": ({"tp": 2, "pp": 2, "dp": 2}, 1),
     "tp2pp2dp2, all overlapped": ({"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")}, 1),
     "tp4, overlapped tp": ({"tp": 4, **hiding("tp")}, 4),
-    "pp4, overlapped pp": ({"pp": 4, **hiding("pp")}, 1),
+    "pp4, overlapped pp": ({"pp": 4, **hiding("pp", "peer_edges")}, 1),
     "pp3": ({"pp": 3}, 2),
     "dp4, overlapped dp": ({"dp": 4, **hiding("dp")}, 1),
     "tp2dp2, full recompute, overlapped tp and dp": (
@@ -163,7 +163,10 @@ def test_layout_trains_as_one_process(
 def test_overlapped_edges_change_no_bit(
     sizes: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
-    jobs = [tiny_job(parallelism=sizes | overlap) for overlap in ({}, hiding("pp"))]
+    jobs = [
+        tiny_job(parallelism=sizes | overlap)
+        for overlap in ({}, hiding("pp"), hiding("pp", "peer_edges"))
+    ]
     _assert_same_bits(jobs, 2, pool, tmp_path)
 
 
@@ -211,7 +214,9 @@ def _assert_same_bits(jobs: list[dict[str, Any]], ranks: int, pool: RankPool, fo
                 np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
-@pytest.mark.parametrize("overlap", [hiding(), hiding("pp")], ids=["communicator", "peer memory"])
+@pytest.mark.parametrize(
+    "overlap", [hiding(), hiding("pp", "peer_edges")], ids=["communicator", "peer memory"]
+)
 def test_a_posted_receive_is_entered_when_it_is_waited_for(
     overlap: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:

@@ -206,8 +206,8 @@ def test_init_and_plan_lead_from_nothing_to_what_a_job_needs(runner: CliRunner) 
     ]
     for words in (*lines, "pipeline stage 1: parameters", "checkpoint   9.8 MiB"):
         assert words in shown.output
-    assert shown.output.count(", peer memory 384.0 KiB") == 2, (
-        "128 tokens, 2 sequences, 128 columns, fp32, two slots; and half of it for the one edge"
+    assert shown.output.count(", peer memory 256.0 KiB") == 2, (
+        "128 tokens, 2 sequences, 128 columns, fp32, two slots"
     )
     text = Path("First Try.yaml").read_text()
     assert "#tp: true" in text and "#pp: true" in text, "the file shows the defaults"

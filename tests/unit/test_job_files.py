@@ -207,13 +207,12 @@ def test_the_plan_agrees_with_figures_computed_by_hand() -> None:
         assert need["peer_memory_bytes"] == 0
     assert plan["staging_bytes_of_a_rank"] == plan["replica_bytes_of_a_rank"] == 0
     overlapped = plan_job(spec(), 5, 0)
-    # Two slots of 16 tokens, 2 sequences, 8 columns, 4 bytes, and of half of it for the one edge;
-    # the rest stays.
+    # Two slots of 16 tokens, 2 sequences, 8 columns, 4 bytes; the rest stays.
     for need, plain in zip(overlapped["memory_of_a_rank"], plan["memory_of_a_rank"], strict=True):
         assert need == {
             **plain,
-            "peer_memory_bytes": 3072,
-            "total_bytes": plain["total_bytes"] + 3072,
+            "peer_memory_bytes": 2048,
+            "total_bytes": plain["total_bytes"] + 2048,
         }
 
 

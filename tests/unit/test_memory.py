@@ -108,7 +108,7 @@ def test_peer_memory_is_what_the_trainer_takes(
     assert (taken[-1] > 0) == (overlap and tp > 1)
 
 
-@pytest.mark.parametrize("overlap", [hiding(), hiding("pp")], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [hiding(), hiding("peer_edges")], ids=["plain", "overlapped"])
 @pytest.mark.parametrize(("tp", "pp", "virtual_stages"), [(1, 2, 1), (2, 4, 1), (1, 2, 2)])
 def test_peer_memory_of_edges_is_what_the_trainer_takes(
     tp: int, pp: int, virtual_stages: int, overlap: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -141,7 +141,7 @@ def test_peer_memory_of_edges_is_what_the_trainer_takes(
         )
         peer_edges.connect_edges(config, edges, stage, torch.float32, torch.device("cpu"))
         assert rank_memory(config, stage * tp).peer_memory_bytes == sum(taken)
-        assert bool(taken) == bool(overlap["overlap"]["pp"])
+        assert bool(taken) == bool(overlap["overlap"]["peer_edges"])
 
 
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(4, 1), (2, 2), (4, 2), (2, 4)])

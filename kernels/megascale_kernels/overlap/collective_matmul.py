@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megascale_kernels.operators import SumOfParts
 from megascale_kernels.overlap.peer_memory import PeerMemory
 from megascale_kernels.overlap.row_transfers import RowTransfers
-from megascale_kernels.partial_sums import sum_of_parts
+from megascale_kernels.partial_sums import SumOfParts, sum_of_parts
 
 
 class CollectiveMatmuls:

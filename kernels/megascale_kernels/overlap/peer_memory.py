@@ -1,8 +1,8 @@
 """Memory of each rank of a group that all its ranks read and write without the owner's help.
 
 On CUDA it is torch's symmetric memory: peers' buffers are mapped into this process, a copy between
-two of them is done by a copy engine over NVLink, and barriers and signals by the streams' front
-ends, so that nothing of it needs a multiprocessor. On a CPU it is one anonymous file that all ranks
+two of them is done by a copy engine over NVLink, a barrier is a kernel of one warp, and signals are
+written and awaited by the streams' front ends. On a CPU it is one anonymous file that all ranks
 map, and signals are empty messages of the group. Neither leaves anything behind when a process
 dies. NVLink multicast is not used and is switched off.
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from megascale_kernels.overlap.stream_signals import SignalSequence
+from megascale_kernels.overlap.stream_signals import await_word, set_word
 
 _REASONS = (
     "",
@@ -40,9 +40,6 @@ _REASONS = (
 
 
 _CHANNELS = 64
-# Barriers take turns with two more channels: a peer may be at the next barrier, but not at the one
-# after that, before this rank has cleared what it waited for.
-_BARRIERS = 2
 _SIGNAL_BYTES = 4
 _ALIGNMENT_BYTES = 256
 
@@ -122,9 +119,9 @@ def open_peer_memory(
 
     Args:
         size_bytes: of each rank.
-        timeout_s: on CUDA, how long this call waits for the other ranks. A barrier or a signal has
-            no bound of its own there: the watchdog of the collectives that stand behind it in a
-            step bounds it. On a CPU they have the group's own timeout.
+        timeout_s: on CUDA, how long a barrier waits for the last rank before it ends this rank's
+            CUDA context. A wait for a signal has no bound there. On a CPU both have the group's own
+            timeout.
 
     Raises:
         RuntimeError, OSError: there is not so much memory, or it cannot be shared.
@@ -147,14 +144,12 @@ class _CudaPeerMemory:
         # torch would otherwise make a multicast object for every buffer
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self._signals = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        whole = self._signals + (_CHANNELS + _BARRIERS) * self.size * _SIGNAL_BYTES
+        whole = self._signals + _CHANNELS * self.size * _SIGNAL_BYTES
         _catch_up(group, device)
         self._own, self._handle = _open(group, whole, device)
         self._own[self._signals :].zero_()
-        self._barriers = [self._barrier(_CHANNELS + turn) for turn in range(_BARRIERS)]
-        self._turn = 0
-        # All ranks' signals are 0 before the first is set.
-        self._handle.barrier(channel=0, timeout_ms=int(timeout_s * 1000))
+        self._timeout_ms = int(timeout_s * 1000)
+        self.barrier()  # all ranks' signals are 0 before the first is set
 
     def tensor_of(
         self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
@@ -163,24 +158,13 @@ class _CudaPeerMemory:
         return self._handle.get_buffer(rank, tuple(shape), dtype, offset_bytes // dtype.itemsize)
 
     def barrier(self) -> None:
-        self._barriers[self._turn].enqueue(torch.cuda.current_stream(self.device))
-        self._turn = (self._turn + 1) % _BARRIERS
+        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
     def signal(self, rank: int, channel: int) -> None:
-        word = self._word(rank, self.rank, channel)
-        SignalSequence([word], []).enqueue(torch.cuda.current_stream(self.device))
+        set_word(self._word(rank, self.rank, channel), torch.cuda.current_stream(self.device))
 
     def await_signal(self, rank: int, channel: int) -> None:
-        word = self._word(self.rank, rank, channel)
-        SignalSequence([], [word]).enqueue(torch.cuda.current_stream(self.device))
-
-    def _barrier(self, channel: int) -> SignalSequence:
-        """Signals to all peers, then a wait for all of theirs."""
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        return SignalSequence(
-            [self._word(peer, self.rank, channel) for peer in peers],
-            [self._word(self.rank, peer, channel) for peer in peers],
-        )
+        await_word(self._word(self.rank, rank, channel), torch.cuda.current_stream(self.device))
 
     def _word(self, owner: int, sender: int, channel: int) -> int:
         """The address, in ``owner``'s memory, of what ``sender`` sets to signal."""

@@ -34,11 +34,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megascale_kernels.operators import SumOfParts
 from megascale_kernels.overlap.peer_memory import PeerMemory
 from megascale_kernels.overlap.plan import Step, gather_plan, scatter_plan
 from megascale_kernels.overlap.side_stream import SideStream
-from megascale_kernels.partial_sums import sum_of_parts
+from megascale_kernels.partial_sums import SumOfParts, sum_of_parts
 
 _SLOTS = 2
 _ALIGNMENT_BYTES = 256
@@ -104,6 +103,9 @@ class RowTransfers:
         arrived = []
         with side.active():
             memory.barrier()
+            # A barrier behind a GEMM that fills every multiprocessor would start all transfers
+            # late: main waits for it before the first.
+            open_to_all = side.mark()
             for step in peers:
                 for whole, offset in zip(gathered, offsets, strict=True):
                     self._pull(step, whole, rows, offset)
@@ -111,6 +113,7 @@ class RowTransfers:
             for whole, one in zip(gathered, part, strict=True):
                 whole[own.start : own.stop].copy_(one)
             complete = side.mark()
+        side.hold_main(open_to_all)
         consume(part, own.start, own.stop)
         for step, mark in zip(peers, arrived, strict=True):
             side.hold_main(mark)

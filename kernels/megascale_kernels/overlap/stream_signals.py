@@ -1,13 +1,10 @@
-"""Signals between devices that streams write and wait for without a kernel.
+"""Signals between devices that streams write and await without a kernel.
 
-A barrier kernel needs a multiprocessor: behind a GEMM that fills them all it would start only when
-the GEMM ends, so the GEMM had to wait for the barrier, and with it for the slowest rank. The
-driver's memory operations of streams (CUDA driver API, "Stream Memory Operations") are executed by
-the device's front end: a stream writes a word of a peer's memory, or stands still until a word of
-its own has a value, and kernels of other streams run beside it.
-
-They are called in libcuda itself through ctypes, since torch has no waiting one. They can be
-captured: a graph repeats them with the values that they had.
+A kernel that signals behind a GEMM which fills every multiprocessor starts only when the GEMM ends,
+and one that waits occupies a multiprocessor. The driver's memory operations of streams (CUDA driver
+API, "Stream Memory Operations") are executed by the device's front end: a stream writes a word of a
+peer's memory, or stands still until a word of its own has a value, and kernels of other streams run
+beside it. They are called in libcuda itself through ctypes, since torch has no waiting one.
 """
 
 from __future__ import annotations
@@ -37,33 +34,31 @@ class _Operation(ctypes.Structure):
     )
 
 
-class SignalSequence:
-    """Operations that a stream does one after the other.
+def set_word(address: int, stream: torch.cuda.Stream) -> None:
+    """The 32-bit word at ``address``, of this device or a peer's, becomes 1.
 
-    Args:
-        writes: addresses of 32-bit words, of this device or a peer's, that become 1: what the
-            stream was given before is visible to whoever sees that.
-        waits: addresses of words of this device that are waited for to be 1, and then become 0.
+    What ``stream`` was given before is visible to whoever sees that.
+
+    Raises:
+        RuntimeError: the driver refuses it.
     """
+    _enqueue([_Operation(_WRITE, address, 1, 0)], stream)
 
-    def __init__(self, writes: Sequence[int], waits: Sequence[int]) -> None:
-        operations = [
-            *(_Operation(_WRITE, address, 1, 0) for address in writes),
-            *(_Operation(_WAIT, address, 1, _WAIT_EQUAL) for address in waits),
-            *(_Operation(_WRITE, address, 0, 0) for address in waits),
-        ]
-        self._count = len(operations)
-        self._operations = (_Operation * self._count)(*operations)
 
-    def enqueue(self, stream: torch.cuda.Stream) -> None:
-        """Give the operations to ``stream``, without the host waiting.
+def await_word(address: int, stream: torch.cuda.Stream) -> None:
+    """``stream`` waits for the word at ``address``, of this device, to be 1, and makes it 0.
 
-        Raises:
-            RuntimeError: the driver refuses them.
-        """
-        status = _batch()(stream.cuda_stream, self._count, self._operations, 0)
-        if status:
-            raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA driver error {status}")
+    Raises:
+        RuntimeError: the driver refuses it.
+    """
+    waits = _Operation(_WAIT, address, 1, _WAIT_EQUAL)
+    _enqueue([waits, _Operation(_WRITE, address, 0, 0)], stream)
+
+
+def _enqueue(operations: Sequence[_Operation], stream: torch.cuda.Stream) -> None:
+    array = (_Operation * len(operations))(*operations)
+    if status := _batch()(stream.cuda_stream, len(operations), array, 0):
+        raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA driver error {status}")
 
 
 @functools.cache

@@ -369,9 +369,7 @@ class _PipelineScheduleEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     """
 
 class PipelineSchedule(_PipelineSchedule, metaclass=_PipelineScheduleEnumTypeWrapper):
-    """Sizes of the parallel axes; world size = tp * cp * dp * pp.
-    The order of forwards and backwards on a pipeline stage.
-    """
+    """The order of forwards and backwards on a pipeline stage."""
 
 PIPELINE_SCHEDULE_UNSPECIFIED: PipelineSchedule.ValueType  # 0
 PIPELINE_SCHEDULE_1F1B: PipelineSchedule.ValueType  # 1
@@ -911,6 +909,8 @@ Global___RopeScalingSpec: typing_extensions.TypeAlias = RopeScalingSpec
 
 @typing.final
 class ParallelismSpec(google.protobuf.message.Message):
+    """Sizes of the parallel axes; world size = tp * cp * dp * pp."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TP_FIELD_NUMBER: builtins.int
@@ -989,17 +989,21 @@ class OverlapSpec(google.protobuf.message.Message):
     TP_FIELD_NUMBER: builtins.int
     PP_FIELD_NUMBER: builtins.int
     DP_FIELD_NUMBER: builtins.int
+    PEER_EDGES_FIELD_NUMBER: builtins.int
     tp: builtins.bool
     """All-gathers and reduce-scatters of sequence parallelism, in chunks beside their GEMMs; plain where
     the ranks cannot reach each other's memory; default true.
     """
     pp: builtins.bool
-    """Pipeline receives posted one computation ahead, messages inside a host by copy engines; default
-    true.
-    """
+    """Pipeline receives posted one computation ahead; default true."""
     dp: builtins.bool
     """Gradient buckets reduced during the last backward, parameters gathered during forward; default
     true.
+    """
+    peer_edges: builtins.bool
+    """Messages between pipeline stages of one host by copy engines, through the receiver's memory,
+    instead of NCCL's kernels. A stage that waits for a stalled one then waits until the driver's hang
+    detection ends the attempt, not for collective_timeout_s; default false.
     """
     def __init__(
         self,
@@ -1007,11 +1011,14 @@ class OverlapSpec(google.protobuf.message.Message):
         tp: builtins.bool | None = ...,
         pp: builtins.bool | None = ...,
         dp: builtins.bool | None = ...,
+        peer_edges: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_dp", b"_dp", "_pp", b"_pp", "_tp", b"_tp", "dp", b"dp", "pp", b"pp", "tp", b"tp"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_dp", b"_dp", "_pp", b"_pp", "_tp", b"_tp", "dp", b"dp", "pp", b"pp", "tp", b"tp"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_dp", b"_dp", "_peer_edges", b"_peer_edges", "_pp", b"_pp", "_tp", b"_tp", "dp", b"dp", "peer_edges", b"peer_edges", "pp", b"pp", "tp", b"tp"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_dp", b"_dp", "_peer_edges", b"_peer_edges", "_pp", b"_pp", "_tp", b"_tp", "dp", b"dp", "peer_edges", b"peer_edges", "pp", b"pp", "tp", b"tp"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_dp", b"_dp"]) -> typing.Literal["dp"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_peer_edges", b"_peer_edges"]) -> typing.Literal["peer_edges"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_pp", b"_pp"]) -> typing.Literal["pp"] | None: ...
     @typing.overload

@@ -156,6 +156,7 @@ class OverlapConfig:
     tp: bool = True
     pp: bool = True
     dp: bool = True
+    peer_edges: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,12 @@
 
 Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter
 table, and in FP8 also the two copies of each matrix. Activations are a count of what the operators
-keep for backward. Peer memory (``overlap.tp`` and ``overlap.pp``) is taken from the device outside
-torch's allocator, so that ``torch.cuda.max_memory_allocated`` does not count it. Left out are the
-allocator's fragmentation, workspaces of libraries, communicators' buffers and the device context:
-expect the device to report more. Left out too are dense attention masks, where no kernel takes
-documents or windows, and the working memory of the one that does; and the tables of LAMB's kernels,
-16 bytes for each 1024 values of a shard (0.13 % of its states).
+keep for backward. Peer memory (``overlap.tp``, ``overlap.peer_edges``) is taken from the device
+outside torch's allocator, so that ``torch.cuda.max_memory_allocated`` does not count it. Left out
+are the allocator's fragmentation, workspaces of libraries, communicators' buffers and the device
+context: expect the device to report more. Left out too are dense attention masks, where no kernel
+takes documents or windows, and the working memory of the one that does; and the tables of LAMB's
+kernels, 16 bytes for each 1024 values of a shard (0.13 % of its states).
 
 What each operator keeps of a token is declared in :mod:`megascale_common.sizes.block`. Kernels that
 are chosen by the device (``auto``) count as fused.
@@ -206,7 +206,7 @@ def _edge_peer_bytes(config: JobConfig, stage: int) -> int:
     Under the same assumption; stages on different hosts take none.
     """
     parallel = config.parallelism
-    if not parallel.overlap.pp or parallel.pp == 1:
+    if not parallel.overlap.peer_edges or parallel.pp == 1:
         return 0
     at_an_end = stage in (0, parallel.pp - 1)
     neighbours = 1 if at_an_end and parallel.virtual_stages == 1 else 2

@@ -2,10 +2,11 @@
 
 A collective that a peer does not join ends in one of three ways. The worker gets an error and
 reports it: nothing is to be decided here. Or NCCL's watchdog aborts the process, and only the log
-has the reason. Or, over peer memory (``overlap.tp``, ``overlap.pp``), a stream of the device stands
-still until the peer comes: NCCL's watchdog then aborts the process for a collective that stands
-behind it, maybe without a message. The evidence that remains is the status page: an operation in
-progress for longer than any may take. NCCL counts the same way, from the host's call on.
+has the reason. Or, over peer memory (``overlap.tp``), the barrier times out inside its kernel and
+destroys the CUDA context: the next library that uses the device fails with some error of its own,
+or a destructor does and the process aborts without a message. The evidence that remains is the
+status page: an operation in progress for longer than any may take. NCCL counts the same way, from
+the host's call on.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ class _Neighbours:
 def connect_edges(
     config: JobConfig, edges: Edges, stage: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Choose how the messages of ``edges`` pass: through peer memory where ``overlap.pp`` asks for
-    it and the two ranks reach each other's, else through the communicator.
+    """Choose how the messages of ``edges`` pass: through peer memory where ``overlap.peer_edges``
+    asks for it and the two ranks reach each other's, else through the communicator.
 
-    All ranks call this together. Where ``overlap.pp`` asks in vain the log names the reason.
+    All ranks call this together. Where it is asked for in vain the log names the reason.
 
     Args:
         stage: this rank's.
@@ -48,12 +48,12 @@ def connect_edges(
     for pair in _neighbours(edges, stage, config.parallelism.pp):
         pair.activation.messages = pair.gradient.messages = None
         handle = pair.activation.handle
-        if not config.parallelism.overlap.pp or handle is None:
+        if not config.parallelism.overlap.peer_edges or handle is None:
             continue
         if reason := why_unreachable(handle, device):
             print(
                 f"messages between pipeline stages {pair.low} and {pair.high} do not go through "
-                f"peer memory (trainer.parallelism.overlap.pp): {reason}",
+                f"peer memory (trainer.parallelism.overlap.peer_edges): {reason}",
                 flush=True,
             )
             continue
