@@ -59,5 +59,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "operations.html").is_file()
     shown = set(re.findall(r'<img [^>]*src="([^"]+)"', (tmp_path / "evidence.html").read_text()))
     pictures = {name for name in shown if name.startswith("images/")}
-    assert "images/2026-11-24-lamb-h200.png" in pictures
+    assert "images/2026-11-27-lamb-h200.png" in pictures
     assert all((tmp_path / name).is_file() for name in pictures)

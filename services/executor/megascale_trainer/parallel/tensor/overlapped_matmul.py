@@ -64,8 +64,9 @@ def chunks(size: int) -> int:
     """Into how many steps the rows of ``size - 1`` peers are cut.
 
     Few, because a GEMM of few rows fills a device badly. One is the fastest on 2 and on 4 H200s:
-    two steps cost a layer 1.5 to 3 % on 4 (30B and 7B, bf16). Above that nothing is measured; three
-    let the first peers' rows arrive under the GEMM of a rank's own, which are 1 / ``size`` of all.
+    two steps cost a layer 1.5 to 3 % on 4 (30B and 7B, bf16). For 8, GEMMs timed on one H200 with
+    computed transfers: three is within 2.2 % of the best of each shape, one costs 5 to 16 % more
+    (benchmarks/results/2026-11-27-waterfalls-4xh200.md).
     """
     return 1 if size <= _ONE_STEP_UP_TO else 3
 
