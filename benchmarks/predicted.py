@@ -70,6 +70,7 @@ def question(row: dict[str, Any], gpu: str) -> dict[str, Any]:
         "global_batch": row["global_batch_size"],
         "recompute": row["recompute"],
         "schedule": row.get("schedule", "1f1b"),  # older results have none
+        "stage_layers": row.get("stage_layers", []),
         **{key: row[key] for key in ("tp", "pp", "vpp", "dp", "block", "window", "precision")},
     }
 

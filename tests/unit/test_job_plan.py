@@ -120,9 +120,23 @@ def test_a_step_that_the_calibration_measured_sets_the_share_of_its_rates() -> N
 
 def test_a_job_that_the_planner_cannot_describe_has_no_plan() -> None:
     config = demo_job("a")
-    uneven = replace(config, parallelism=replace(config.parallelism, stage_layers=(1, 3)))
-    with pytest.raises(Refused, match="stage_layers"):
-        plan_of(uneven, "NVIDIA H200", 8, {})
+    layers = (0,) * config.model.layers
+    windows = replace(config, model=replace(config.model, layer_windows=layers))
+    with pytest.raises(Refused, match="layer_windows"):
+        plan_of(windows, "NVIDIA H200", 8, {})
+
+
+def test_a_job_with_uneven_stages_has_the_plan_of_its_slowest_stage() -> None:
+    config = job()
+
+    def step_s(*split: int) -> float:
+        sizes = replace(config.parallelism, stage_layers=split)
+        return plan_of(replace(config, parallelism=sizes), "NVIDIA H200", 8, {}).step_s
+
+    assert step_s(16, 16) == step_s()
+    assert step_s(14, 18) > step_s(15, 17) > step_s(16, 16)
+    odd = replace(config, model=replace(config.model, layers=33))  # the default's remainder
+    assert plan_of(odd, "NVIDIA H200", 8, {}).step_s > step_s()
 
 
 def running(**options: Any) -> Desk:

@@ -134,14 +134,29 @@ def test_two_figures_lack_the_parameters_of_the_configuration_before(
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("layout", [(1, 1, 1, 4), (4, 1, 1, 1), (2, 2, 1, 1), (2, 2, 2, 1)])
+@pytest.mark.parametrize(
+    ("layout", "stage_layers"),
+    [
+        ((1, 1, 1, 4), ()),
+        ((4, 1, 1, 1), ()),
+        ((2, 2, 1, 1), ()),
+        ((2, 2, 2, 1), ()),
+        ((2, 2, 2, 1), (9, 8, 8, 7)),
+        ((2, 4, 1, 1), (9, 8, 8, 7)),
+    ],
+)
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_it_agrees_with_the_exact_count_of_a_job(
-    recompute: str, layout: tuple[int, int, int, int], block: str, mlp: str
+    recompute: str,
+    layout: tuple[int, int, int, int],
+    stage_layers: tuple[int, ...],
+    block: str,
+    mlp: str,
 ) -> None:
     tp, pp, vpp, dp = layout
-    row = rows.own("7b", 32, layout, 64, recompute=recompute, block=block, mlp=mlp)
+    more = {"recompute": recompute, "block": block, "mlp": mlp, "stage_layers": stage_layers}
+    row = rows.own("7b", 32, layout, 64, **more)
     workload = from_row(row)[0]
     job = from_accepted(
         {
@@ -161,6 +176,7 @@ def test_it_agrees_with_the_exact_count_of_a_job(
                 "pp": pp,
                 "dp": dp,
                 "virtual_stages": vpp,
+                "stage_layers": list(stage_layers),
                 "recompute": recompute,
                 "overlap": {"tp": tp > 1},
             },

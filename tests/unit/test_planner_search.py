@@ -219,3 +219,21 @@ def test_split_backwards_shorten_the_bubble_and_nothing_else() -> None:
     assert {name: before[name] for name in kept} == {name: after[name] for name in kept}
     with pytest.raises(Refused, match="schedule: zero_bubble needs more than one stage"):
         model(8, tp=8, pp=1, dp=1, schedule="zero_bubble")
+
+
+def test_stages_are_balanced_where_this_trainer_gains_by_it() -> None:
+    sizes = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 51200, "precision": "fp8"}
+    workload = from_row({"gpu": "h200", **sizes, "gpus": 4, "dp": 4, "global_batch": 64})[0]
+    result = found(workload)
+    uneven = [
+        (one, row["step_time_s"])
+        for one, row in zip(result.ranked, result.rows(len(result.ranked)), strict=True)
+        if one.stage_layers
+    ]
+    assert uneven
+    for one, step_s in uneven:
+        assert (sum(one.stage_layers), len(one.stage_layers)) == (32, one.pp * one.vpp)
+        assert predict_one(replace(one, stage_layers=()))["step_time_s"] > 1.01 * step_s
+        assert step_s == pytest.approx(predict_one(one)["step_time_s"])
+    theirs = search(workload, GPUS["h200"], SYSTEMS["megascale"])
+    assert theirs.ranked and not any(one.stage_layers for one in theirs.ranked)

@@ -189,6 +189,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"{facts['micro_batches']} micro-batches; "
             f"pipeline bubble {facts['pipeline_bubble']:.1%}",
         ]
+    if "balanced_stages" in facts:
+        lines.append(f"{'balance':<12} {_balance(facts['balanced_stages'])}")
     for number, row in enumerate(facts.get("larger_batches", ())):
         lines.append(
             f"{'' if number else 'larger batch':<12} {row['global_batch_size']} sequences over the "
@@ -214,6 +216,16 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if "checkpoint_interval" in facts:
         lines.append(f"{'':<12} {_interval(facts['checkpoint_interval'])}")
     return lines
+
+
+def _balance(found: dict[str, Any]) -> str:
+    """A faster split, and why it is faster."""
+    return (
+        f"stage_layers: {escape(str(list(found['stage_layers'])))} is predicted "
+        f"{100 * found['gain']:.1f} % faster: the head costs as much as "
+        f"{found['head_layers']:.1f} layers; the largest rank needs "
+        f"{size_text(found['largest_rank_bytes'])}"
+    )
 
 
 def _interval(auto: dict[str, float]) -> str:

@@ -17,7 +17,7 @@ from megascale_common.job.wire import spec as job_spec
 from megascale_common.sizes.batch_scaling import scaled_batch
 from megascale_common.sizes.checkpoint_interval import best_interval_s, mtbf_s
 from megascale_common.sizes.flops import flops_per_token
-from megascale_common.sizes.memory import RankMemory, rank_memory
+from megascale_common.sizes.memory import RankMemory, largest_rank_memory, rank_memory
 from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
 from megascale_common.sizes.spare_count import advised_spares, wanted_spares
 from megascale_common.sizes.staging import wanted_replica_slots, wanted_slots
@@ -56,6 +56,8 @@ def plan_job(
     else:
         nodes, refused = _nodes(config, devices_per_node)
         plan |= nodes | _memory(config, memory) | _auto_interval(config)
+        if not problems:
+            plan |= _balance(config, device_memory_bytes)
         problems += refused + _too_large(config, memory, device_memory_bytes)
     return {**plan, "refused": _plain(problems)}
 
@@ -159,6 +161,33 @@ def _auto_interval(config: JobConfig) -> dict[str, Any]:
         for name, cost_s in costs.items()
     }
     return {"checkpoint_interval": {"mtbf_s": failure_s, **found}}
+
+
+def _balance(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
+    """The layers of each virtual stage that are predicted to train faster than the job's own."""
+    try:
+        from megascale_driver.planner.job_plan import job_balance
+        from megascale_driver.planner.workload import Refused
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":  # which the extra `plan` brings
+            raise
+        return {}
+
+    def need(split: tuple[int, ...]) -> int:
+        changed = dataclasses.replace(config.parallelism, stage_layers=split)
+        other = dataclasses.replace(config, parallelism=changed)
+        return largest_rank_memory(other).total_bytes
+
+    try:
+        found = job_balance(
+            config, lambda split: not device_memory_bytes or need(split) <= device_memory_bytes
+        )
+    except Refused:
+        return {}
+    if found is None:
+        return {}
+    largest = need(found.stage_layers)
+    return {"balanced_stages": {**dataclasses.asdict(found), "largest_rank_bytes": largest}}
 
 
 def _too_large(

@@ -6,6 +6,7 @@ options and the tables. With ``--json`` one object is printed on stdout.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +36,7 @@ USER_MISTAKE_EXIT_CODE = 2
 _SHOWN_REASONS = 8
 _TABLE_WIDTH = 170  # whatever the terminal's is: rows stay whole
 _COLUMNS = (
-    *("tp", "pp", "vpp", "dp", "b", "recompute", "block"),
+    *("tp", "pp", "vpp", "dp", "b", "recompute", "block", "stage_layers"),
     *("step s", "low to high", "MFU causal / full", "GiB", "largest terms"),
 )
 
@@ -161,7 +162,8 @@ def _show(found: Found, rows: list[dict[str, Any]], constants: list[dict[str, An
         shares = ", ".join(f"{name} {100 * s / row['step_time_s']:.0f} %" for name, s in terms)
         table.add_row(
             *(str(row[name]) for name in ("tp", "pp", "vpp", "dp", "micro_batch")),
-            *(row["recompute"], row["block"], f"{row['step_time_s']:.3f}"),
+            *(row["recompute"], row["block"], _runs(row["stage_layers"])),
+            f"{row['step_time_s']:.3f}",
             f"{row['low']:.3f} to {row['high']:.3f}",
             f"{100 * row['mfu_causal']:.1f} / {100 * row['mfu_full']:.1f} %",
             *(f"{row['memory_gib']:.1f}", shares),
@@ -175,6 +177,13 @@ def _show(found: Found, rows: list[dict[str, Any]], constants: list[dict[str, An
     for constant in constants:
         value = f"{constant['of']}.{constant['constant']} = {constant['value']:g}"
         _console.print(f"  {value}: {constant['source']}", markup=False, soft_wrap=True)
+
+
+def _runs(stage_layers: list[int]) -> str:
+    """``9, 8 x 2, 7``: equal numbers in a row once."""
+    runs = [(count, len(list(run))) for count, run in itertools.groupby(stage_layers)]
+    texts = [f"{count}{f' x {times}' if times > 1 else ''}" for count, times in runs]
+    return ", ".join(texts) or "even"
 
 
 @app.command()

@@ -1,5 +1,7 @@
 """What the fullest rank needs: the first pipeline stage, which keeps the most micro-batches.
 
+Of stages with unlike numbers of layers each part is that of the stage with most of it.
+
 Weights and states: 18 bytes a parameter, or 6 + 12 / dp where the optimizer is sharded (bf16
 weights, float32 gradients, three float32 states). Activations: Korthikanti et al., arXiv
 2205.05198, Table 2, equations 4 to 6; for this project's trainer what its operators keep
@@ -40,7 +42,7 @@ def device_memory(points: Points, system: System) -> DeviceMemory:
     """Memory of every configuration under ``system``."""
     second = where((points.pp == 1) & (not system.tied), 1.0, 0.0)  # the head on the same rank
     parameters = points.stage_parameters + second * points.vocabulary * points.hidden / points.tp
-    matrices = points.layers / points.pp * points.layer_weights / points.tp
+    matrices = points.most_layers * points.layer_weights / points.tp
     shard = points.dp if system.sharded_optimizer else 1.0
     per_layer = _layer_bytes(points, system, points.recompute)
     alive = _alive_layers(points)
@@ -61,14 +63,22 @@ def device_memory(points: Points, system: System) -> DeviceMemory:
 
 
 def _alive_layers(points: Points) -> Array:
-    """Layers times micro-batches that the first stage keeps at once.
+    """Layers times micro-batches that the fullest stage keeps at once.
 
-    1F1B: p micro-batches. Interleaved: 1 + (p - 1) / (p v) times that (arXiv 2205.05198, 4.2.3).
+    1F1B: p - stage micro-batches. Interleaved: the first stage 1 + (p - 1) / (p v) times p
+    (arXiv 2205.05198, 4.2.3), each after it 2 / v fewer. The fullest of the middle counts as the
+    second.
     """
-    p, v, of_stage = points.pp, points.vpp, points.layers / points.pp
-    in_flight = where(v > 1, p * (1 + (p - 1) / (p * v)), p)
-    alive: Array = of_stage * np.minimum(in_flight, points.micro_batches)
-    return alive
+    p, v = points.pp, points.vpp
+
+    def alive(layers: Array, stage: Array) -> Array:
+        in_flight = where(v > 1, (p * v + p - 1 - 2 * stage) / v, p - stage)
+        kept: Array = layers * np.minimum(in_flight, points.micro_batches)
+        return kept
+
+    ends = np.maximum(alive(points.first_layers, 0 * p), alive(points.last_layers, p - 1))
+    most: Array = np.maximum(ends, alive(points.middle_layers, 1 + 0 * p))
+    return most
 
 
 def _layer_bytes(points: Points, system: System, recompute: Array) -> Array:

@@ -6,10 +6,11 @@ that spans of a running job can tell apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from megascale_common.job.config import JobConfig
+from megascale_common.sizes.parameter_table import stage_layers
 from megascale_driver.planner.calibration_file import (
     BadCalibration,
     calibrated,
@@ -18,6 +19,7 @@ from megascale_driver.planner.calibration_file import (
 )
 from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.prediction import plain, predict
+from megascale_driver.planner.stage_balance import Balance, Split, balance_of
 from megascale_driver.planner.systems import SYSTEMS, System
 from megascale_driver.planner.training_share import with_measured_share
 from megascale_driver.planner.workload import Refused, Workload, illegal, point_of
@@ -35,6 +37,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 # Part of a device's name, as CUDA reports it -> the planner's device; other forms of these (PCIe,
 # 40 GB) have other rates.
 _NAMES = (("H200", "h200"), ("H100 80GB HBM3", "h100"), ("A100-SXM4-80GB", "a100-80g"))
+_BALANCE_GPU = "h100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,18 @@ def plan_of(
         terms={name: sum(found["terms"][part] for part in parts) for name, parts in PARTS.items()},
         hardware=hardware,
     )
+
+
+def job_balance(config: JobConfig, fits: Callable[[Split], bool]) -> Balance | None:
+    """A ``parallelism.stage_layers`` that is predicted to train faster than the job's own.
+
+    The devices are taken to be H100s, on which layers in bf16 and in FP8 have their usual ratio.
+
+    Raises:
+        Refused: there is no prediction for the job.
+    """
+    gpu = GPUS[_BALANCE_GPU]
+    return balance_of(_workload(config, gpu), gpu, _system(config), fits)
 
 
 def _hardware(device: str, calibrations: Mapping[str, str]) -> tuple[Gpu, str]:
@@ -131,11 +146,9 @@ def _workload(config: JobConfig, gpu: Gpu) -> Workload:
     model, sizes, training = config.model, config.parallelism, config.training
     if model.head_dim not in (0, model.hidden_size // model.heads):
         raise Refused("model.head_dim: the planner has only hidden_size / heads; no prediction")
-    if model.layer_windows or sizes.stage_layers:
-        raise Refused(
-            "model.layer_windows, parallelism.stage_layers: the planner has only layers that are "
-            "alike on every stage; no prediction"
-        )
+    if model.layer_windows:
+        raise Refused("model.layer_windows: the planner has only layers alike; no prediction")
+    split = tuple(map(len, stage_layers(config)))
     found = Workload(
         system="ours",
         gpu=gpu.name,
@@ -159,6 +172,7 @@ def _workload(config: JobConfig, gpu: Gpu) -> Workload:
         mlp=model.mlp,
         precision="fp8" if training.precision == "fp8" else "bf16",
         schedule=sizes.pipeline_schedule,
+        stage_layers=split if len(set(split)) > 1 else (),
     )
     problem = illegal(found, gpu)
     if problem:

@@ -31,7 +31,8 @@ class Points:
 
     ``vpp`` are chunks of a rank, ``window`` tokens (0: none), ``recompute`` a value of RECOMPUTE;
     ``parallel_block``, ``swiglu``, ``fp8`` and ``zero_bubble`` are 0 or 1; batches are in
-    sequences.
+    sequences. ``first_layers``, ``middle_layers`` and ``last_layers`` are those of the first, the
+    fullest of the middle (0: there is none) and the last pipeline stage; one stage is all of them.
     """
 
     layers: Array
@@ -53,6 +54,9 @@ class Points:
     swiglu: Array
     fp8: Array
     zero_bubble: Array
+    first_layers: Array
+    middle_layers: Array
+    last_layers: Array
 
     @property
     def devices(self) -> Array:
@@ -76,9 +80,20 @@ class Points:
         return attention + self.hidden * self.ffn * (2 + self.swiglu)
 
     @property
+    def most_layers(self) -> Array:
+        """Layers of the pipeline stage with most."""
+        ends = np.maximum(self.first_layers, self.last_layers)
+        most: Array = np.maximum(ends, self.middle_layers)
+        return most
+
+    @property
     def stage_parameters(self) -> Array:
-        """Parameters of the fullest rank: a stage's layers and one embedding, split over tp."""
-        layers = self.layers / self.pp * (self.layer_weights + 13 * self.hidden)
+        """Parameters of the fullest rank: a stage's layers and one embedding, split over tp.
+
+        The first stage has the embedding and the last the head; where the middle has more layers
+        than both, it counts as if it had one too.
+        """
+        layers = self.most_layers * (self.layer_weights + 13 * self.hidden)
         return (layers + self.vocabulary * self.hidden) / self.tp
 
     def norm_split(self, sequence_parallel: bool, selective_splits: bool) -> Array:

@@ -2,7 +2,8 @@
 
 Candidates are a grid: tp that fits a node, every pp that divides what is left, every number of
 chunks that a stage's layers allow, micro-batches of 1, 2, 4, 8, 16, recompute and block. A
-candidate that cannot run keeps its first reason. The whole grid is predicted at once.
+candidate that cannot run keeps its first reason. The whole grid is predicted at once, and once more
+with the layers of each stage balanced, which this project's trainer can run: the faster one stays.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 from megascale_driver.planner.gpus import Gpu
 from megascale_driver.planner.points import RECOMPUTE
 from megascale_driver.planner.prediction import Predictions, plain, predict
+from megascale_driver.planner.stage_balance import LEAST_GAIN, UnitCosts, balanced
+from megascale_driver.planner.step_time import unit_times
 from megascale_driver.planner.systems import System
 from megascale_driver.planner.workload import Refused, Workload, illegal, points_of
 
@@ -74,9 +77,10 @@ def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = 
             legal.append(candidate)
     if not legal:
         return Found((), predict(points_of([]), gpu, system), (), tuple(rejected))
-    points = points_of(legal)
-    found = predict(points, gpu, system)
     limit = gpu.memory_bytes * (1 - SPARE_MEMORY_SHARE)
+    if system.name == "ours":
+        legal = _balanced(legal, gpu, system, limit)
+    found = predict(points_of(legal), gpu, system)
     for index in np.flatnonzero(found.memory_bytes > limit):
         need, usable = found.memory_bytes[index] / 2**30, limit / 2**30
         text = f"memory: needs {need:.1f} GiB of {usable:.1f} usable"
@@ -86,6 +90,24 @@ def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = 
     return Found(
         tuple(legal[index] for index in order), found, tuple(map(int, order)), tuple(rejected)
     )
+
+
+def _balanced(candidates: list[Workload], gpu: Gpu, system: System, limit: float) -> list[Workload]:
+    """Each candidate with balanced stages, where these fit ``limit`` bytes and are faster."""
+    points = points_of(candidates)
+    even, units = predict(points, gpu, system), unit_times(points, gpu, system)
+    splits = [
+        balanced(one.layers, one.pp, one.vpp, UnitCosts(*map(float, costs)))
+        for one, *costs in zip(candidates, units.layer, units.head, units.embedding, strict=True)
+    ]
+    uneven = [
+        replace(one, stage_layers=split) for one, split in zip(candidates, splits, strict=True)
+    ]
+    found = predict(points_of(uneven), gpu, system)
+    better = (found.memory_bytes <= limit) & (
+        even.step_time_s > (1 + LEAST_GAIN) * found.step_time_s
+    )
+    return [uneven[index] if better[index] else one for index, one in enumerate(candidates)]
 
 
 def _candidates(model: Workload, gpu: Gpu, blocks: tuple[str, ...]) -> list[Workload]:
@@ -122,9 +144,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def layout(workload: Workload) -> dict[str, Any]:
-    """What a search chooses, as plain values."""
+    """What a search chooses, as plain values; ``stage_layers`` [] is an even split."""
     names = ("tp", "pp", "vpp", "dp", "micro_batch", "recompute", "block")
-    return {name: getattr(workload, name) for name in names}
+    chosen = {name: getattr(workload, name) for name in names}
+    return {**chosen, "stage_layers": list(workload.stage_layers)}
 
 
 def sources(gpu: Gpu, system: System) -> list[dict[str, Any]]:

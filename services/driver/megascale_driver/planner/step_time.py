@@ -4,6 +4,9 @@ Of a micro-batch: GEMMs by shape, attention, elementwise kernels by their bytes,
 of tensor and pipeline parallelism. Of a step: exposed data-parallel transfers, the optimizer, host
 work, and the slowest of N nodes. Formulas: Narayanan et al., arXiv 2104.04473 (FLOPs, schedule,
 bubble), Korthikanti et al., arXiv 2205.05198 (sequence parallelism, recomputation).
+
+A micro-batch takes as long as the slowest pipeline stage: its layers in all its chunks, and with
+them the embedding on the first and the head, which is in bf16 whatever the layers are, on the last.
 """
 
 from __future__ import annotations
@@ -24,9 +27,13 @@ TILE = 128.0
 # Attention reaches half of its share at this length: causal rates of cuDNN on H200 at 2,048, 4,096
 # and 8,192 tokens are 336, 455 and 515 TFLOP/s in both directions together (benchmarks/results).
 ATTENTION_HALF_LENGTH = 1500.0
+FORWARD_SHARE = 1 / 3  # of forward and backward
 FLASH_BACKWARD, PLAIN_BACKWARD = 2.5, 2.0
 COLLECTIVE_LATENCY_S = 15e-6
 OPTIMIZER_BYTES = 42.0  # AdamW: four states read, three written, gradient read thrice, weight
+# Of a token and hidden value, on every rank of a tensor-parallel group: its row read and written
+# (4), its gradient read and added to the row's in float32 (10).
+EMBEDDING_BYTES = 14.0
 CAST_BYTES = 4.0  # FP8: operands read in bf16, written twice: 27 of 1,123 ms at 175B (results)
 
 
@@ -53,43 +60,91 @@ class StepTime:
         return functools.reduce(operator.add, terms)
 
 
-def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
-    """The terms of a step of every configuration on ``gpu`` under ``system``."""
-    layers, slots = points.layers / points.pp, points.micro_batches
+@dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """Seconds of a micro-batch, both directions: a layer's by term, the head, the embedding."""
+
+    gemm: Array
+    attention: Array
+    elementwise: Array
+    recompute: Array
+    tensor_parallel: Array
+    head: Array
+    embedding: Array
+
+    @property
+    def layer(self) -> Array:
+        """One layer."""
+        computed = self.gemm + self.attention + self.elementwise + self.recompute
+        return computed + self.tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Layers of a pipeline stage, or of several, and 0 or 1: whether the ends are among them."""
+
+    layers: Array
+    embedding: Array
+    head: Array
+
+    def seconds(self, units: UnitTimes) -> Array:
+        """Of a micro-batch in all its chunks."""
+        ends = self.embedding * units.embedding + self.head * units.head
+        return self.layers * units.layer + ends
+
+
+def unit_times(points: Points, gpu: Gpu, system: System) -> UnitTimes:
+    """What a layer and the two ends of the model take of every configuration."""
     gemm = _layer_gemm_s(points, gpu, system)
     attention, attention_back = _attention_s(points, gpu, system)
     elementwise = _elementwise_s(points, gpu, system)
-    collective = _tensor_parallel_s(points, gpu, system)
     again = where(
         points.recompute == FULL,
         gemm + attention + elementwise,
         where(points.recompute == SELECTIVE, attention, 0.0),
     )
     passes = where(points.recompute == FULL, 3.0, 2.0)
-    head = 3 * _gemm_s(points, gpu, system, points.vocabulary / points.tp, points.hidden)
-    between = _pipeline_s(points, gpu, system)
-    of_layers = layers * (
-        3 * gemm + attention + attention_back + 3 * elementwise + again + passes * collective
+    looked_up = EMBEDDING_BYTES * points.micro_batch * points.sequence * points.hidden
+    return UnitTimes(
+        gemm=3 * gemm,
+        attention=attention + attention_back,
+        elementwise=3 * elementwise,
+        recompute=again,
+        tensor_parallel=passes * _tensor_parallel_s(points, gpu, system),
+        head=3 * _gemm_s(points, gpu, system, points.vocabulary / points.tp, points.hidden),
+        embedding=looked_up / (gpu.hbm_bytes_s * system.kernel_share),
     )
+
+
+def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
+    """The terms of a step of every configuration on ``gpu`` under ``system``."""
+    slots, units = points.micro_batches, unit_times(points, gpu, system)
+    slow = _slowest_stage(points, units)
+    others = _Stage(points.layers - slow.layers, 1 - slow.embedding, 1 - slow.head)
+    between = _pipeline_s(points, gpu, system)
+    # Interleaved, the first stage waits for the others' forwards alone: it is the first to begin
+    # and the last to end, and has backwards enough meanwhile.
+    short = slow.embedding * (points.vpp > 1)
+    interleaved = (1 - short * (1 - FORWARD_SHARE)) / points.vpp
     lost = system.lost_interleaving
-    empty = (points.pp - 1) * ((1 - lost) / points.vpp + lost)
+    empty = (1 - lost) * interleaved + lost
     parameters = points.stage_parameters
     reduction = _data_parallel_s(points, parameters, gpu, system)
     optimizer = _optimizer_s(points, parameters, gpu, system)
     fixed = reduction + optimizer
-    busy = slots * (of_layers + head + between)
+    busy = slots * (slow.seconds(units) + between)
     # Of one empty slot split backwards leave forward + input gradient - weight gradient
     # (arXiv 2401.10241, section 2.3); the weight gradient is one of the three products.
-    filled = points.zero_bubble * 2 * layers * gemm
-    bubble = empty * (of_layers - filled)
+    filled = points.zero_bubble * 2 / 3 * others.layers * units.gemm
+    bubble = empty * (others.seconds(units) - filled)
     nodes = np.maximum(1.0, points.devices / gpu.devices_per_node)
     slowest = system.slowdown * (1 - (1 - system.slow_nodes) ** nodes)
     return StepTime(
-        gemm=slots * (layers * 3 * gemm + head),
-        attention=slots * layers * (attention + attention_back),
-        elementwise=slots * layers * 3 * elementwise,
-        recompute=slots * layers * again,
-        tensor_parallel=slots * layers * passes * collective,
+        gemm=slots * (slow.layers * units.gemm + slow.head * units.head),
+        attention=slots * slow.layers * units.attention,
+        elementwise=slots * (slow.layers * units.elementwise + slow.embedding * units.embedding),
+        recompute=slots * slow.layers * units.recompute,
+        tensor_parallel=slots * slow.layers * units.tensor_parallel,
         pipeline_transfers=slots * between,
         bubble=bubble,
         data_parallel=reduction,
@@ -97,6 +152,18 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
         host=system.fixed_s + 0 * slots,
         straggler=slowest * (busy + bubble + fixed),
     )
+
+
+def _slowest_stage(points: Points, units: UnitTimes) -> _Stage:
+    """The pipeline stage that the others wait for; the only one has both ends."""
+    first = points.first_layers * units.layer + units.embedding
+    middle = points.middle_layers * units.layer
+    last = points.last_layers * units.layer + units.head
+    is_last = (points.pp == 1) | ((last >= first) & (last >= middle))
+    is_first = (points.pp == 1) | ((first > last) & (first >= middle))
+    at_start = where(is_first, points.first_layers, points.middle_layers)
+    layers = where(is_last, points.last_layers, at_start)
+    return _Stage(layers, where(is_first, 1.0, 0.0), where(is_last, 1.0, 0.0))
 
 
 def _gemm_s(points: Points, gpu: Gpu, system: System, columns: Array, inner: Array) -> Array:

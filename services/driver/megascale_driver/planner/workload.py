@@ -38,7 +38,10 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A model on devices; names as in the rows of ``predict``, batches in sequences."""
+    """A model on devices; names as in the rows of ``predict``, batches in sequences.
+
+    ``stage_layers``: layers of each virtual stage in the order of the model; () for an even split.
+    """
 
     system: str
     gpu: str
@@ -62,6 +65,7 @@ class Workload:
     mlp: str
     precision: str
     schedule: str
+    stage_layers: tuple[int, ...] = ()
 
 
 _NAMES = tuple(field.name for field in fields(Workload))
@@ -72,9 +76,9 @@ def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
 
     Absent keys: ``system`` ours, ``gpu`` h100, ``sequence`` 2048, ``vocab`` 51200, ``tp``, ``pp``,
     ``vpp``, ``micro_batch`` 1, ``kv_heads`` as heads, ``mlp`` gelu, ``precision`` bf16,
-    ``schedule`` 1f1b; ``ffn`` 4 hidden, with swiglu 8/3 hidden rounded up to 256; ``dp`` from
-    ``gpus`` or the other way round; ``global_batch`` one micro-batch for each stage and replica;
-    ``block``, ``window`` and ``recompute`` what the system ran.
+    ``schedule`` 1f1b, ``stage_layers`` even; ``ffn`` 4 hidden, with swiglu 8/3 hidden rounded up to
+    256; ``dp`` from ``gpus`` or the other way round; ``global_batch`` one micro-batch for each
+    stage and replica; ``block``, ``window`` and ``recompute`` what the system ran.
 
     Raises:
         Refused: a key is missing, of the wrong kind, or the configuration cannot run.
@@ -90,7 +94,7 @@ def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
-    unknown = set(given) - {"id", "window", *_COUNTS, *_CHOICES}
+    unknown = set(given) - {"id", "window", "stage_layers", *_COUNTS, *_CHOICES}
     if unknown:
         raise Refused(f"{', '.join(sorted(unknown))}: unknown; see docs/planner.md for the keys")
     for name in _REQUIRED:
@@ -102,6 +106,12 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
         if not whole or not least <= value <= _MOST or value != int(value):
             shown = repr(value)[:40]
             raise Refused(f"{name}: {shown} is not a whole number of {least} to {_MOST}")
+    listed = given.get("stage_layers", [])
+    if not isinstance(listed, list | tuple) or not all(
+        isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= _MOST
+        for count in listed
+    ):
+        raise Refused(f"stage_layers: {repr(listed)[:40]} is not a list of positive whole numbers")
     for name, choices in _CHOICES.items():
         if name in given and given[name] not in choices:
             raise Refused(f"{name}: {given[name]!r} is none of {', '.join(choices)}")
@@ -125,6 +135,7 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
             for key, value in given.items()
         },
     }
+    values["stage_layers"] = tuple(values.get("stage_layers", ()))
     system = SYSTEMS[values["system"]]
     wide = -(-8 * values["hidden"] // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
     values.setdefault("kv_heads", values["heads"])
@@ -154,8 +165,14 @@ def illegal(w: Workload, gpu: Gpu | None = None) -> str:
         ),
         (w.pp > w.layers, f"pp: {w.pp} stages for {w.layers} layers"),
         (
-            w.layers % (w.pp * w.vpp) != 0,
+            not w.stage_layers and w.layers % (w.pp * w.vpp) != 0,
             f"vpp: layers {w.layers} are not a multiple of pp {w.pp} x vpp {w.vpp}",
+        ),
+        (
+            bool(w.stage_layers)
+            and (len(w.stage_layers) != w.pp * w.vpp or sum(w.stage_layers) != w.layers),
+            f"stage_layers: {str(list(w.stage_layers))[:40]} are not {w.pp * w.vpp} numbers that "
+            f"add up to {w.layers}",
         ),
         (
             w.schedule != "1f1b" and w.pp == 1,
@@ -199,4 +216,14 @@ def _numbers(w: Workload) -> tuple[float, ...]:
         *(w.tp, w.pp, w.vpp, w.dp, w.micro_batch, w.global_batch),
         *(RECOMPUTE[w.recompute], w.window, w.block == "parallel"),
         *(w.mlp == "swiglu", w.precision == "fp8", w.schedule == "zero_bubble"),
+        *_end_layers(w),
     )
+
+
+def _end_layers(w: Workload) -> tuple[float, float, float]:
+    """Layers of the first, the fullest middle and the last pipeline stage."""
+    if not w.stage_layers:
+        each = w.layers / w.pp
+        return each, each if w.pp > 2 else 0.0, each
+    stages = [sum(w.stage_layers[stage :: w.pp]) for stage in range(w.pp)]
+    return stages[0], max(stages[1:-1], default=0), stages[-1]
