@@ -69,7 +69,8 @@ async def test_a_loop_that_stands_for_too_long_loses_it(
         time.sleep(SILENCE_S + TTL_S + 1.5)  # noqa: ASYNC251
         assert lease.remaining_s() == 0.0
         await asyncio.wait_for(lease.lost.wait(), CALL_TIMEOUT_S)
-        assert "not renewed" in lease.lost_reason
+        # Whose word comes first when the loop goes on, its own clock's or the keeper's, is chance.
+        assert "not renewed" in lease.lost_reason or "expired" in lease.lost_reason
         await eventually(lambda: gone(etcd), "the end of the key")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -200,15 +201,15 @@ def test_splitting_backwards_changes_no_bit(
 
 
 def _assert_same_bits(jobs: list[dict[str, Any]], ranks: int, pool: RankPool, folder: Path) -> None:
-    """Two jobs report the same in every step, and end with the same states on every rank."""
-    first, second = (
+    """The jobs report the same in every step, and end with the same states on every rank."""
+    first, *others = (
         pool.run(TRAIN, ranks, folder / str(n), job=job, steps=3) for n, job in enumerate(jobs)
     )
-    assert second == first
-    for rank in range(ranks):
+    assert others == [first] * len(others)
+    for rank, other in itertools.product(range(ranks), range(1, len(jobs))):
         with (
             np.load(folder / f"0/final-{rank}.npz") as theirs,
-            np.load(folder / f"1/final-{rank}.npz") as ours,
+            np.load(folder / f"{other}/final-{rank}.npz") as ours,
         ):
             for name in theirs.files:
                 np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)

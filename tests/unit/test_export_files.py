@@ -178,8 +178,9 @@ def test_a_taken_folder_is_refused_and_an_empty_one_filled(tmp_path: Path) -> No
 
 
 _SLOW = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in the background
 from megascale_checkpoint.export import hugging_face, stored
 opened = stored.open_checkpoint(sys.argv[1])
 def progress(done, total):

@@ -217,6 +217,65 @@ def _loaded(at: tl.tensor, inside: tl.tensor, POLICY: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
+def _row_gradients(
+    d_normed: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    factor: tl.tensor,
+    inside: tl.tensor,
+    average: tl.tensor,
+    inverse: tl.tensor,
+    width: tl.tensor,
+    CENTRED: tl.constexpr,
+    KEPT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of a row: the gradient of its input, its norm before the weight, and d_normed.
+
+    The first three are where it lies. ``factor``: the weight, if KEPT; otherwise it is read here,
+    twice like the row.
+    """
+    value = _loaded(x, inside, "evict_last")
+    value = (value - average) * inverse
+    gradient = _loaded(d_normed, inside, "evict_last")
+    if not KEPT:
+        factor = tl.load(weight, mask=inside, other=0.0)
+    weighted = gradient * factor.to(tl.float32)
+    # With n the norm before its weight and g = d_normed * weight:
+    # d_x = (g - n mean(g n) - mean(g)) / deviation, where mean(g) is for layernorm alone.
+    slope = tl.sum(weighted * value, axis=0) / width
+    shift = 0.0
+    if CENTRED:
+        shift = tl.sum(weighted, axis=0) / width
+    if not KEPT:  # registers that hold the sums of a wide row hold little else
+        value = (_loaded(x, inside, "evict_first") - average) * inverse
+        gradient = _loaded(d_normed, inside, "evict_first")
+        weighted = gradient * _loaded(weight, inside, "evict_last")
+    return (weighted - value * slope - shift) * inverse, value, gradient
+
+
+@triton.jit
+def _statistics(mean: tl.tensor, scale: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    average = 0.0
+    if mean is not None:
+        average = tl.load(mean + row)
+    return average, tl.load(scale + row)
+
+
+@triton.jit
+def _larger(largest: tl.tensor, x: tl.tensor, inside: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
+    """The larger of ``largest`` and the magnitudes of ``x``, each of GROUP columns."""
+    found = tl.where(inside, magnitude(x.to(tl.float32)), 0)
+    groups: tl.constexpr = x.shape[0] // GROUP
+    return tl.maximum(largest, tl.max(tl.reshape(found, [groups, GROUP]), axis=1))
+
+
+@triton.jit
+def _store_sum(sums: tl.tensor, at: tl.tensor, found: tl.tensor, inside: tl.tensor) -> None:
+    if sums is not None:
+        tl.store(sums + at, found, mask=inside)
+
+
+@triton.jit
 def _backward_kernel(
     d_normed: tl.tensor,
     d_stream: tl.tensor,
@@ -252,43 +311,23 @@ def _backward_kernel(
         largest = tl.zeros([BLOCK // group], dtype=tl.int32)
     first = program * each
     end = tl.minimum(first + each, rows)
-    inverse = tl.load(scale + first)
-    average = 0.0
-    if mean is not None:
-        average = tl.load(mean + first)
+    average, inverse = _statistics(mean, scale, first)
+    weight_at, factor = weight + column, 0.0
+    CENTRED: tl.constexpr = mean is not None
     if KEPT:
-        factor = tl.load(weight + column, mask=inside, other=0.0)
+        factor = tl.load(weight_at, mask=inside, other=0.0)
     for row in tl.range(first, end, num_stages=STAGES):
         at = row * width + column
         # The next row's, whose loads nothing waits for before then.
-        following = tl.minimum(row + 1, end - 1)
-        next_inverse = tl.load(scale + following)
-        next_average = 0.0
-        if mean is not None:
-            next_average = tl.load(mean + following)
+        following = _statistics(mean, scale, tl.minimum(row + 1, end - 1))
         if d_stream is not None:  # loaded with the others, not after the sums of the row
             straight = tl.load(d_stream + at, mask=inside, other=0.0)
-        value = _loaded(x + at, inside, "evict_last")
-        value = (value - average) * inverse
-        gradient = _loaded(d_normed + at, inside, "evict_last")
-        if not KEPT:
-            factor = tl.load(weight + column, mask=inside, other=0.0)
-        weighted = gradient * factor.to(tl.float32)
-        # With n the norm before its weight and g = d_normed * weight:
-        # d_x = (g - n mean(g n) - mean(g)) / deviation, where mean(g) is for layernorm alone.
-        slope = tl.sum(weighted * value, axis=0) / width
-        shift = 0.0
-        if mean is not None:
-            shift = tl.sum(weighted, axis=0) / width
-        if not KEPT:  # registers that hold the sums of a wide row hold little else
-            value = (_loaded(x + at, inside, "evict_first") - average) * inverse
-            gradient = _loaded(d_normed + at, inside, "evict_first")
+        result, value, gradient = _row_gradients(
+            d_normed + at, x + at, weight_at, factor, inside, average, inverse, width, CENTRED, KEPT
+        )
         weight_sum += gradient * value
         if d_bias is not None:
             bias_sum += gradient
-        if not KEPT:
-            weighted = gradient * _loaded(weight + column, inside, "evict_last")
-        result = (weighted - value * slope - shift) * inverse
         if d_stream is not None:
             result += straight.to(tl.float32)
         result = result.to(d_x.dtype.element_ty)
@@ -296,17 +335,11 @@ def _backward_kernel(
         if d_shift is not None:
             shift_sum += result.to(tl.float32)
         if slot is not None:
-            found = tl.where(inside, magnitude(result.to(tl.float32)), 0)
-            largest = tl.maximum(
-                largest, tl.max(tl.reshape(found, [BLOCK // group, group]), axis=1)
-            )
-        inverse = next_inverse
-        average = next_average
+            largest = _larger(largest, result, inside, group)
+        average, inverse = following
     at = program * width + column
-    tl.store(d_weight + at, weight_sum, mask=inside)
-    if d_bias is not None:
-        tl.store(d_bias + at, bias_sum, mask=inside)
-    if d_shift is not None:
-        tl.store(d_shift + at, shift_sum, mask=inside)
+    _store_sum(d_weight, at, weight_sum, inside)
+    _store_sum(d_bias, at, bias_sum, inside)
+    _store_sum(d_shift, at, shift_sum, inside)
     if slot is not None:
         raise_amax(slot, largest)
