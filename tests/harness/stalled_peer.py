@@ -10,10 +10,11 @@ import signal
 from pathlib import Path
 from typing import Literal
 
-from tests.harness.agent_process import TOKEN, start_agent
+from tests.harness.agent_process import TOKEN, AgentProcess, start_agent
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 from tests.harness.training import hiding, tiny_job
+from tests.harness.waiting import Standstill
 
 from megascale.v1 import link_pb2
 from megascale_common.job.config import from_accepted
@@ -48,10 +49,18 @@ async def end_of_a_stall(
         await driver.until(lambda: len(driver.steps) > 3)
         os.kill(running.workers[_STALLED_RANK].pid, signal.SIGSTOP)
         failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
-        return failed, (agent.node_folder / "jobs/tiny/attempt-000001/rank-00000.log").read_text()
+        return failed, _log(agent, 0)
+    except Standstill as standstill:
+        standstill.add_note("\n".join(_log(agent, rank) for rank in (0, 1)))
+        raise
     finally:
         agent.end()
         await driver.stop()
+
+
+def _log(agent: AgentProcess, rank: int) -> str:
+    path = agent.node_folder / f"jobs/tiny/attempt-000001/rank-{rank:05}.log"
+    return path.read_text() if path.exists() else f"rank {rank} has no log"
 
 
 def _assignment(
