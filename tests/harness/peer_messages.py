@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed import _symmetric_memory
 
 from megascale_common.job.config import from_accepted
 from megascale_kernels.overlap import peer_memory
-from megascale_kernels.overlap.peer_memory import open_peer_memory
+from megascale_kernels.overlap.peer_memory import SignalledMemory, open_peer_memory
 from megascale_kernels.overlap.peer_messages import SLOTS, PeerMessages, region_bytes
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
@@ -91,6 +91,41 @@ def sends_ahead(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     after = [transfer.is_completed() for transfer in transfers]
     _leave(group)
     return {"before": before, "after": after}
+
+
+class _LateFirstWait:
+    """Peer memory whose first wait for a signal begins late."""
+
+    def __init__(self, memory: SignalledMemory) -> None:
+        self._memory, self._waits = memory, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def await_signal(self, rank: int, channel: int) -> None:
+        if self._waits == 0:
+            time.sleep(0.3)
+        self._waits += 1
+        self._memory.await_signal(rank, channel)
+
+
+def late_at_the_meeting(rank: int, world_size: int, folder: Path) -> list[float]:
+    """Program of one rank: rank 0 sends before rank 1 has awaited its signal of the meeting.
+
+    Returns what rank 1 receives.
+    """
+    group, device = tp_group(rank, world_size, folder), device_of(rank)
+    assert group.handle is not None
+    size_bytes = region_bytes(MESSAGE_BYTES)
+    memory = open_peer_memory(group.handle, size_bytes, device, timeout_s=GROUP_TIMEOUT_S)
+    into = torch.zeros(3)
+    if rank == 0:
+        PeerMessages(memory).send(torch.ones(3)).wait()
+    else:
+        PeerMessages(cast(SignalledMemory, _LateFirstWait(memory))).receive(into).wait()
+    _leave(group)
+    found: list[float] = into.tolist()
+    return found
 
 
 def one_is_ahead(rank: int, world_size: int, folder: Path) -> list[float]:

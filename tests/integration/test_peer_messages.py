@@ -75,3 +75,10 @@ def test_the_communicator_is_the_fallback_and_the_log_gives_the_cause(
                 f"(trainer.parallelism.overlap.peer_edges): {cause}"
             ]
         )
+
+
+def test_a_message_waits_for_a_rank_that_is_late_at_the_meeting(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Its signal is not taken for that of the meeting, nor lost."""
+    assert pool.run(f"{PROGRAMS}:late_at_the_meeting", 2, tmp_path, 60) == [[0.0] * 3, [1.0] * 3]

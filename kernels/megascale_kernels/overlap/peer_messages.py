@@ -34,6 +34,7 @@ from megascale_kernels.overlap.peer_memory import SignalledMemory
 from megascale_kernels.overlap.side_stream import SideStream
 
 SLOTS = 2
+_MEETING = 2 * SLOTS  # the channel behind those of the slots
 _ALIGNMENT_BYTES = 256
 
 
@@ -119,8 +120,9 @@ class PeerMessages:
 
     def _meet(self) -> None:
         """Exchange a signal: both ranks are there, and each has mapped the other's memory."""
-        self._memory.signal(self._peer, 0)
-        self._memory.await_signal(self._peer, 0)
+        # A channel of its own: this rank may send before the other has awaited this signal.
+        self._memory.signal(self._peer, _MEETING)
+        self._memory.await_signal(self._peer, _MEETING)
         if _on_cuda(self._memory):
             torch.cuda.synchronize(self._memory.device)
 
