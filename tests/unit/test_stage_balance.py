@@ -1,4 +1,4 @@
-"""Splits of layers over stages: the fastest one, what it gains, and who is told of it."""
+"""Splits of layers over stages: the fastest one, what it gains, and when it is proposed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ pipeline edges form a ring; two stages then share two edges, one each way, and s
 
 from __future__ import annotations
 
-import math
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,9 +31,6 @@ READY_RANKS_KEY, ALL_READY_KEY = "groups/ready-ranks", "groups/all-ready"
 # post until the partner's comes: often for a whole computation. Its message takes a small part of
 # that. NCCL_MAX_CTAS overrides it.
 _EDGE_BLOCKS = 4
-# NCCL's watchdog may itself stand still, while it aborts a communicator whose kernels are behind a
-# wait for a peer's memory. Its monitor then ends the process, after 8 minutes by default.
-_LEAST_MONITOR_S = 30
 
 
 def create_groups(
@@ -141,8 +137,6 @@ class _Factory:
         self._cuda = device.type == "cuda"
         if self._cuda:
             torch.cuda.set_device(device)
-            monitor_s = max(_LEAST_MONITOR_S, math.ceil(timeout_s))
-            os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(monitor_s))
             # torch warns that sends and receives of one communicator wait for each other. Ours do
             # not: on each edge and kind a rank only sends or only receives.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
