@@ -284,6 +284,8 @@ class Case:
                 try:
                     for _ in range(2 if fate == TWICE else 1):
                         found = await self._call(lambda report=report: committer.report(report))
+                        # Beside its calls, ours would come in an order that the clock decides.
+                        await self._collect(committer)
                 except (UnavailableError, OSError) as error:
                     self.machine.note(f"step {step} not committed: {error}")
                     continue
