@@ -18,9 +18,10 @@ from benchmarks.options import Entry
 from benchmarks.presets import Run, sizes
 from benchmarks.session import Leg, Session
 from benchmarks.step_profile import profile_steps
-from benchmarks.waterfall import bubble_of, waterfall, work_of
+from benchmarks.waterfall import waterfall, work_of
 
 from megascale_common.sizes import flops
+from megascale_common.sizes.bubble import ideal_bubble
 
 _Legs = dict[str, list[Leg]]
 # What would end after the budget is not started: at its end the ranks are killed, and the results
@@ -69,7 +70,7 @@ def _profile(
         config, device = session.config(entry.run), session.device
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         seen = sensors["clock_mhz"], processors, found
-        found["waterfall"] = waterfall(work_of(config), bubble_of(config), *seen)
+        found["waterfall"] = waterfall(work_of(config), ideal_bubble(config), *seen)
     return found
 
 
@@ -193,14 +194,8 @@ def _exposure(
     if config.parallelism.pp > 1 and dimension in ("all", "pp"):
         # Missing in the silent step, and so counted as exposed: waiting for another stage's
         # computation.
-        parallel = config.parallelism
-        bubble = timing.ideal_bubble(
-            *(parallel.pp, parallel.virtual_stages, config.micro_batches),
-            parallel.pipeline_schedule,
-        )
-        found["of_which_ideal_bubble"] = (
-            bubble * found["step_time_without_s"] / found["step_time_s"]
-        )
+        without_s = found["step_time_without_s"]
+        found["of_which_ideal_bubble"] = ideal_bubble(config) * without_s / found["step_time_s"]
     return found
 
 

@@ -81,14 +81,3 @@ def exposed(times_s: Sequence[float], without_s: Sequence[float]) -> dict[str, f
         "max": max(shares),
         "rounds": len(shares),
     }
-
-
-def ideal_bubble(pp: int, virtual_stages: int, micro_batches: int, schedule: str = "1f1b") -> float:
-    """(p - 1) / (v m): a stage's waiting time over its computing time if transfers took no time.
-
-    Leaving out the receives leaves out this wait too (arXiv 2104.04473, section 2.2). Zero bubble
-    leaves a third where forward, input and weight gradients take equally long (arXiv 2401.10241,
-    section 2.3).
-    """
-    slots = pp - 1 if schedule == "1f1b" else (pp - 1) / 3
-    return slots / (virtual_stages * micro_batches)

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.timing import ideal_bubble
-
 from megascale_common.job.config import JobConfig
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.parameter_table import parameter_table
@@ -90,10 +88,3 @@ def waterfall(
     }
     step = profiled["step_ms"]
     return [{"what": what, "ms": ms, "share": ms / step} for what, ms in rows.items()]
-
-
-def bubble_of(config: JobConfig) -> float:
-    """The ideal bubble of ``config`` over its computing time, 0 without a pipeline."""
-    parallel = config.parallelism
-    line = (parallel.pp, parallel.virtual_stages, config.micro_batches)
-    return ideal_bubble(*line, parallel.pipeline_schedule)

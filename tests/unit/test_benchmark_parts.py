@@ -155,14 +155,6 @@ def test_a_gain_is_computed_pair_by_pair() -> None:
     assert timing.exposed([2.0, 4.0], [1.5, 3.0])["share"] == pytest.approx(0.25)
 
 
-def test_the_ideal_bubble_is_relative_to_the_work() -> None:
-    # The second stage waits for one micro-batch's forward and backward, and computes four.
-    assert timing.ideal_bubble(2, 1, 4) == pytest.approx(1 / 4)
-    assert timing.ideal_bubble(2, 2, 16) == pytest.approx(1 / 32)
-    assert timing.ideal_bubble(2, 2, 16, "zero_bubble") == pytest.approx(1 / 96)
-    assert timing.ideal_bubble(1, 1, 4) == 0.0
-
-
 def test_losses_that_lie_on_each_other() -> None:
     same = compare_losses.compare([3.0, 2.0], [3.0, 2.0], 0.0)
     assert same["bitwise_equal"]

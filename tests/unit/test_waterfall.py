@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from benchmarks.presets import Run, job
-from benchmarks.waterfall import Work, bubble_of, waterfall, work_of
+from benchmarks.waterfall import Work, waterfall, work_of
 
 from megascale_common.sizes.flops import flops_per_token
 
@@ -63,9 +63,3 @@ def test_the_ideal_bubble_comes_out_of_waiting_first(
     assert ms["ideal bubble"] == pytest.approx(ideal)
     assert ms["exposed communication and copies"] == pytest.approx(exposed)
     assert ms["idle"] == pytest.approx(left)
-
-
-def test_only_a_pipeline_has_a_bubble() -> None:
-    assert bubble_of(job(Run(preset="7b", global_batch=64), 4, cuda=True)) == 0
-    pipeline = job(Run(preset="7b", global_batch=64, tp=2, pp=2, vpp=2), 4, cuda=True)
-    assert bubble_of(pipeline) == pytest.approx(1 / 32)

@@ -15,6 +15,7 @@ from megascale_common.job.config import JobConfig, ParallelismConfig
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.sizes.batch_scaling import scaled_batch
+from megascale_common.sizes.bubble import ideal_bubble
 from megascale_common.sizes.checkpoint_interval import best_interval_s, mtbf_s
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, largest_rank_memory, rank_memory
@@ -89,11 +90,7 @@ def _model(config: JobConfig) -> dict[str, Any]:
 
 def _batch(config: JobConfig) -> dict[str, Any]:
     parallel, training = config.parallelism, config.training
-    # Idle share of a pipeline stage: Narayanan et al., arXiv 2104.04473, section 2.2; with split
-    # backwards Qi et al., arXiv 2401.10241, section 2.3, where their two parts take equally long.
-    bubble = (parallel.pp - 1) / (parallel.virtual_stages * config.micro_batches)
-    if parallel.pipeline_schedule == "zero_bubble":
-        bubble /= 3
+    bubble = ideal_bubble(config)
     return {
         "micro_batches": config.micro_batches,
         "tokens_per_step": training.global_batch_size * config.model.sequence_length,
