@@ -372,7 +372,7 @@ async def run(options: argparse.Namespace) -> int:
     holds = holds and figures["p99_ms"] < options.max_p99_ms
     if "reconnect_s" in driver:
         figures["reconnect_s"] = round(driver["reconnect_s"], 1)
-        figures["hello_max_s"] = round(driver["hello_max_s"], 1)
+        figures["hello_max_s"] = round(driver["hello_max_s"], 3)
         figures["gave_up"] = driver["gave_up"]  # nodes that dialled anew: a herd
         holds = holds and figures["reconnect_s"] < options.max_reconnect_s
         holds = holds and not figures["gave_up"]
