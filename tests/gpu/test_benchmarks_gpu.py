@@ -35,11 +35,16 @@ def test_figures_and_the_split_of_a_step(layout: list[str], pool: RankPool, tmp_
     assert found["exposed"]["all"]["share"] < 1.0
 
 
+@pytest.mark.parametrize(
+    "way",
+    [[], ["--cuda-graphs"], ["--precision", "fp8"], ["--precision", "fp8", "--cuda-graphs"]],
+    ids=["bf16", "bf16, graphs", "fp8", "fp8, graphs"],
+)
 def test_the_memory_of_a_trainer_is_free_when_the_next_one_is_measured(
-    pool: RankPool, tmp_path: Path
+    way: list[str], pool: RankPool, tmp_path: Path
 ) -> None:
-    """In FP8 on 2026-11-22 and 23 the parameters of the trainer before were still allocated."""
-    options = ["--dp", "2", "--overlap", "dp", *SMALL]
+    """In FP8 on 2026-11-22, 23 and 27 the parameters of the trainer before were still allocated."""
+    options = ["--dp", "2", "--overlap", "dp", *way, *SMALL]
     for found in pool.run("tests.harness.benchmarking:freed", 2, tmp_path, arguments=options):
         before, after_a_leg, freed = found["allocated"]
         assert freed - before < 0.01 * (after_a_leg - before), found

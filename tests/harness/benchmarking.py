@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,11 @@ def losses_of_both_loops(
 def freed(rank: int, world_size: int, folder: Path, *, arguments: list[str]) -> dict[str, Any]:
     """Program of one rank: operations of a trainer that nobody waits for, and bytes on the device,
 
-    before there is a trainer, after its leg, and after it was freed.
+    before there is a trainer, after its leg, and after it was freed; on CUDA, which lines of code
+    allocated what was then left.
     """
+    if torch.cuda.is_available():
+        torch.cuda.memory._record_memory_history("state", stacks="python")
     session = _session(rank, world_size, folder, 0.0)
     run = entry_of([*arguments, "--loop", "bare"]).run
     session._meet(session.config(run))
@@ -71,12 +75,32 @@ def freed(rank: int, world_size: int, folder: Path, *, arguments: list[str]) -> 
     session.forget()
     waiting.append(len(gathers))
     allocated.append(_allocated(session.device))
+    left = _left(session.device)
     session.close()
-    return {"waiting": waiting, "allocated": allocated}
+    return {"waiting": waiting, "allocated": allocated, "left": left}
 
 
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _left(device: torch.device) -> dict[str, int]:
+    """Bytes that are allocated, by the innermost lines of ours that asked for them; five."""
+    if device.type != "cuda":
+        return {}
+    found: Counter[str] = Counter()
+    for segment in torch.cuda.memory._snapshot(device)["segments"]:
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                found[_asked_by(block.get("frames", []))] += block["size"]
+    torch.cuda.memory._record_memory_history(None)
+    return dict(found.most_common(5))
+
+
+def _asked_by(frames: list[dict[str, Any]]) -> str:
+    """The four innermost lines outside of torch, of a block's ``frames``."""
+    ours = [each for each in frames if "torch" not in Path(each["filename"]).parts]
+    return " < ".join(f"{Path(each['filename']).name}:{each['line']}" for each in ours[:4])
 
 
 def _tp_operations(folder: Path, rank: int) -> int:
