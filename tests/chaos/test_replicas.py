@@ -14,9 +14,10 @@ from tests.harness.waiting import eventually
 
 from megascale.v1 import job_pb2, types_pb2
 
-STEPS, KILLED_AFTER, PERSISTED_EVERY = 240, 130, 100
+STEPS, KILLED_AFTER, PERSISTED_EVERY = 130, 55, 40
 # A state of about 0.5 MB then takes the time of many snapshots to the peer.
 HIDDEN_SIZE, LINK_MIB_PER_S = 48, 1.0
+PACE_S = 0.03  # what is left of the job then takes the time of a copy to another peer
 
 
 @pytest.fixture
@@ -25,12 +26,19 @@ def cluster(tmp_path: Path) -> Iterator[ChaosCluster]:
         yield running
 
 
+def undisturbed(cluster: ChaosCluster, name: str, spares: int = 0) -> job_pb2.JobSpec:
+    spec = cluster.job(
+        name, steps=STEPS, interval_steps=PERSISTED_EVERY, spares=spares, pace_s=PACE_S
+    )
+    spec.trainer.model.hidden_size = HIDDEN_SIZE
+    return spec
+
+
 def replicated(cluster: ChaosCluster, name: str, spares: int) -> job_pb2.JobSpec:
-    spec = cluster.job(name, steps=STEPS, interval_steps=PERSISTED_EVERY, spares=spares)
+    spec = undisturbed(cluster, name, spares)
     spec.checkpoint.snapshot_interval_steps = 1
     spec.checkpoint.replicas = 1
     spec.checkpoint.max_replicate_mib_per_s = LINK_MIB_PER_S
-    spec.trainer.model.hidden_size = HIDDEN_SIZE
     return spec
 
 
@@ -74,7 +82,7 @@ async def test_a_lost_node_costs_no_read_from_storage_and_no_bit(cluster: ChaosC
         assert f"(rank 1 from node {run.job.nodes[0]})" in opened[1], opened
         # The survivor is the only node with a memory now, and the spare its new peer.
         assert job.replicated_step > job.restored_step, story
-        async with cluster.follow(client, replicated(cluster, "twin", spares=0)) as twin:
+        async with cluster.follow(client, undisturbed(cluster, "twin")) as twin:
             await twin.until_ended()
     assert run.newest_losses == twin.losses[1]
     assert list(twin.losses[1]) == list(range(1, STEPS + 1))
