@@ -133,6 +133,8 @@ async def test_no_secret_is_in_any_file_that_a_run_leaves(cluster: ChaosCluster)
         spec = careless(cluster, "broken", fails_at=5)
         spec.environment.python = another_interpreter(cluster.folder)
         spec.environment.ClearField("requirements")
+        spec.trainer.parallelism.pp = 1  # one rank: this interpreter imports torch for it alone
+        spec.trainer.parallelism.ClearField("overlap")
         async with JobFollower(client, spec, cluster.up.folder) as broken:
             await broken.until_ended()
         assert f"interpreter {spec.environment.python}\n" in cluster.rank_log(broken.job, 0)
@@ -232,10 +234,12 @@ async def test_processes_of_a_job_run_under_their_own_account() -> None:
             opened.mkdir()
             opened.chmod(0o711)
         try:
-            with chaos_cluster(folder, "--nodes", "2") as cluster:
+            with chaos_cluster(folder, "--nodes", "1") as cluster:
                 async with cluster.client() as client:
                     spec = careless(cluster, "apart", fails_at=-1)
                     spec.trainer.telemetry.tensorboard = True
+                    spec.trainer.parallelism.pp = 1
+                    spec.trainer.parallelism.ClearField("overlap")
                     as_whom = folder / "as-whom"
                     as_whom.touch()
                     as_whom.chmod(0o666)

@@ -21,8 +21,8 @@ from tests.harness.waiting import eventually
 
 from megascale.v1 import types_pb2
 
-STEPS, DISTURBED_AT_STEP = 80, 30
-HELD_FROM_STEP = 40  # until the disturbance has ended an attempt: the job cannot end before it
+STEPS, DISTURBED_AT_STEP = 50, 15
+HELD_FROM_STEP = 25  # until the disturbance has ended an attempt: the job cannot end before it
 
 
 # What is longer than a pod's deletion: `make test-kubernetes`.
@@ -164,7 +164,7 @@ async def test_a_checkpoint_container_that_ends_is_started_again_under_the_job(
 ) -> None:
     async with cluster.client() as client:
         async with JobFollower(client, cluster.job("cut", STEPS), cluster.folder) as run:
-            await run.until_step(30)
+            await run.until_step(DISTURBED_AT_STEP)
             cluster.machines.kill(run.job.nodes[1], "checkpoint")
             job = await run.until_ended()
     assert (job.phase, job.committed_step) == (types_pb2.JOB_PHASE_SUCCEEDED, STEPS), run.story()
@@ -237,7 +237,7 @@ async def test_a_leading_driver_is_a_pod_that_may_be_deleted(tmp_path: Path) -> 
 
         async with cluster.client() as client:
             async with JobFollower(client, cluster.job("cut", STEPS), cluster.folder) as run:
-                await run.until_step(30)
+                await run.until_step(DISTURBED_AT_STEP)
                 leads = (await client.cluster_info()).leader.partition(":")[0]
                 gone = drivers()[leads]
                 cluster.api.store.delete(("pods", NAMESPACE, gone), {})

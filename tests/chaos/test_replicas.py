@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
 from tests.harness.job_follower import seconds
+from tests.harness.paced import paced, release
 from tests.harness.waiting import eventually
 
 from megascale.v1 import job_pb2, types_pb2
 
-STEPS, KILLED_AFTER, PERSISTED_EVERY = 240, 130, 100
+STEPS, KILLED_AFTER, PERSISTED_EVERY = 100, 55, 40
+HELD_FROM_STEP = 92  # until the next peer has a copy: the job cannot end before it
 # A state of about 0.5 MB then takes the time of many snapshots to the peer.
 HIDDEN_SIZE, LINK_MIB_PER_S = 48, 1.0
+PACE_S = 0.03
 
 
 @pytest.fixture
@@ -25,12 +28,23 @@ def cluster(tmp_path: Path) -> Iterator[ChaosCluster]:
         yield running
 
 
+def undisturbed(cluster: ChaosCluster, name: str, spares: int = 0) -> job_pb2.JobSpec:
+    spec = cluster.job(
+        name,
+        steps=STEPS,
+        interval_steps=PERSISTED_EVERY,
+        spares=spares,
+        optimizer=paced(PACE_S, held_from_step=HELD_FROM_STEP),
+    )
+    spec.trainer.model.hidden_size = HIDDEN_SIZE
+    return spec
+
+
 def replicated(cluster: ChaosCluster, name: str, spares: int) -> job_pb2.JobSpec:
-    spec = cluster.job(name, steps=STEPS, interval_steps=PERSISTED_EVERY, spares=spares)
+    spec = undisturbed(cluster, name, spares)
     spec.checkpoint.snapshot_interval_steps = 1
     spec.checkpoint.replicas = 1
     spec.checkpoint.max_replicate_mib_per_s = LINK_MIB_PER_S
-    spec.trainer.model.hidden_size = HIDDEN_SIZE
     return spec
 
 
@@ -62,6 +76,14 @@ async def test_a_lost_node_costs_no_read_from_storage_and_no_bit(cluster: ChaosC
             killed_at_s = cluster.signal_node(lost, signal.SIGKILL)
             await run.until(lambda: 2 in run.losses, "a step of the second attempt")
             read = {node: restored_bytes(cluster, node) for node in run.job.nodes}
+
+            async def has_copy_again() -> bool:
+                job = await client.get(run.name)
+                return bool(job.replicated_step > job.restored_step)
+
+            # The survivor is the only node with a memory now, and the spare its new peer.
+            await eventually(has_copy_again, "the next peer has a copy")
+            release(cluster.up.site)
             job = await run.until_ended()
             story = run.story()
         assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, story
@@ -72,9 +94,7 @@ async def test_a_lost_node_costs_no_read_from_storage_and_no_bit(cluster: ChaosC
         assert read[spare]["peer"] > 0 and "peer" not in read[run.job.nodes[0]], read
         opened = [event.message for event in run.events if event.reason == "ATTEMPT_OPENED"]
         assert f"(rank 1 from node {run.job.nodes[0]})" in opened[1], opened
-        # The survivor is the only node with a memory now, and the spare its new peer.
-        assert job.replicated_step > job.restored_step, story
-        async with cluster.follow(client, replicated(cluster, "twin", spares=0)) as twin:
+        async with cluster.follow(client, undisturbed(cluster, "twin")) as twin:
             await twin.until_ended()
     assert run.newest_losses == twin.losses[1]
     assert list(twin.losses[1]) == list(range(1, STEPS + 1))

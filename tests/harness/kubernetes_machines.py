@@ -1,7 +1,8 @@
 """What stands between the tests' API server and processes: controllers, a scheduler, kubelets.
 
 Pods are processes of this machine: the real command lines of the manifests, with the folder of each
-volume in place of its path in the container. Secrets, certificates (cert-manager's CSI driver) and
+volume in place of its path in the container. A shell reads them; what it would execute is forked by
+:mod:`tests.harness.program_start`. Secrets, certificates (cert-manager's CSI driver) and
 the downward API are filled as a kubelet would. A probe counts until it first succeeds, and a
 container that ends by itself is started again at once.
 """
@@ -35,6 +36,12 @@ _CSI = "csi.cert-manager.io"
 _SOCKETS = "/run/megascale"  # the paths of sockets are short
 _PATHS = ("/etc/megascale", "/var/lib/megascale", _SOCKETS)
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
+# In place of the interpreter that a container's shell executes at its end: the command line of the
+# program, for `_exec`.
+_PYTHON = """#!/bin/sh
+for word; do printf '%s\\0' "$word"; done > "$0.part"
+mv "$0.part" "$0.words"
+"""
 
 
 @dataclass
@@ -172,6 +179,8 @@ class Machines:
                 self._show(pod, self.pods[uid])
             return
         self._write_downward(pod, running)
+        for container in pod["spec"]["containers"]:
+            self._exec(pod, running, container)
         left = [each for each in running.processes.values() if each.poll() is None]
         if "deletionTimestamp" in pod["metadata"]:
             if not running.terminated:
@@ -223,13 +232,36 @@ class Machines:
         return f"127.{run // 250 % 250 + 1}.{run % 250}.{self.addresses % 250 + 1}"
 
     def _run_container(self, pod: Object, running: Running, container: Object) -> None:
+        """Start a container's shell, with an interpreter that hands over its command line."""
+        python = running.folder / f"{container['name']}.bin" / "python"
+        if not python.exists():
+            python.parent.mkdir()
+            python.write_text(_PYTHON)
+            python.chmod(0o755)
+        words = [*container["command"], *container.get("args", ())]
+        self._begin(pod, running, container, [located(word, running.paths) for word in words])
+
+    def _exec(self, pod: Object, running: Running, container: Object) -> None:
+        """The program that a container's shell has come to."""
+        words = running.folder / f"{container['name']}.bin" / "python.words"
+        if running.processes[container["name"]].poll() != 0 or not words.exists():
+            return
+        arguments = words.read_text().split("\0")[:-1]
+        words.unlink()
+        self._begin(pod, running, container, [sys.executable, *arguments])
+
+    def _begin(self, pod: Object, running: Running, container: Object, words: list[str]) -> None:
+        """Start a process as the container's."""
         own = environment_of(container, pod, running.address)
         host = {"MEGASCALE_HOST": running.address}  # there are no names of pods here
-        words = [*container["command"], *container.get("args", ())]
+        environment = child_environment({**self.settings, **own, **self.overrides, **host})
+        if words[0] != sys.executable:
+            stands_in = running.folder / f"{container['name']}.bin"
+            environment["PATH"] = f"{stands_in}{os.pathsep}{environment['PATH']}"
         with (running.folder / f"{container['name']}.log").open("ab") as log:
-            running.processes[container["name"]] = subprocess.Popen(
-                [located(word, running.paths) for word in words],
-                env=child_environment({**self.settings, **own, **self.overrides, **host}),
+            running.processes[container["name"]] = program_start.start(
+                words,
+                env=environment,
                 cwd=running.folder,
                 stdout=log,
                 stderr=log,

@@ -50,11 +50,11 @@ class UpProcess:
     def __init__(
         self, folder: Path, *options: str, dashboard: bool = False, executed: bool = False
     ) -> None:
-        self.folder = folder
+        self.folder, self.site = folder, folder.with_name(folder.name + ".site")
         self._mark = uuid.uuid4().hex
         self._marked = {
             **os.environ,
-            "PYTHONPATH": python_path(folder.with_name(folder.name + ".site")),
+            "PYTHONPATH": python_path(self.site),
             MARK_VARIABLE: self._mark,
         }
         self._output = folder.with_name(folder.name + ".up.jsonl")

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from megascale_common.node.process import PARENT_GONE_EXIT_CODE, arm_parent_deat
 # Programs that start others of ours.
 _OWNERS = frozenset(
     (
+        "megascale_checkpoint.sidecar",
         "megascale_cli",
         "megascale_driver",
         "megascale_driver.commands.node",
@@ -40,14 +42,20 @@ _IMPORTED = (
     "torch._dynamo",  # when a layer is first computed again
     "torch.distributed.run",
     "duckdb",
+    "encodings.idna",
     "pyarrow.parquet",
     "safetensors.numpy",
+    "typer._adapters",  # when the first command is parsed
     "megascale_cli.app",
     "megascale_driver.__main__",
     "megascale_driver.commands.node",
     "megascale_driver.commands.up",
     "megascale_driver.telemetry.intake",
+    "megascale_driver.telemetry.plan_watch",
+    "megascale_driver.telemetry.straggler_watch",
+    "megascale_driver.telemetry.views",
     "megascale_executor.agent.__main__",
+    "megascale_executor.agent.node_agent",
     "megascale_checkpoint.__main__",
     "megascale_trainer.data.loader",
     "megascale_trainer.launch.run",
@@ -182,6 +190,15 @@ def _run(module: str) -> NoReturn:
     os._exit((status or 0) & 0xFF)
 
 
+def _keep_what_torch_has_registered() -> None:
+    """Have no fork undo it at its exit: that takes as long as many programs run."""
+    registry: dict[weakref.finalize[Any, Any], Any] = getattr(weakref.finalize, "_registry")  # noqa: B009
+    for found in registry:
+        alive = found.peek()
+        if alive is not None and alive[1].__module__.startswith("torch."):
+            found.atexit = False
+
+
 def _main() -> None:
     arm_parent_death()
     # Collections find nothing in what is imported, and one in a fork would copy its pages.
@@ -192,6 +209,7 @@ def _main() -> None:
         if name.endswith(".__main__"):
             del sys.modules[name]
     sys.modules["torch"].set_num_threads(1)
+    _keep_what_torch_has_registered()
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -28,6 +28,9 @@ from megascale_client import Client, NotPossible, parse_job
 
 OPTIONS = ("--nodes", "2", "--devices-per-node", "1", "--device", "cpu")
 STEPS = 6
+# Of a job that trains while commands ask for it: a profile is placed two seconds of steps ahead,
+# and the twin repeats all steps up to it.
+WATCHED_PACE_S = 0.1
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +245,7 @@ def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -
     here = ("--cluster", str(cluster / "runs"))
     spec = job("profiled", 1_000_000)
     spec["trainer"] |= {
-        "optimizer": paced(),
+        "optimizer": paced(WATCHED_PACE_S),
         "data": {"sources": [{"prefix": str(cluster / "corpus")}]},
         "parallelism": {"pp": 2},
     }
@@ -344,7 +347,7 @@ def scraped_names(run_folder: Path) -> set[str]:
 def test_services_serve_every_metric_that_a_rule_or_a_panel_names(cluster: Path) -> None:
     spec = job("scraped", 1_000_000)
     spec["trainer"] |= {
-        "optimizer": paced(),
+        "optimizer": paced(WATCHED_PACE_S),
         "data": {"sources": [{"prefix": str(cluster / "corpus")}]},
     }
     spec["checkpoint"]["uri"] = str(cluster / "checkpoints" / "scraped")
@@ -368,7 +371,7 @@ def test_services_serve_every_metric_that_a_rule_or_a_panel_names(cluster: Path)
 def test_a_job_that_runs_is_cancelled_and_a_node_evicted(cluster: Path) -> None:
     here = ("--cluster", str(cluster / "runs"), "--json")
     spec = job("long", 100_000)
-    spec["trainer"]["optimizer"] = paced()
+    spec["trainer"]["optimizer"] = paced(WATCHED_PACE_S)
     (cluster / "long.yaml").write_text(yaml.safe_dump(spec))
     assert megascale("submit", "long.yaml", *here, cwd=cluster).returncode == 0
     cancelled = megascale("cancel", "long", "--reason", "enough", *here, cwd=cluster)

@@ -1,6 +1,7 @@
 """What cannot start ends with one sentence, its remedy and exit status 2 or 3, never a traceback.
 
-Each case runs the real entry point.
+Each case runs the real entry point: the first of each program is executed, the others are forked by
+:mod:`tests.harness.program_start`. A case without root's privileges is always executed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.harness import program_start
 from tests.harness.etcd import make_server
 
 from megascale_common.node.process import child_environment
@@ -128,12 +130,19 @@ FURTHER: list[tuple[Command, str, int, tuple[str, ...]]] = [
 ]
 
 
-def run(command: list[str]) -> tuple[int, str, float]:
+def run(command: list[str], *, executed: bool = False) -> tuple[int, str, float]:
     """Exit status, stderr, and seconds that the command took."""
     begin = time.monotonic()
-    environment = {**child_environment(), "COLUMNS": "500"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return ended.returncode, ended.stderr, time.monotonic() - begin
+    starts = subprocess.Popen if executed else program_start.start
+    process: subprocess.Popen[str] = starts(
+        command,
+        env={**child_environment(), "COLUMNS": "500"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, errors = process.communicate()
+    return process.returncode, errors, time.monotonic() - begin
 
 
 def one_sentence(errors: str) -> str:
@@ -154,7 +163,8 @@ def one_sentence(errors: str) -> str:
 def test_a_command_that_cannot_start_says_why(
     place: Place, command: Command, options: str, status: int, words: tuple[str, ...]
 ) -> None:
-    found, errors, seconds = run(command(place, options))
+    first = next(options for each, options, _, _ in CASES if each is command)
+    found, errors, seconds = run(command(place, options), executed=options == first)
     if "Usage" not in errors:  # the CLI's parser draws a box
         sentence = one_sentence(errors)
         assert all(place.fill(word) in sentence for word in words), errors
@@ -174,18 +184,24 @@ def without_privilege() -> list[str]:
     return [program, "--bounding-set=-dac_override,-dac_read_search"]
 
 
+LOCKED: list[tuple[str, Command, str, tuple[str, ...]]] = [
+    ("cluster", up, "", ("FOLDER/cluster", "Permission denied", "--run-folder")),
+    ("cluster", up, "--add-node", ("FOLDER/cluster/up.json", "Permission denied")),
+    ("token", driver, "", ("FOLDER/token", "Permission denied", "--token-file")),
+    ("run", agent, "", ("FOLDER/run/nodes/n1", "Permission denied", "--run-folder")),
+    ("staging", daemon, "", ("FOLDER/staging", "--staging-folder")),
+]
+# What the same functions say in other programs.
+LOCKED_FURTHER: list[tuple[str, Command, str, tuple[str, ...]]] = [
+    ("cluster", up, "--run-folder FOLDER/cluster/below", ("FOLDER/cluster", "--run-folder")),
+    ("token", agent, "", ("FOLDER/token", "Permission denied", "--token-file")),
+    ("token", daemon, "", ("FOLDER/token", "Permission denied", "--token-file")),
+]
+
+
 @pytest.mark.parametrize(
     ("locked", "command", "options", "words"),
-    [
-        ("cluster", up, "", ("FOLDER/cluster", "Permission denied", "--run-folder")),
-        ("cluster", up, "--run-folder FOLDER/cluster/below", ("FOLDER/cluster", "--run-folder")),
-        ("cluster", up, "--add-node", ("FOLDER/cluster/up.json", "Permission denied")),
-        ("token", driver, "", ("FOLDER/token", "Permission denied", "--token-file")),
-        ("token", agent, "", ("FOLDER/token", "Permission denied", "--token-file")),
-        ("run", agent, "", ("FOLDER/run/nodes/n1", "Permission denied", "--run-folder")),
-        ("token", daemon, "", ("FOLDER/token", "Permission denied", "--token-file")),
-        ("staging", daemon, "", ("FOLDER/staging", "--staging-folder")),
-    ],
+    [*LOCKED, *(pytest.param(*case, marks=pytest.mark.slow) for case in LOCKED_FURTHER)],
 )
 def test_a_missing_permission_is_named(
     place: Place, locked: str, command: Command, options: str, words: tuple[str, ...]
@@ -195,7 +211,7 @@ def test_a_missing_permission_is_named(
         path.mkdir()
         (path / "up.json").touch(mode=0)
     path.chmod(0o500 if path.is_dir() else 0)
-    status, errors, _ = run([*without_privilege(), *command(place, options)])
+    status, errors, _ = run([*without_privilege(), *command(place, options)], executed=True)
     sentence = one_sentence(errors)
     assert all(place.fill(word) in sentence for word in words), errors
     assert status == 2, errors

@@ -26,6 +26,12 @@ def up(tmp_path: Path) -> Iterator[UpProcess]:
         yield running
 
 
+@pytest.fixture
+def forked_up(tmp_path: Path) -> Iterator[UpProcess]:
+    with UpProcess(tmp_path / "cluster", *OPTIONS) as running:
+        yield running
+
+
 async def alive_nodes(folder: Path) -> dict[str, str]:
     """Names and switches of the nodes that are alive for the driver."""
     async with AsyncClient.from_run_folder(folder) as client:
@@ -114,13 +120,14 @@ def test_gpus_are_counted_without_torch(
         choose_device("cuda", 4)
 
 
-def test_killing_up_leaves_no_process(up: UpProcess) -> None:
-    everything = up.processes()
+def test_killing_up_leaves_no_process(forked_up: UpProcess) -> None:
+    """Each process ends with the one that started it by an order to the kernel of its own."""
+    everything = forked_up.processes()
     assert len(everything) >= 6  # up, etcd, driver, two agents and their children
-    up.process.kill()
-    up.process.wait()
+    forked_up.process.kill()
+    forked_up.process.wait()
     until_gone(everything, "all processes gone")
-    assert not up.processes()
+    assert not forked_up.processes()
 
 
 SLOW_DAEMON = """
@@ -137,7 +144,8 @@ async def test_ready_means_that_the_daemons_of_all_nodes_serve(
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DAEMON)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"), prepend=os.pathsep)
-    with UpProcess(tmp_path / "cluster", *OPTIONS, executed=True) as up:
+    one = (*OPTIONS[2:], "--nodes", "1")
+    with UpProcess(tmp_path / "cluster", *one, executed=True) as up:
         async with AsyncClient.from_run_folder(up.folder) as client:
             assert all([bool(node.checkpoint_endpoint) async for node in client.nodes()])
 

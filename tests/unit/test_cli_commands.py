@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.harness import command_line
 from typer.testing import CliRunner
 
-from megascale_cli import exits, plugins
+from megascale_cli import app, exits, plugins
 from megascale_cli.app import build_app
 from megascale_client import (
     AlreadyExists,
@@ -81,6 +83,25 @@ def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CliRunner:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MEGASCALE_RUN_FOLDER", raising=False)
     return CliRunner()
+
+
+def test_only_the_command_that_runs_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them take more processor time than most commands use."""
+    made: list[str] = []
+    single = plugins.single
+
+    def counted(function: Callable[..., Any], name: str, **settings: Any) -> Any:
+        made.append(name)
+        return single(function, name, **settings)
+
+    monkeypatch.setattr(plugins, "single", counted)
+    monkeypatch.setattr(app, "single", counted)
+    assert CliRunner().invoke(build_app(), ["version"]).exit_code == exits.OK
+    assert made == ["version"]
+    unknown = CliRunner().invoke(build_app(), ["versio"])
+    assert "Did you mean 'version'" in unknown.output and made == ["version"]
+    assert CliRunner().invoke(build_app(), ["--help"]).exit_code == exits.OK
+    assert {"submit", "evict", "up", "data"} < set(made) and len(made) == len(set(made)) + 1
 
 
 def test_help_lists_every_command_without_loading_a_service(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
 
 from megascale_cli import (
     checkpoints,
@@ -28,7 +30,7 @@ from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
 from megascale_cli.output import console, print_json
 from megascale_cli.planning import PlanCommand
-from megascale_cli.plugins import add_plugins
+from megascale_cli.plugins import add_storage_commands, plugin_builders, single
 from megascale_cli.usage import Commands
 
 # The first questions of a newcomer. Lines after \b keep their breaks.
@@ -132,9 +134,10 @@ def _panels() -> dict[str, tuple[Callable[..., None], ...]]:
 
 def build_app() -> typer.Typer:
     """All commands, including those of installed packages, which are loaded only when called."""
+    root = Commands.of(_builders())
     app = typer.Typer(
         name="megascale",
-        cls=Commands,
+        cls=root,
         help=GUIDE,
         epilog=HELP,
         no_args_is_help=True,
@@ -144,34 +147,58 @@ def build_app() -> typer.Typer:
         pretty_exceptions_show_locals=False,
     )
     app.callback(
-        cls=Commands,
+        cls=root,
         help=GUIDE,
         epilog=HELP,
         no_args_is_help=True,
         context_settings={"help_option_names": HELP_OPTIONS},
     )(_root)
+    return app
+
+
+def _builders() -> dict[str, Callable[[], Any]]:
+    """What puts each command together, in the order of the help."""
+    found: dict[str, Callable[[], Any]] = {}
     for panel, commands in _panels().items():
         for command in commands:
             kind = PlanCommand if command is jobfile.plan else None
             name = command.__name__.replace("_", "-")
-            app.command(name, cls=kind, rich_help_panel=panel)(command)
-    checkpoint = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-    checkpoint.command("list")(checkpoints.list_checkpoints)
-    checkpoint.command("fetch")(checkpoints.fetch)
-    app.add_typer(
-        checkpoint,
-        name="checkpoint",
-        help="List, fetch, verify, export and import checkpoints.",
-        rich_help_panel=JOBS,
+            found[name] = partial(single, command, name, cls=kind, rich_help_panel=panel)
+    return {
+        **found,
+        "checkpoint": _checkpoint,
+        "config": _config,
+        **plugin_builders(),
+    }
+
+
+def _checkpoint() -> Any:
+    summary = "List, fetch, verify, export and import checkpoints."
+    group = _group("checkpoint", summary)
+    group.command("list")(checkpoints.list_checkpoints)
+    group.command("fetch")(checkpoints.fetch)
+    add_storage_commands(group)
+    return _built(group)
+
+
+def _config() -> Any:
+    group = _group("config", "Show what a job runs with, or how two jobs differ.")
+    group.command("show")(specs.show)
+    group.command("diff")(specs.diff)
+    return _built(group)
+
+
+def _group(name: str, summary: str) -> typer.Typer:
+    return typer.Typer(
+        name=name,
+        help=summary,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        add_completion=False,
     )
-    config = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-    config.command("show")(specs.show)
-    config.command("diff")(specs.diff)
-    app.add_typer(
-        config,
-        name="config",
-        help="Show what a job runs with, or how two jobs differ.",
-        rich_help_panel=JOBS,
-    )
-    add_plugins(app, checkpoint)
-    return app
+
+
+def _built(group: typer.Typer) -> Any:
+    command: Any = typer.main.get_command(group)
+    command.rich_help_panel = JOBS
+    return command

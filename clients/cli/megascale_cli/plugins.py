@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import typer
+import typer.main
 
 from megascale_cli.exits import RETRY_FOR_S, UsageError, report
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JSON_OPTION
@@ -128,15 +130,31 @@ FUNCTIONS = {
 _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def add_plugins(app: typer.Typer, checkpoint: typer.Typer) -> None:
-    """Add the commands of other packages to ``app``, and those on storage to ``checkpoint``."""
+def plugin_builders() -> dict[str, Callable[[], Any]]:
+    """What puts the commands of other packages together, by name, in the order of the help."""
     found = {entry.name for entry in metadata.entry_points(group=GROUP)}
-    for name, known in KNOWN.items():
-        _add(app, name, known)
-    for name in sorted(found - {*KNOWN, *FUNCTIONS, "checkpoint"}):
-        _add(app, name, Plugin("Added by an installed package."))
+    further = sorted(found - {*KNOWN, *FUNCTIONS, "checkpoint"})
+    added = KNOWN | dict.fromkeys(further, Plugin("Added by an installed package."))
+    return {name: partial(_forwarding, name, plugin) for name, plugin in added.items()}
+
+
+def add_storage_commands(checkpoint: typer.Typer) -> None:
+    """Add the commands on storage to ``checkpoint``."""
     for name, summary in ON_STORAGE.items():
-        _add(checkpoint, name, replace(CHECKPOINT, summary=summary), plugin="checkpoint")
+        known = replace(CHECKPOINT, summary=summary)
+        function, settings = _forward_to(name, known, "checkpoint")
+        checkpoint.command(name, **settings)(function)
+
+
+def single(function: Callable[..., Any], name: str, **settings: Any) -> Any:
+    """A command without the tree around it; ``settings`` are those of :meth:`typer.Typer.command`.
+
+    Returns:
+        What click runs.
+    """
+    alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
+    alone.command(name, **settings)(function)
+    return typer.main.get_command(alone)
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -150,7 +168,17 @@ def load_function(name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
 
 
-def _add(app: typer.Typer, name: str, known: Plugin, plugin: str = "") -> None:
+def _forwarding(name: str, known: Plugin) -> Any:
+    function, settings = _forward_to(name, known)
+    panel = FIRST_STEPS if name in KNOWN else None
+    return single(function, name, rich_help_panel=panel, **settings)
+
+
+def _forward_to(
+    name: str, known: Plugin, plugin: str = ""
+) -> tuple[Callable[..., None], dict[str, Any]]:
+    """A command that hands its line over to a plug-in, and its settings."""
+
     def forward(context: typer.Context) -> None:
         arguments = list(context.args) if not plugin else [name, *context.args]
         path = context.command_path if not plugin else context.command_path.rsplit(" ", 1)[0]
@@ -159,13 +187,11 @@ def _add(app: typer.Typer, name: str, known: Plugin, plugin: str = "") -> None:
     help_text = (
         f"{known.summary} [dim](megascale\\[{known.extra}])[/dim]" if known.extra else known.summary
     )
-    app.command(
-        name,
-        help=help_text,
-        context_settings=_FORWARD,
-        add_help_option=False,
-        rich_help_panel=FIRST_STEPS if name in KNOWN else None,
-    )(forward)
+    return forward, {
+        "help": help_text,
+        "context_settings": _FORWARD,
+        "add_help_option": False,
+    }
 
 
 def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> NoReturn:

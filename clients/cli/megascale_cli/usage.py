@@ -1,13 +1,13 @@
-"""How the command line ends: wrong usage reported like all errors, and readers that leave."""
+"""The root of the command line, and how it ends: wrong usage as an error, readers that leave."""
 
 from __future__ import annotations
 
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import typer
 import typer.core
@@ -17,10 +17,54 @@ from megascale_cli.options import JSON_OPTION
 from megascale_client import FieldProblem, InvalidRequest, MegascaleError
 
 
-class Commands(typer.core.TyperGroup):
-    """The root of the commands: every error of usage below it is reported here."""
+class _Parts(MutableMapping[str, Any]):
+    """Commands by name, each of which is put together when it is first asked for."""
 
+    def __init__(self, builders: Mapping[str, Callable[[], Any]], built: Mapping[str, Any]) -> None:
+        self._builders, self._built = builders, dict(built)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            self._built[name] = self._builders[name]()
+        return self._built[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._built[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        raise NotImplementedError("commands stay")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._builders, *self._built)))
+
+    def __len__(self) -> int:
+        return len(self._builders.keys() | self._built.keys())
+
+
+class Commands(typer.core.TyperGroup):
+    """The root of the commands: every error of usage below it is reported here.
+
+    To put all commands together takes longer than most of them run; only the help needs all.
+
+    Attributes:
+        builders: what puts a command together, by its name, in the order of the help.
+    """
+
+    builders: Mapping[str, Callable[[], Any]] = {}
     _as_json = False
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.commands = _Parts(self.builders, self.commands)
+
+    @classmethod
+    def of(cls, builders: Mapping[str, Callable[[], Any]]) -> type[Self]:
+        """The class of a root with these commands."""
+        return type(cls.__name__, (cls,), {"builders": builders})
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands, in the order of the help."""
+        return [*self.commands]
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         """Parse the root's own options."""

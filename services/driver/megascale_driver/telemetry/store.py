@@ -23,7 +23,6 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pyarrow import parquet
 
 from megascale.v1 import link_pb2
 from megascale_common.job.names import is_dns_label
@@ -31,7 +30,13 @@ from megascale_common.node.spans.ops import MAX_OPS, Op
 from megascale_common.node.spans.record import SPAN, from_columns
 from megascale_driver.analysis.spans.table import RECORD
 from megascale_driver.telemetry.counter_store import CounterStore
-from megascale_driver.telemetry.files import attempt_folder, bounds_of, merge_small, write_table
+from megascale_driver.telemetry.files import (
+    attempt_folder,
+    bounds_of,
+    merge_small,
+    read_table,
+    write_table,
+)
 
 FLUSH_S = 10.0
 FLUSH_SPANS = 1 << 18  # 8 MiB
@@ -266,7 +271,7 @@ def _write_operations(attempt: _Attempt) -> None:
 
 def _read_operations(folder: Path) -> dict[Op, int]:
     try:
-        rows = parquet.read_table(folder / _OPERATIONS).to_pylist()
+        rows = read_table(folder / _OPERATIONS).to_pylist()
     except (OSError, pa.ArrowException):
         return {}
     return {Op(row["name"], row["kind"], row["group"]): row["op"] for row in rows}

@@ -26,7 +26,7 @@ def optimizer_factory(name: str) -> OptimizerFactory:
         ValueError: no such optimizer, it cannot be imported, or its states are not well named; the
             message names the field and the remedy.
     """
-    found = dict(_built_in()).get(name) or _installed(name)
+    found = dict(built_in()).get(name) or _installed(name)
     names = found.state_names
     well_named = names[:1] == (MASTER,) and all(map(is_state_name, names))
     if not well_named or len(set(names)) != len(names):
@@ -38,7 +38,8 @@ def optimizer_factory(name: str) -> OptimizerFactory:
     return found
 
 
-def _built_in() -> Iterator[tuple[str, OptimizerFactory]]:
+def built_in() -> Iterator[tuple[str, OptimizerFactory]]:
+    """The optimizers of this folder with their names; imports them."""
     for module in pkgutil.iter_modules(optimizer.__path__):
         found = importlib.import_module(f"{optimizer.__name__}.{module.name}")
         if hasattr(found, "OPTIMIZER"):
@@ -49,7 +50,7 @@ def _installed(name: str) -> OptimizerFactory:
     registered = metadata.entry_points(group=ENTRY_POINT_GROUP)
     chosen = {entry.value: entry for entry in registered.select(name=name)}
     if not chosen:
-        known = sorted({*registered.names, *(name for name, _ in _built_in())})
+        known = sorted({*registered.names, *(name for name, _ in built_in())})
         raise ValueError(
             f"trainer.optimizer.name: {name!r} is not installed on this node; known here: "
             f"{', '.join(known)}; install the package that registers it under "

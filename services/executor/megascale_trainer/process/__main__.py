@@ -57,8 +57,10 @@ def main() -> int:
     import torch
 
     from megascale_kernels import operators
+    from megascale_trainer.optimizer import registry
     from megascale_trainer.process import self_check, worker
 
+    dict(registry.built_in())  # every rank looks its optimizer up among them
     gc.enable()
     torch.set_num_threads(1)
     if torch.version.cuda is not None:
