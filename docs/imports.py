@@ -81,7 +81,12 @@ def children(parent: str, graph: Mapping[str, set[str]]) -> Graph:
 def packages(graph: Iterable[str]) -> list[str]:
     """Every package that has a package inside, outermost first."""
     names = sorted(graph)
-    inner = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    above = {
+        ".".join(parts[:n])
+        for parts in (name.split(".") for name in names)
+        for n in range(1, len(parts))
+    }
+    inner = above & {*names}
     outer = {name.rpartition(".")[0] for name in inner} & inner
     return sorted(outer, key=lambda name: (name.count("."), name))
 

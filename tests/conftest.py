@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
+from tests.harness import properties
 from tests.harness.ranks import RankPool, rank_pool
 
-# A deadline per example would make tests fail on a busy machine without a defect in the code.
-settings.register_profile("megascale", deadline=None, print_blob=True)
-settings.load_profile("megascale")
+properties.register_profiles()
 
 # What tests import and collect is kept: collections would search it again and again, which takes a
 # tenth of the time until the first test.
@@ -98,6 +97,21 @@ _LANE_OF = {name: lane for lane, names in LANES.items() for name in names}
 MARKED_FOLDERS = ("export", "gpu", "system")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test-slow` tries properties with more examples."""
+    if config.getoption("markexpr") == "slow":
+        settings.load_profile(properties.LONG)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have `make test-slow` run the properties as well."""
+    if config.getoption("markexpr") == "slow":
+        for item in items:
+            if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+                item.add_marker("slow")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the folders whose mark the options exclude."""
     here = Path(__file__).parent
@@ -117,8 +131,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what was imported (torch, for one) out of every later garbage collection."""
     session.config.stash[_COLLECTED] = frozenset(LATE) & sys.modules.keys()
     gc.enable()
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # with the little garbage that there is: to find it takes half a second
     # Given back to the collection at exit: Triton complains of what that does not find.
     atexit.register(gc.unfreeze)
 

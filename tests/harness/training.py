@@ -167,9 +167,9 @@ def peaks_of_memory(
 
 
 def train_and_resume(
-    rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any], steps: int = 3
 ) -> dict[str, Any]:
-    """Program of one rank: six steps, and the last three again from a slot of the third.
+    """Program of one rank: ``steps`` steps, as many more, and these again from a slot of the first.
 
     The repetition runs in a trainer of its own.
     """
@@ -178,15 +178,15 @@ def train_and_resume(
     groups, device = _groups(config, rank, folder), device_of(rank)
     first = Trainer(config, rank, groups, device)
     first.initialise()
-    for _ in range(3):
+    for _ in range(steps):
         step(first, rank)
     slot = torch.zeros(first.shard_layout().slot_bytes, dtype=torch.uint8, device=device)
     first.state_copy_to(slot)
-    uninterrupted = [step(first, rank).read().loss for _ in range(3)]
+    uninterrupted = [step(first, rank).read().loss for _ in range(steps)]
     second = Trainer(config, rank, groups, device)
     second.load_from(slot)
-    second.finish_load(3)
-    resumed = [step(second, rank).read().loss for _ in range(3)]
+    second.finish_load(steps)
+    resumed = [step(second, rank).read().loss for _ in range(steps)]
     equal = all(torch.equal(state, second.states()[name]) for name, state in first.states().items())
     destroy_groups()
     return {"uninterrupted": uninterrupted, "resumed": resumed, "states_equal": equal}

@@ -24,9 +24,10 @@ from tests.harness.training import tiny_job
 def test_overlap_changes_no_bit(
     sizes: dict[str, Any], training: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
+    layers = sum(sizes.get("stage_layers", [3]))
     jobs = [
         tiny_job(
-            model={"layers": 6},
+            model={"layers": layers},
             parallelism={**sizes, "overlap": {"dp": overlap}},
             training={"micro_batch_size": 2, **training},
         )

@@ -22,7 +22,7 @@ from megascale_kernels import quantize as plain
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.trainer import StepRecord, Trainer
 
-STEPS = 4
+STEPS = 3
 TRAIN = "tests.harness.training:train"
 # A loss of 5.7 over 256 tokens. Ranks have scales of their own for their parts of a weight, and so
 # other rounding; 0.004 was seen.
@@ -68,7 +68,7 @@ def test_losses_are_close_to_those_of_bf16(
 ) -> None:
     ours, theirs = alone(model, "fp8", kind), alone(model, "bf16", "hybrid")
     assert [record["loss"] for record in ours] != [record["loss"] for record in theirs]
-    assert theirs[-1]["loss"] < theirs[0]["loss"] - 0.2, "the model did not learn"
+    assert theirs[-1]["loss"] < theirs[0]["loss"] - 0.15, "the model did not learn"
     for our, their in zip(ours, theirs, strict=True):
         assert our["loss"] == pytest.approx(their["loss"], abs=LOSS_TOLERANCE)
         assert our["gradient_norm"] == pytest.approx(their["gradient_norm"], rel=0.05)
@@ -114,12 +114,16 @@ def test_layout_trains_as_one_process(
         pytest.param("full", "parallel", marks=pytest.mark.slow),
     ],
 )
-def test_recomputation_changes_no_bit(recompute: str, model: str) -> None:
-    plainly, again = (
-        _run(_started(_job(model, {"recompute": kind}, "fp8", "hybrid")), 0, 3)
-        for kind in ("none", recompute)
-    )
-    assert again == plainly
+def test_recomputation_changes_no_bit(
+    recompute: str,
+    model: str,
+    pool: RankPool,
+    alone: Callable[[str, str, str], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    job = _job(model, {"recompute": recompute}, "fp8", "hybrid")
+    again = pool.run(TRAIN, 1, tmp_path, job=job, steps=STEPS)[0]["records"]
+    assert again == alone(model, "fp8", "hybrid")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,8 @@ def test_a_resumed_run_is_the_same_run(
     """Checkpoints hold no scale: all of them follow from the restored values."""
     ranks = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp"))
     job = _job("parallel", sizes, "fp8", "hybrid")
-    for result in pool.run("tests.harness.training:train_and_resume", ranks, tmp_path, job=job):
+    program = "tests.harness.training:train_and_resume"
+    for result in pool.run(program, ranks, tmp_path, job=job, steps=2):
         assert result["resumed"] == result["uninterrupted"]
         assert result["states_equal"]
 

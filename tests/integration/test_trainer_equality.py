@@ -16,7 +16,7 @@ from tests.harness.training import assemble, hiding, tiny_job
 
 from megascale_trainer.trainer import StepRecord
 
-STEPS, FEW_STEPS = 20, 5
+STEPS, FEW_STEPS = 20, 3
 # float32 keeps a loss of 5 to 5e-7; sums in another order differ by that much, and were seen to
 # differ by 2.3e-7
 LOSS_TOLERANCE = 5e-6
@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "tp2pp2dp2": ({"tp": 2, "pp": 2, "dp": 2}, 1),
-    "tp2pp2dp2, all overlapped": ({"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")}, 1),
+    "tp2pp2dp2, all overlapped": ({"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")}, 2),
     "tp4, overlapped tp": ({"tp": 4, **hiding("tp")}, 4),
     "pp4, overlapped pp": ({"pp": 4, **hiding("pp", "peer_edges")}, 1),
     "pp3": ({"pp": 3}, 2),
@@ -106,7 +106,7 @@ def reference(
         ("dp4, overlapped dp", "parallel", FEW_STEPS),
         pytest.param("dp4, overlapped dp", "parallel", STEPS, marks=pytest.mark.slow),
         pytest.param("pp3", "parallel", FEW_STEPS, marks=pytest.mark.slow),
-        ("tp2dp2, full recompute, overlapped tp and dp", "grouped", FEW_STEPS),
+        ("tp2dp2, full recompute, overlapped tp and dp", "serial", FEW_STEPS),
         ("one, full recompute", "parallel", FEW_STEPS),
         ("one, selective recompute", "serial", FEW_STEPS),
         ("pp2vpp2dp2, overlapped pp and dp", "parallel", FEW_STEPS),
@@ -139,7 +139,7 @@ def test_layout_trains_as_one_process(
     ours, theirs = (
         [StepRecord(**record) for record in found["records"]] for found in (results[0], expected)
     )
-    assert theirs[-1].loss < theirs[0].loss - (0.5 if steps == STEPS else 0.1), (
+    assert theirs[-1].loss < theirs[0].loss - (0.5 if steps == STEPS else 0.05), (
         "the model did not learn: the comparison proves little"
     )
     for our, their in zip(ours, theirs, strict=True):
@@ -176,7 +176,7 @@ def test_overlapped_edges_change_no_bit(
     [
         ("serial", {"pp": 2}, 1),
         ("parallel", {"pp": 2, "virtual_stages": 2, "dp": 2, **hiding("pp", "dp")}, 1),
-        ("grouped", {"tp": 2, "pp": 2, "recompute": "selective", **hiding("tp", "pp")}, 2),
+        ("grouped", {"tp": 2, "pp": 2, "recompute": "selective", **hiding("tp", "pp")}, 4),
         ("parallel", {"pp": 4, "recompute": "full", **hiding("pp")}, 1),
     ],
 )
@@ -203,7 +203,7 @@ def test_splitting_backwards_changes_no_bit(
 def _assert_same_bits(jobs: list[dict[str, Any]], ranks: int, pool: RankPool, folder: Path) -> None:
     """The jobs report the same in every step, and end with the same states on every rank."""
     first, *others = (
-        pool.run(TRAIN, ranks, folder / str(n), job=job, steps=3) for n, job in enumerate(jobs)
+        pool.run(TRAIN, ranks, folder / str(n), job=job, steps=2) for n, job in enumerate(jobs)
     )
     assert others == [first] * len(others)
     for rank, other in itertools.product(range(ranks), range(1, len(jobs))):
@@ -231,15 +231,16 @@ def test_a_posted_receive_is_entered_when_it_is_waited_for(
 
 
 def test_a_job_repeats_and_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
-    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")})
+    sizes = {"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")}
+    job = tiny_job(parallelism=sizes, training={"micro_batch_size": 2})
     program = "tests.harness.training:train_and_resume"
-    results = pool.run(program, 8, tmp_path / "first", job=job)
-    assert pool.run(program, 8, tmp_path / "second", job=job) == results, (
-        "the same job ran to other bits"
-    )
-    for result in results:
+    results = pool.run(program, 8, tmp_path / "first", job=job, steps=2)
+    again = pool.run(TRAIN, 8, tmp_path / "second", job=job, steps=4)
+    for result, repeated in zip(results, again, strict=True):
         assert result["resumed"] == result["uninterrupted"] == results[0]["uninterrupted"]
         assert result["states_equal"]
+        losses = [record["loss"] for record in repeated["records"]]
+        assert losses[2:] == result["uninterrupted"], "the same job ran to other bits"
 
 
 def test_all_ranks_skip_and_vote_together(pool: RankPool, tmp_path: Path) -> None:
@@ -281,10 +282,8 @@ def test_evaluation_is_the_loss_of_a_step_without_the_step(pool: RankPool, tmp_p
     program = "tests.harness.training:evaluate"
     one = pool.run(program, 1, tmp_path / "one", job=tiny_job())[0]
     interleaved = {"tp": 2, "pp": 2, "virtual_stages": 2, **hiding("tp", "pp")}
-    for result in [
-        one,
-        *pool.run(program, 4, tmp_path / "interleaved", job=tiny_job(parallelism=interleaved)),
-    ]:
+    job = tiny_job(parallelism=interleaved, training={"micro_batch_size": 2})
+    for result in [one, *pool.run(program, 4, tmp_path / "interleaved", job=job)]:
         assert result["before"][0] == pytest.approx(result["losses"][0], abs=LOSS_TOLERANCE)
         assert result["after"] == result["again"], "an evaluation changes nothing"
         assert result["after"] < result["before"][1], "it saw what training did"

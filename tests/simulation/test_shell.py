@@ -22,7 +22,7 @@ from tests.simulation.shell.drills import drills
 from tests.simulation.shell.faults import DAY_S, HARDWARE, STORM, Fault, history
 from tests.simulation.shell.fleet import run_all, shortest
 from tests.simulation.shell.people import PEOPLE
-from tests.simulation.shell.run import Result, Setup
+from tests.simulation.shell.run import SETTLE_S, Result, Setup
 from tests.simulation.shell.scenarios import REPEATED, SCENARIOS, scenario
 
 SHORT = Setup(0, nodes=16, days=0.03, storms=100.0)
@@ -73,21 +73,23 @@ _BY_CALLBACKS = ("driver_crash", "crash_on_commit")
 
 
 @pytest.mark.parametrize(
-    ("seeds", "days", "rest"),
+    ("seeds", "days", "rest", "settle_s"),
     [
-        pytest.param([18], 0.01, SHORT.rest, marks=pytest.mark.slow),
-        ([14], 0.01, 1),
-        pytest.param(range(40), 0.02, SHORT.rest, marks=pytest.mark.slow),
-        pytest.param(range(20), 0.02, 1, marks=pytest.mark.slow),
+        pytest.param([18], 0.01, SHORT.rest, SETTLE_S, marks=pytest.mark.slow),
+        ([14], 0.01, 1, SETTLE_S / 2),
+        pytest.param(range(40), 0.02, SHORT.rest, SETTLE_S, marks=pytest.mark.slow),
+        pytest.param(range(20), 0.02, 1, SETTLE_S, marks=pytest.mark.slow),
     ],
     ids=["skips", "skips and rests", "forty", "twenty that rest"],
 )
-def test_skips_change_no_decision(seeds: Sequence[int], days: float, rest: int) -> None:
+def test_skips_change_no_decision(
+    seeds: Sequence[int], days: float, rest: int, settle_s: float
+) -> None:
     """Nor do resting nodes."""
     for number in seeds:
         drawn = history(number, 16, days, 0.0, 100.0)
         faults = tuple(fault for fault in drawn if fault.kind not in _BY_CALLBACKS)
-        wanted = replace(SHORT, seed=number, days=days, rest=rest, faults=faults)
+        wanted = replace(SHORT, seed=number, days=days, rest=rest, settle_s=settle_s, faults=faults)
         skipped, lived = run_all([wanted, replace(wanted, skip=False)], 1)
         assert not skipped.broken and not lived.broken, (skipped.broken, lived.broken)
         assert decisions(skipped) == decisions(lived), f"seed {number}"
@@ -96,7 +98,7 @@ def test_skips_change_no_decision(seeds: Sequence[int], days: float, rest: int) 
 def test_no_skip_passes_the_end_of_a_wait() -> None:
     """A job whose attempts make no progress waits longer each time, and then begins."""
     faults = tuple(Fault(100.0 + 7.0 * n, "kill_worker", 1.0, 4 * n + 1) for n in range(40))
-    wanted = replace(SHORT, days=0.006, faults=faults)
+    wanted = replace(SHORT, days=0.006, settle_s=SETTLE_S / 2, faults=faults)
     skipped, lived = run_all([wanted, replace(wanted, skip=False)], 1)
     assert not skipped.broken and not lived.broken, (skipped.broken, lived.broken)
     assert lived.recoveries > 5

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.storage import FileStorage
@@ -91,7 +92,7 @@ def read_all(files: dict[str, bytes]) -> list[Record]:
 INTERRUPTIONS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=8)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), INTERRUPTIONS, st.booleans())
 def test_no_commit_of_a_lower_attempt_after_a_higher_open(
     steps: list[int], interruptions: list[tuple[int, int]], low_first: bool

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoint
+from tests.harness.properties import examples
 from typer.testing import CliRunner
 
 from megascale_checkpoint import restore
@@ -65,7 +66,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, write_checkpoint(folder, LAYOUTS, VALUES)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_a_flipped_bit_is_never_loaded(written: tuple[Path, str], data: st.DataObject) -> None:
     folder, uri = written

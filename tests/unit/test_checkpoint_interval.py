@@ -7,8 +7,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 from tests.harness.training import tiny_job
 
 from megascale_common.job.config import CheckpointConfig, JobConfig, from_accepted, from_mapping
@@ -186,7 +187,7 @@ class Rank:
             self.asked.add(ahead)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=120, max_size=120),
     st.sampled_from([0, 1, 2, 5]),

@@ -6,8 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 from typer.testing import CliRunner
 
 from megascale_checkpoint import commit_repair
@@ -50,7 +51,7 @@ def repaired(root: Path) -> list[commit_repair.Repair]:
     return plan
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(1, 5), st.integers(0, 1 << 16))
 @example(5, 9)  # a blank of the last record, which no other record's hash covers
 def test_a_flipped_bit_anywhere_is_taken_back(

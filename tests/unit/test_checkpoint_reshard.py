@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoint
 from tests.harness.piece_layouts import VALUES, layouts, pack
+from tests.harness.properties import examples
 
 from megascale_checkpoint import restore
 from megascale_checkpoint.reshard import check_coverage, flat_boxes
@@ -34,7 +35,7 @@ def test_flat_boxes_are_the_flat_range(shape: list[int], data: st.DataObject) ->
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(layouts(), layouts())
 def test_any_layout_loads_any_other(written: list[ShardLayout], wanted: list[ShardLayout]) -> None:
     # In tmpfs, where fsync of so many files costs nothing.

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.harness.properties import examples
 
 from megascale_checkpoint.slots import SlotPhase, SlotSeal, SlotTable
 from megascale_common.service.errors import RequestError
@@ -103,7 +104,7 @@ class SlotMachine(RuleBasedStateMachine):
         assert self.persisted == sorted(self.persisted)
 
 
-SlotMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SlotMachine.TestCase.settings = settings(examples(60), stateful_step_count=40)
 TestSlotMachine = SlotMachine.TestCase
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.corpus import write_corpus
+from tests.harness.properties import examples
 
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
@@ -53,7 +54,7 @@ def test_writes_exactly_the_bytes_of_the_format(tmp_path: Path) -> None:
     assert idx_path(prefix).read_bytes() == index_by_hand(8, 2, [3, 0, 1], [0, 1, 2, 3])
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(documents=st.lists(st.lists(st.integers(0, 70_000), max_size=20), max_size=8))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -> None:
     prefix = write_corpus(tmp_path_factory.mktemp("round") / "corpus", documents, vocab_size=70_001)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.corpus import data_job
+from tests.harness.properties import examples
 
 from megascale_common.job.config import DataSource
 from megascale_trainer.batch import MicroBatch
@@ -62,7 +63,7 @@ def stream_of(
 corpus_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=corpus_lengths, sequence_length=st.integers(1, 12), seed=st.integers(0, 5))
 def test_each_token_of_an_epoch_is_an_input_once_and_documents_stay_whole(
     lengths: list[int], sequence_length: int, seed: int
@@ -87,7 +88,7 @@ def test_each_token_of_an_epoch_is_an_input_once_and_documents_stay_whole(
         )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=corpus_lengths, sequence_length=st.integers(1, 12), number=st.integers(0, 400))
 def test_targets_weights_and_positions_follow_from_the_tokens(
     lengths: list[int], sequence_length: int, number: int
@@ -114,7 +115,7 @@ def test_targets_weights_and_positions_follow_from_the_tokens(
     }
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=corpus_lengths,
     sequence_length=st.integers(1, 12),
@@ -166,7 +167,7 @@ def test_the_order_of_documents_is_the_one_of_earlier_releases() -> None:
     ] == EXPECTED_ORDER
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     lengths=st.lists(corpus_lengths, min_size=1, max_size=3),
     reads=st.lists(st.integers(0, 200), min_size=1, max_size=8),
@@ -183,7 +184,7 @@ def test_a_sample_does_not_depend_on_what_was_read_before(
         assert all(np.array_equal(seen[name], fresh[name]) for name in seen)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     first=st.integers(0, 10**12),
     rows=st.integers(1, 4),
@@ -203,7 +204,7 @@ weight_lists = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(weights=weight_lists)
 def test_a_blend_is_never_a_sample_ahead_and_numbers_each_source_without_gaps(
     weights: list[float],

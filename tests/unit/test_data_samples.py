@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.corpus import data_job, write_corpus
+from tests.harness.properties import examples
 
 from megascale_common.job.config import DataSkip, DataSource, JobConfig
 from megascale_trainer.data.blend import TokenBlend
@@ -28,14 +29,14 @@ VOCABULARY = 1 << 30
 EXPECTED = [9, 4, 7, 8, 6, 2, 0, 1, 3, 5]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(size=st.integers(1, 3000), name=st.text(max_size=5))
 def test_a_permutation_has_every_number_once(size: int, name: str) -> None:
     order = Permutation(size, name)
     assert sorted(order(index) for index in range(size)) == list(range(size))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(size=st.integers(10**9, 1 << 62), seed=st.integers(0, 9))
 def test_a_permutation_of_any_size_has_no_number_twice(size: int, seed: int) -> None:
     order = Permutation(size, f"{seed}")
@@ -93,7 +94,7 @@ def _documents(lengths: list[int], base: int = 0) -> list[list[int]]:
 corpus_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=corpus_lengths, length=st.integers(1, 12))
 def test_each_token_of_an_epoch_is_an_input_once_with_its_own_target(
     lengths: list[int], length: int, tmp_path_factory: pytest.TempPathFactory
@@ -135,7 +136,7 @@ def test_each_token_of_an_epoch_is_an_input_once_with_its_own_target(
         assert orders[0] != orders[1] != orders[2], "epochs have orders of their own"
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     lengths=st.lists(corpus_lengths, min_size=1, max_size=3),
     weights=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
@@ -172,7 +173,7 @@ def test_a_step_is_the_same_samples_at_any_dp(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     factor=st.sampled_from([0.5, 1.0, 2.0]),
@@ -235,7 +236,7 @@ def _write_index(path: Path, offsets: list[int], boundaries: list[int], last: in
     idx_path(path).write_bytes(data)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(lengths=corpus_lengths, begin=st.integers(0, 60), count=st.integers(1, 40))
 def test_a_mapped_index_finds_what_the_checked_reader_finds(
     lengths: list[int], begin: int, count: int, tmp_path_factory: pytest.TempPathFactory

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 
 from megascale_driver.placement.gang import Candidate, Part, place
 from megascale_driver.placement.queue import MAX_STARTS, decide
@@ -137,7 +138,7 @@ def views(draw: st.DrawFn) -> View:
                 known=known, quotas=quotas, rules=rules)  # fmt: skip
 
 
-@settings(max_examples=75)
+@examples(75)
 @given(view=views())
 def test_a_job_starts_whole_or_not_at_all_on_nodes_that_are_idle_and_nobody_elses(
     view: View,
@@ -159,7 +160,7 @@ def test_a_job_starts_whole_or_not_at_all_on_nodes_that_are_idle_and_nobody_else
     assert not plan.free.keys() & (held.keys() | taken.keys())
 
 
-@settings(max_examples=75)
+@examples(75)
 @given(view=views())
 def test_quotas_are_never_exceeded(view: View) -> None:
     used = Counter[str]()
@@ -172,7 +173,7 @@ def test_quotas_are_never_exceeded(view: View) -> None:
     assert all(used[tenant] <= quota for tenant, quota in view.quotas.items())
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(view=views())
 def test_no_job_gets_what_one_before_it_could_have_started_on(view: View) -> None:
     """Walk the queue: whoever waits did not fit what was open to it when its turn came."""
@@ -205,7 +206,7 @@ def test_no_job_gets_what_one_before_it_could_have_started_on(view: View) -> Non
         owner = {name: held for name, held in owner.items() if held[1] != waiter.name}
 
 
-@settings(max_examples=75)
+@examples(75)
 @given(view=views())
 def test_nobody_of_lower_or_equal_priority_gets_survivors_or_spares(view: View) -> None:
     view = replace(view, quotas={})
@@ -231,7 +232,7 @@ def test_nobody_of_lower_or_equal_priority_gets_survivors_or_spares(view: View) 
             assert takers or keepers[0].name == of or keepers[0].priority > priority
 
 
-@settings(max_examples=75)
+@examples(75)
 @given(view=views(), kind=st.sampled_from(["too many ranks", "too wide a group", "over quota"]))
 def test_a_job_that_can_never_start_changes_nothing_for_the_others(view: View, kind: str) -> None:
     """Of the highest priority and the greatest age, so that it comes first."""
@@ -247,7 +248,7 @@ def test_a_job_that_can_never_start_changes_nothing_for_the_others(view: View, k
     assert kinds(both)["stuck"] is Kind.WAIT
 
 
-@settings(max_examples=75)
+@examples(75)
 @given(view=views())
 def test_only_what_can_save_leaves_and_only_for_a_job_that_then_starts(view: View) -> None:
     plan = decide(view)
@@ -266,7 +267,7 @@ def test_only_what_can_save_leaves_and_only_for_a_job_that_then_starts(view: Vie
         assert Room(room).fits(winner.world_size, winner.tp), "or they leave for nothing"
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(view=views(), data=st.data())
 def test_the_order_in_which_jobs_and_nodes_are_listed_decides_nothing(
     view: View, data: st.DataObject
@@ -322,7 +323,7 @@ class Yard:
         self.now_s += 1.0
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     sizes=st.lists(st.integers(1, 3), min_size=2, max_size=5),
     lengths=st.lists(st.integers(1, 40), min_size=5, max_size=5),
@@ -351,7 +352,7 @@ def test_an_endless_stream_of_small_jobs_does_not_starve_a_gang(
         yard.step()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     sizes=st.lists(st.integers(1, 2), min_size=1, max_size=4),
     lengths=st.lists(st.integers(1, 30), min_size=4, max_size=4),

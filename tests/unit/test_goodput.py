@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk, exited
+from tests.harness.properties import examples
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -109,7 +110,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(moves, times)
 def test_the_parts_sum_up_to_the_wall_time_after_any_history(
     history: list[tuple[object, ...]], now_s: float
@@ -133,7 +134,7 @@ def test_the_parts_sum_up_to_the_wall_time_after_any_history(
             assert getattr(goodput, str(name))(ended, *arguments).wall_us == ended.wall_us
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(seed=st.integers(0, 10**6), data=st.data())
 def test_the_invariant_holds_in_the_core_under_crashes_failovers_and_clock_steps(
     seed: int, data: st.DataObject

@@ -6,8 +6,9 @@ import gc
 import time
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 from tests.unit.test_driver_orders import fleet
 
 from megascale_common.job.rank_layout import RankLayout
@@ -55,7 +56,7 @@ def by_definition(views: list[RankView], layout: RankLayout) -> set[int]:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.sampled_from(LAYOUTS), st.data())
 def test_the_verdict_is_that_of_the_definition(layout: RankLayout, data: st.DataObject) -> None:
     views = []

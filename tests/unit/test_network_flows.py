@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 
 from megascale_driver.network.ecmp import conflict_probability, simulate
 from megascale_driver.network.fabric import LINKS, NO_LINK, BadFabric, Fabric
@@ -37,7 +38,7 @@ def one_after_another(ways: np.ndarray, capacities: np.ndarray) -> np.ndarray:
     ),
     capacities=st.lists(st.integers(1, 9), min_size=6, max_size=6),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_rates_are_those_of_one_link_after_another(
     flows: list[list[int]], capacities: list[int]
 ) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 from tests.harness.training import CPU, micro_batches, tiny_job
 
 from megascale_common.job.config import JobConfig, from_accepted
@@ -107,7 +108,7 @@ def _reduced(config: JobConfig, rank: int, *, overlapped: bool) -> list[torch.Te
     return recorder.reduced[:ends][::-1] + recorder.reduced[ends:][::-1]
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     layers=st.integers(2, 9),
     stage=st.sampled_from(["whole", "first", "last"]),

@@ -7,8 +7,9 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 
 from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.sizes import memory as memory_module
@@ -86,7 +87,7 @@ def _expected_elements(config: JobConfig) -> int:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(model=models, parallelism=sizes)
 def test_every_value_is_primary_on_exactly_one_rank(
     model: dict[str, Any], parallelism: dict[str, int]
@@ -120,7 +121,7 @@ def test_every_value_is_primary_on_exactly_one_rank(
     assert sum(math.prod(shape) for shape in shapes.values()) == _expected_elements(config)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(model=models, parallelism=sizes)
 def test_buckets_tile_buffers_and_shards_tile_buckets(
     model: dict[str, Any], parallelism: dict[str, int]

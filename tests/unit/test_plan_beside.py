@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness import recorded_spans
 from tests.harness.injected_spans import Change, injected
+from tests.harness.properties import examples
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
@@ -111,7 +112,7 @@ def test_clean_recorded_steps_never_change_the_verdict() -> None:
     assert looks > 100 and changes == 0
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(at=st.floats(0.8, 1.5), noise=st.floats(0.0, 0.3), seed=st.integers(0, 1000))
 def test_noise_around_one_level_changes_the_verdict_at_most_once(
     at: float, noise: float, seed: int

@@ -8,8 +8,9 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Liveness, Node
@@ -153,7 +154,7 @@ def test_a_silent_node_that_is_heard_while_it_is_assumed_is_not_silent_again() -
     assert lane.next_deadline_s() == math.inf and silent(lane, 10_000.0, "a") == []
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.sampled_from(["beat", "open", "close"]), st.integers(1, 9)),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.checkpoint_files import Values, image_of, slot_bytes, write_checkpoint
 from tests.harness.piece_layouts import VALUES, layouts
@@ -20,6 +20,7 @@ from tests.harness.planned_restore import (
     trainer_layouts,
     wanted_runs,
 )
+from tests.harness.properties import examples
 
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.restore import fill
@@ -62,7 +63,7 @@ def values_of(written: list[ShardLayout]) -> Values:
     return {name: random.random(shape, np.float32) for name, shape in shapes.items()}
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(layouts(), layouts(), st.data())
 def test_any_layout_restores_any_other(
     written: list[ShardLayout], wanted: list[ShardLayout], data: st.DataObject

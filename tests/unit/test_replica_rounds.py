@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 
 from megascale_checkpoint.slots import SlotSeal, SlotTable
 from megascale_common.sizes.staging import snapshots_in_flight
@@ -113,7 +114,7 @@ def common_steps(ranks: list[Rank], lost: Rank) -> set[int]:
     copies=st.sampled_from([0.05, 0.2, 0.7]),
     failures=st.sampled_from([0.0, 0.0, 0.1]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_all_ranks_copy_the_same_steps_and_the_loss_of_a_node_leaves_one_in_all_memories(
     seed: int, interval: int, fewer_slots: int, late: bool, copies: float, failures: float
 ) -> None:

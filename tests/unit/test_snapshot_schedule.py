@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.harness.properties import examples
 
 from megascale_checkpoint.slots import SlotSeal, SlotTable
 from megascale_common.sizes.staging import snapshots_in_flight
@@ -170,7 +171,7 @@ class Ranks(RuleBasedStateMachine):
             assert not rank.held and not rank.writing, "a slot has leaked"
 
 
-Ranks.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+Ranks.TestCase.settings = settings(examples(80), stateful_step_count=60)
 TestRanks = Ranks.TestCase
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness import recorded_spans
 from tests.harness.injected_spans import Change, injected
+from tests.harness.properties import examples
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
@@ -305,7 +306,7 @@ SPANS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SPANS, SPANS)
 def test_any_spans_get_an_answer(
     before: list[tuple[int, ...]], after: list[tuple[int, ...]]

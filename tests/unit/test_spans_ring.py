@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops, record
@@ -42,7 +43,7 @@ def test_columns_refuse_a_part_of_a_record() -> None:
             change(bytes(33))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=20))
 def test_a_ring_keeps_the_order_and_counts_what_found_no_room(
     tmp_path_factory: pytest.TempPathFactory, rounds: list[tuple[int, int]]

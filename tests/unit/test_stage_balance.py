@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness import planner_rows as rows
+from tests.harness.properties import examples
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
@@ -48,7 +49,7 @@ def slowest(split: Split, pp: int, units: UnitCosts) -> float:
     return max(stages)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.integers(4, 14),
     st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1)]),

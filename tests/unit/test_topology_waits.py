@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.properties import examples
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_driver.analysis.progress import OperationCount, RankStatus, RankView, suspects
@@ -23,7 +24,7 @@ def view(rank: int, counts: dict[str, tuple[int, int]]) -> RankView:
     return RankView(rank, f"n{rank}", 0.0, RankStatus(rank, 5, "STEP", 70.0, operations))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.sampled_from(LAYOUTS), st.data())
 def test_a_rank_waits_for_the_members_that_have_entered_fewer(
     layout: RankLayout, data: st.DataObject

@@ -13,6 +13,7 @@ from megascale_client.errors import FieldProblem, InvalidJob
 from megascale_client.spec import anchor_paths, parse_job
 
 MAX_FILE_BYTES = 1 << 20
+MAX_BRACKETS = 64  # within each other; PyYAML's time grows with their square
 
 _GIVE_FILE = "give the path of a job file"
 _FILE_REMEDIES: tuple[tuple[type[OSError], str], ...] = (
@@ -79,6 +80,11 @@ def _text(file: Path) -> str:
 
 class _Loader(yaml.SafeLoader):
     """YAML that refuses a key given twice, where PyYAML silently takes the last."""
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        if self.flow_level == MAX_BRACKETS:
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

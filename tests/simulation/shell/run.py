@@ -42,6 +42,7 @@ class Setup:
     skip: bool = True
     rest: int = FLEET  # nodes from which on they rest (tests.simulation.shell.rest)
     faults: tuple[Fault, ...] | None = None
+    settle_s: float = SETTLE_S
     most_steps: int = 100_000_000  # callbacks; more are going round in circles
 
 
@@ -126,7 +127,7 @@ async def _live(world: World, setup: Setup, faults: list[Fault]) -> None:
     while world.active_faults and not world.invariants.broken:
         await world.run(60.0)
     weather.repair()
-    await world.run(SETTLE_S)
+    await world.run(setup.settle_s)
     if not world.invariants.broken:
         await check_settled(world)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.kernels import COMPILED_ROWS, DEVICE, blank
+from tests.harness.properties import examples
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_kernels.cross_entropy import CrossEntropy, Reduce, cross_entropy
@@ -148,7 +149,7 @@ def test_cross_entropy(
     )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.integers(1, 6), st.integers(1, 70), st.integers(0, 9), st.data())
 def test_fused_is_plain_for_any_shape(
     tokens: int, columns: int, padding: int, data: st.DataObject

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 from megascale_common.job.problems import JobProblem
@@ -36,7 +37,7 @@ def read_fields(
     names that an unknown one may have meant, by default ``names``.
     """
     known = {field.name: field for field in dataclasses.fields(cls) if field.name in names}
-    hints = typing.get_type_hints(cls)
+    hints = _hints(typing.cast(Hashable, cls))
     built: dict[str, Any] = {}
     for key, value in values.items():
         where = _join(path, str(key))
@@ -65,6 +66,12 @@ def read_fields(
 def not_a_mapping(where: str, values: Any, names: Iterable[str]) -> JobProblem:
     """The problem of ``values`` at ``where`` that is not a mapping with the fields ``names``."""
     return JobProblem(where, f"expected a mapping; got {_shown(values)}", _names(names))
+
+
+@functools.cache
+def _hints(cls: Any) -> Mapping[str, Any]:
+    """The types of the fields, which Python compiles from their text at every other call."""
+    return typing.get_type_hints(cls)
 
 
 def _join(path: str, name: str) -> str:

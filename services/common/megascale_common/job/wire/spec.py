@@ -7,6 +7,7 @@ the wire takes the default of the tree (:mod:`megascale_common.job.config`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -71,6 +72,11 @@ def _value(field: FieldDescriptor, value: Any) -> Any:
     return value
 
 
+@functools.cache
+def _numbers(enum: EnumDescriptor) -> Mapping[str, int]:
+    return {_strip(enum, value.name): value.number for value in enum.values}
+
+
 def _strip(enum: EnumDescriptor, name: str) -> str:
     # Every value starts with the first value's name less UNSPECIFIED (buf lint checks that).
     prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
@@ -94,8 +100,6 @@ def _fill(message: Message, values: Mapping[str, Any]) -> None:
                 else:
                     target.append(item)
         elif field.enum_type is not None:
-            enum: EnumDescriptor = field.enum_type  # type: ignore[assignment]
-            numbers = {_strip(enum, v.name): v.number for v in enum.values}
-            setattr(message, name, numbers[value])
+            setattr(message, name, _numbers(field.enum_type)[value])
         else:
             setattr(message, name, value)
