@@ -73,12 +73,13 @@ def test_weights_in_fp8_have_two_copies_of_one_byte(in_bf16: int, layers: int) -
 def test_weights_that_travel_in_fp8_are_in_bf16_in_the_shard_alone(
     dp: int, bucket_mib: int, bias: bool
 ) -> None:
+    # With biases of 448 values the matrix behind them is not aligned, and has a copy.
     sections = {"model": {"bias": bias}, "training": {"bucket_mib": bucket_mib}}
-    job = tiny_job(parallelism={"tp": 2, "dp": dp}, **sections)
+    job = tiny_job(parallelism={"dp": dp}, **sections)
     needs = [rank_memory(gathering(job, kind), 0).parameters_bytes for kind in ("bf16", "fp8")]
     assert needs == [buffers_bytes(job, 0, kind) for kind in ("bf16", "fp8")]
     if not bias and not bucket_mib:  # such buckets have nothing beside the weights
-        weights = 4 * 12 * 64 * 64 // 2
+        weights = 4 * 12 * 64 * 64
         assert needs[0] - needs[1] == 2 * weights - 2 * weights // dp
 
 
