@@ -114,6 +114,12 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fp8-format", choices=["hybrid", "e4m3"], default="hybrid")
     parser.add_argument(
+        "--parameter-gather",
+        choices=["bf16", "fp8"],
+        default="bf16",
+        help="how the weights of layers in FP8 travel over dp",
+    )
+    parser.add_argument(
         "--steps",
         type=_steps,
         default=10,

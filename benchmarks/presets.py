@@ -75,6 +75,7 @@ class Run:
     cuda_graphs: bool = False
     precision: str = ""
     fp8_format: str = "hybrid"
+    parameter_gather: str = "bf16"
     steps: int = 10
     data: str = ""
     initial: str = "device"
@@ -141,7 +142,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "global_batch_size": run.global_batch or preset.batch,
                 "micro_batch_size": run.micro_batch or preset.micro_batch,
                 "precision": run.precision or ("bf16" if cuda else "fp32"),
-                "fp8": {"format": run.fp8_format},
+                "fp8": {"format": run.fp8_format, "parameter_gather": run.parameter_gather},
                 "deterministic": run.deterministic,
                 "cuda_graphs": run.cuda_graphs,
                 "bucket_mib": run.bucket_mib,

@@ -38,7 +38,7 @@ _OUTER_VECTOR = 3
 _PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION = 1, 3
 _PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C, D
 _ADDRESS_BYTES = 8
-_ALIGNMENT_BYTES = 256  # no algorithm asks for more
+ALIGNMENT_BYTES = 256  # no algorithm asks for more
 # Split-K only with partial sums in the workspace, added in order: results repeat bit for bit.
 _REDUCTION_IN_WORKSPACE = 2
 
@@ -145,8 +145,8 @@ def current_stream(device_index: int) -> int:
 
 
 def alignment_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> int:
-    """The largest power of two up to _ALIGNMENT_BYTES that divides all addresses."""
-    addresses = a.data_ptr() | b.data_ptr() | out.data_ptr() | _ALIGNMENT_BYTES
+    """The largest power of two up to ALIGNMENT_BYTES that divides all addresses."""
+    addresses = a.data_ptr() | b.data_ptr() | out.data_ptr() | ALIGNMENT_BYTES
     return addresses & -addresses  # the lowest bit that is set in any of them
 
 
@@ -271,7 +271,7 @@ class GemmPlan:
                 self._set(mode, ctypes.c_int32(_OUTER_VECTOR))
                 # The search for algorithms requires addresses of scales in this mode, and reads
                 # nothing from them: any aligned number does.
-                self._set(scale, ctypes.c_void_p(_ALIGNMENT_BYTES))
+                self._set(scale, ctypes.c_void_p(ALIGNMENT_BYTES))
         rows, columns, depth = problem.rows, problem.columns, problem.depth
         self._a = self._matrix(
             problem.right_dtype, columns, depth, problem.right_stride, problem.right_upright

@@ -56,6 +56,10 @@ def _job(
     )
 
 
+def _gather(kind: str) -> dict[str, Any]:
+    return {"fp8": {"parameter_gather": kind}, "deterministic": True}
+
+
 def _need(parallelism: dict[str, Any]) -> int:
     devices = math.prod(parallelism.get(axis, 1) for axis in ("tp", "pp", "dp"))
     if torch.cuda.device_count() < devices:
@@ -101,6 +105,34 @@ def test_a_resumed_run_is_the_same_run(
     for result in pool.run(program, _need(parallelism), tmp_path, job=job):
         assert result["resumed"] == result["uninterrupted"]
         assert result["states_equal"]
+
+
+@pytest.mark.parametrize(
+    "parallelism", [{"dp": 2, **hiding("dp")}, {"tp": 2, "dp": 2, **hiding("tp", "dp")}], ids=str
+)
+def test_weights_that_travel_in_fp8_change_no_bit(
+    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    """With an evaluation, a skipped step, graphs from the third step on, and a host far ahead."""
+    jobs = [
+        _job(parallelism, block, "hybrid", "triton", **_gather(kind), cuda_graphs=graphs)
+        for block, graphs in (("parallel", True), ("serial", False))
+        for kind in ("bf16", "fp8")
+    ]
+    program, ranks = "tests.harness.training:train_in_several_ways", _need(parallelism)
+    for found in pool.run(program, ranks, tmp_path, jobs=jobs, lag_cycles=10**7):
+        assert found[0::2] == found[1::2]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_operands_arrive_as_they_are(kernels: str, pool: RankPool, tmp_path: Path) -> None:
+    """Through NCCL, also where one rank's shard has a NaN or an Inf."""
+    parallelism = {"dp": 2}
+    job = _job(parallelism, "parallel", "hybrid", kernels, bucket_mib=0)
+    program = "tests.harness.fp8_gather:publish_in_both_ways"
+    for result in pool.run(program, _need(parallelism), tmp_path, job=job, kernels=kernels):
+        assert (result["differ"], result["moved"], result["travelling"]) == ([], 0, 4)
+        assert result["broken"][0] == 0 and all(result["broken"][1:])
 
 
 def test_a_step_that_is_not_finite_is_skipped(pool: RankPool, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def trainer_logits(
 def _logits(trainer: Trainer, config: JobConfig, tokens: torch.Tensor) -> torch.Tensor:
     # The trainer itself needs no logits beyond its loss: the parts of its last stage, by hand.
     buffers, device = trainer._buffers, torch.device("cpu")
-    weights = bind_weights(trainer._table, buffers.parameters, buffers.gradients)
+    weights = bind_weights(trainer._table, buffers.values, buffers.gradients)
     operators = choose(config.training.kernels, device)
     tp = tensor_parallel(config, trainer._groups.tp, torch.float32, device, operators)
     (chunk,) = trainer._table.chunks

@@ -92,7 +92,7 @@ def _stage(
     """The first stage of ``config``, and the addresses of its parameters and gradients."""
     table, alone = parameter_table(config, 0), single_process_groups().world
     buffers = FlatBuffers(table, torch.bfloat16, device, alone, alone)
-    weights = bind_weights(table, buffers.parameters, buffers.gradients)
+    weights = bind_weights(table, buffers.values, buffers.gradients)
     fp8 = fp8_of(config, operators, tp, device)
     stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8)
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]

@@ -67,6 +67,17 @@ def test_the_plan_of_a_job_is_the_planners_prediction_by_the_terms_of_its_spans(
         assert plan.terms[term] == pytest.approx((1 - hidden) * plain.terms[term])
 
 
+def test_weights_that_travel_in_fp8_are_one_byte_of_six_less() -> None:
+    """Four bytes of gradients and two of parameters, or one."""
+    terms = []
+    for gather in ("bf16", "fp8"):
+        config = job(dp=False)
+        fp8 = replace(config.training.fp8, parameter_gather=gather)
+        config = replace(config, training=replace(config.training, precision="fp8", fp8=fp8))
+        terms.append(plan_of(config, "NVIDIA H200", 8, {}).terms["data_parallel"])
+    assert terms[1] == pytest.approx(terms[0] * 5 / 6)
+
+
 @pytest.mark.parametrize(
     ("device", "calibrations", "named"),
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.fp8_gather import buffers_bytes, gathering
 from tests.harness.kept_memory import OwnMemory, kept_bytes, layers_job, postponed_bytes
 from tests.harness.training import hiding, tiny_job
 
@@ -64,6 +65,22 @@ def test_weights_in_fp8_have_two_copies_of_one_byte(in_bf16: int, layers: int) -
     weights = layers * 12 * 64 * 64 // 2
     assert need.parameters_bytes - plainly.parameters_bytes == 2 * weights
     assert need.activations_bytes < plainly.activations_bytes
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bucket_mib", [0, 64])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_weights_that_travel_in_fp8_are_in_bf16_in_the_shard_alone(
+    dp: int, bucket_mib: int, bias: bool
+) -> None:
+    # With biases of 448 values the matrix behind them is not aligned, and has a copy.
+    sections = {"model": {"bias": bias}, "training": {"bucket_mib": bucket_mib}}
+    job = tiny_job(parallelism={"dp": dp}, **sections)
+    needs = [rank_memory(gathering(job, kind), 0).parameters_bytes for kind in ("bf16", "fp8")]
+    assert needs == [buffers_bytes(job, 0, kind) for kind in ("bf16", "fp8")]
+    if not bias and not bucket_mib:  # such buckets have nothing beside the weights
+        weights = 4 * 12 * 64 * 64
+        assert needs[0] - needs[1] == 2 * weights - 2 * weights // dp
 
 
 @given(

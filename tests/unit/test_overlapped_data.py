@@ -19,6 +19,7 @@ from megascale_kernels.operators import torch_operators
 from megascale_trainer import compat
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.data.fp8_gather import fp8_gather_of
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Group, Pending, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
@@ -34,7 +35,7 @@ class _LateGather:
 
     def __init__(self, output: torch.Tensor, waited: list[int]) -> None:
         self._output, self._result, self._waited = output, output.clone(), waited
-        output.fill_(torch.nan)
+        output.view(torch.uint8).fill_(255)  # NaN in bf16, float32 and e4m3
 
     def wait(self) -> None:
         self._output.copy_(self._result)
@@ -71,7 +72,7 @@ def _backward_passes(config: JobConfig, table: ParameterTable, buffers: FlatBuff
     master = torch.zeros(table.shard_elements)
     fill_shard(master, table, seed=1)
     buffers.publish(master)
-    weights = bind_weights(table, buffers.parameters, buffers.gradients)
+    weights = bind_weights(table, buffers.values, buffers.gradients)
     stage = Stage(config, chunk, weights, plain_tensor_parallel(ALONE), buffers, torch_operators())
     buffers.zero_gradients()
     shape = (
@@ -204,14 +205,18 @@ def _base(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_forward_waits_for_a_bucket_just_before_its_first_use() -> None:
-    config = from_accepted(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2}))
+@pytest.mark.parametrize("gather", ["bf16", "fp8"])
+def test_forward_waits_for_a_bucket_just_before_its_first_use(gather: str) -> None:
+    fp8 = {"precision": "fp8", "fp8": {"parameter_gather": gather}}
+    config = from_accepted(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2, **fp8}))
     table, recorder = parameter_table(config, 0), _Recorder()
     buffers = OverlappedBuffers(
-        *(table, torch.float32, CPU, ALONE, recorder, None),
+        *(table, torch.bfloat16, CPU, ALONE, recorder, None),
         micro_batches=2,
         weight_gradients=WeightGradients(),
+        fp8=fp8_gather_of(config, table, CPU, recorder, "torch"),
     )
+    assert ("layers.0.in.weight" in buffers.scales) == (gather == "fp8")
     units = table.chunks[0].units
     buckets = [bucket for plan in table.buffers for bucket in plan.buckets]
     sizes = {

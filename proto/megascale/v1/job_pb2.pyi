@@ -183,6 +183,28 @@ FP8_FORMAT_E4M3: Fp8Format.ValueType  # 2
 """e4m3 for all; gradients with one scale for each token."""
 Global___Fp8Format: typing_extensions.TypeAlias = Fp8Format
 
+class _ParameterGather:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ParameterGatherEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ParameterGather.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PARAMETER_GATHER_UNSPECIFIED: _ParameterGather.ValueType  # 0
+    PARAMETER_GATHER_BF16: _ParameterGather.ValueType  # 1
+    """In bfloat16; each rank casts whole weights."""
+    PARAMETER_GATHER_FP8: _ParameterGather.ValueType  # 2
+    """As e4m3 bytes, half as many; each rank casts its own shard."""
+
+class ParameterGather(_ParameterGather, metaclass=_ParameterGatherEnumTypeWrapper):
+    """How the weights of layers in FP8 travel to the data-parallel ranks after an update."""
+
+PARAMETER_GATHER_UNSPECIFIED: ParameterGather.ValueType  # 0
+PARAMETER_GATHER_BF16: ParameterGather.ValueType  # 1
+"""In bfloat16; each rank casts whole weights."""
+PARAMETER_GATHER_FP8: ParameterGather.ValueType  # 2
+"""As e4m3 bytes, half as many; each rank casts its own shard."""
+Global___ParameterGather: typing_extensions.TypeAlias = ParameterGather
+
 class _Kernels:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1107,21 +1129,28 @@ class Fp8Spec(google.protobuf.message.Message):
     FORMAT_FIELD_NUMBER: builtins.int
     LAYERS_AT_START_IN_BF16_FIELD_NUMBER: builtins.int
     LAYERS_AT_END_IN_BF16_FIELD_NUMBER: builtins.int
+    PARAMETER_GATHER_FIELD_NUMBER: builtins.int
     format: Global___Fp8Format.ValueType
     """Formats of activations, weights and gradients; default hybrid."""
     layers_at_start_in_bf16: builtins.int
     """How many of the first layers stay in bfloat16; default 0."""
     layers_at_end_in_bf16: builtins.int
     """How many of the last layers stay in bfloat16; default 0."""
+    parameter_gather: Global___ParameterGather.ValueType
+    """How the weights of layers in FP8 travel to the data-parallel ranks after an update. fp8 moves half
+    the bytes and keeps no bfloat16 copy of other ranks' shards, with the same numbers bit for bit;
+    default bf16.
+    """
     def __init__(
         self,
         *,
         format: Global___Fp8Format.ValueType = ...,
         layers_at_start_in_bf16: builtins.int | None = ...,
         layers_at_end_in_bf16: builtins.int | None = ...,
+        parameter_gather: Global___ParameterGather.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16", "_layers_at_start_in_bf16", b"_layers_at_start_in_bf16", "layers_at_end_in_bf16", b"layers_at_end_in_bf16", "layers_at_start_in_bf16", b"layers_at_start_in_bf16"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16", "_layers_at_start_in_bf16", b"_layers_at_start_in_bf16", "format", b"format", "layers_at_end_in_bf16", b"layers_at_end_in_bf16", "layers_at_start_in_bf16", b"layers_at_start_in_bf16"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16", "_layers_at_start_in_bf16", b"_layers_at_start_in_bf16", "format", b"format", "layers_at_end_in_bf16", b"layers_at_end_in_bf16", "layers_at_start_in_bf16", b"layers_at_start_in_bf16", "parameter_gather", b"parameter_gather"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16"]) -> typing.Literal["layers_at_end_in_bf16"] | None: ...
     @typing.overload

@@ -19,8 +19,9 @@ from megascale_common.job.config import JobConfig
 from megascale_common.node.spans.ops import OPTIMIZER, SNAPSHOT
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.checkpoint_layout import ShardLayout
+from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_common.sizes.parameter_table import parameter_names, parameter_table, shard_layout
-from megascale_kernels.operators import choose
+from megascale_kernels.operators import Operators, choose
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.host_copy import CopyEnd, Landed, parts
 from megascale_trainer.model.initial_values import fill_shard
@@ -34,6 +35,7 @@ from megascale_trainer.optimizer.step_control import (
     step_control,
 )
 from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.data.fp8_gather import fp8_gather_of
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.parallel.pipeline.graphs import graphed
@@ -43,6 +45,7 @@ from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, forward_only
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
+from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.telemetry.spans import span
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.weights import bind_weights
@@ -178,13 +181,7 @@ class Trainer:
             tokens = config.training.micro_batch_size * config.model.sequence_length
             self._fp8.choose_algorithms(self._table, tokens, device)
             torch.cuda.empty_cache()
-        place = (self._table, dtype, device, groups.tp, groups.dp, groups.ends)
-        overlapped = config.parallelism.overlap.dp
-        self._buffers = (
-            OverlappedBuffers(*place, config.micro_batches, tp.weight_gradients)
-            if overlapped
-            else FlatBuffers(*place)
-        )
+        self._buffers = _buffers(config, self._table, groups, dtype, device, tp, operators)
         factory = optimizer_factory(config.optimizer.name)
         self._state_names = tuple(factory.state_names)
         self._layout = shard_layout(self._table, self._state_names)
@@ -197,7 +194,9 @@ class Trainer:
                 *(parameter_names(config.model), groups.world.all_reduce),
             )
         )
-        weights = bind_weights(self._table, self._buffers.parameters, self._buffers.gradients)
+        weights = bind_weights(
+            self._table, self._buffers.values, self._buffers.gradients, self._buffers.scales
+        )
         parallel = config.parallelism
         line = (self._table.at.pp, parallel.pp, config.micro_batches, parallel.virtual_stages)
         overlap = parallel.overlap.pp
@@ -415,6 +414,23 @@ class Trainer:
     def _note_micro_batch(self, number: int) -> None:
         if self._status is not None:
             self._status.update(micro_batch=number)
+
+
+def _buffers(
+    config: JobConfig,
+    table: ParameterTable,
+    groups: Groups,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TensorParallel,
+    operators: Operators,
+) -> FlatBuffers:
+    """Parameters and gradients, with the communication that the job asks for."""
+    fp8 = fp8_gather_of(config, table, device, groups.dp, operators.name)
+    place = (table, dtype, device, groups.tp, groups.dp, groups.ends)
+    if config.parallelism.overlap.dp:
+        return OverlappedBuffers(*place, config.micro_batches, tp.weight_gradients, fp8)
+    return FlatBuffers(*place, fp8)
 
 
 def set_determinism(config: JobConfig, device: torch.device) -> None:

@@ -8,21 +8,26 @@ and recomputation, FP8 and delayed weight gradients have one place to change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from megascale_common.sizes.parameter_slices import ParameterTable, StoredTensor
+from megascale_common.sizes.parameter_slices import ParameterTable
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A stored tensor; ``value`` is a leaf that requires grad, so autograd records its users."""
+    """A stored tensor; ``value`` is a leaf that requires grad, so autograd records its users.
+
+    Where it arrives in FP8, ``scale`` (float32 [1]) is the factor that restores it.
+    """
 
     value: torch.Tensor
     main_grad: torch.Tensor
+    scale: torch.Tensor | None = None
 
     def tracked(self) -> torch.Tensor:
         """``value`` for torch's own operations (norms, biases); gradients go to ``main_grad``."""
@@ -35,14 +40,21 @@ Weights = Mapping[str, Weight]
 
 def bind_weights(
     table: ParameterTable,
-    parameters: Mapping[str, torch.Tensor],
+    values: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
+    scales: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> dict[str, Weight]:
-    """The stored tensors of ``table`` by name: views of each buffer's parameters and gradients."""
+    """The stored tensors of ``table`` by name: their ``values``, beside views of ``gradients``.
+
+    Args:
+        gradients: flat, by buffer.
+        scales: of the values in FP8, by tensor.
+    """
     return {
         tensor.name: Weight(
-            _view(parameters, tensor).detach().requires_grad_(),
-            _view(gradients, tensor),
+            values[tensor.name].detach().requires_grad_(),
+            view_at(gradients[tensor.buffer], tensor.offset, tensor.shape),
+            scales.get(tensor.name),
         )
         for tensor in table.tensors
     }
@@ -57,10 +69,10 @@ def subset(weights: Weights, prefix: str) -> dict[str, Weight]:
     }
 
 
-def _view(buffers: Mapping[str, torch.Tensor], tensor: StoredTensor) -> torch.Tensor:
-    flat = buffers[tensor.buffer]
-    size = torch.Size(tensor.shape).numel()
-    return flat[tensor.offset : tensor.offset + size].view(tensor.shape)
+def view_at(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of this shape at ``offset`` of ``flat``; a view."""
+    size = torch.Size(shape)
+    return flat[offset : offset + size.numel()].view(size)
 
 
 class _Tracked(torch.autograd.Function):

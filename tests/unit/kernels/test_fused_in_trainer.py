@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
+from tests.harness.fp8_gather import GatheredRank, gathering, master_of, same_bits
 from tests.harness.kernels import DEVICE, relative_error
 from tests.harness.training import micro_batches, tiny_job
 
@@ -41,7 +42,7 @@ def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     for flat in buffers.parameters.values():
         flat.copy_(torch.randn(flat.shape, generator=generator))
-    weights = bind_weights(table, buffers.parameters, buffers.gradients)
+    weights = bind_weights(table, buffers.values, buffers.gradients)
     hidden = torch.randn(
         config.model.sequence_length, 1, config.model.hidden_size, generator=generator
     )
@@ -124,6 +125,20 @@ def test_gradients_in_fp8_are_those_of_the_plain_operators(block: str) -> None:
     exact, fused = (_gradients(block, kernels) for kernels in ("torch", "triton"))
     for name, gradient in exact.items():
         assert relative_error(fused[name], gradient.double()) < 0.15, name
+
+
+@pytest.mark.usefixtures("right_fp8_conversion")
+def test_weights_that_travel_in_fp8_have_the_bits_of_the_plain_casts() -> None:
+    """Runs of a shard, under the largest magnitude of the whole weight."""
+    job = tiny_job(model={"layers": 2, "vocab_size": 64}, training={"bucket_mib": 0})
+    operands = []
+    for kind, kernels in (("bf16", "torch"), ("fp8", "torch"), ("fp8", "triton")):
+        config = gathering(job, kind)
+        rank = GatheredRank(config, 0, single_process_groups(), DEVICE, kernels)
+        rank.publish(master_of(config, 0, breaker=None).to(DEVICE))
+        operands.append(rank.operands())
+    for name, wanted in operands[0].items():
+        assert all(same_bits(found[name], wanted) for found in operands[1:]), name
 
 
 def _gradients(block: str, kernels: str) -> dict[str, torch.Tensor]:

@@ -38,9 +38,10 @@ __all__ = [
     "CheckpointLoad", "CodeConfig", "DataConfig", "DataSkip", "DataSource", "Decay",
     "DivergenceAction", "EvaluationConfig", "Fp8Config", "Fp8Format", "JobConfig", "Kernels",
     "LambConfig", "LossConfig", "Mlp", "ModelConfig", "Norm", "OptimizerConfig",
-    "OverlapConfig", "ParallelismConfig", "PipelineSchedule", "Positions", "Precision", "Recompute",
-    "RecoveryConfig", "RopeScalingConfig", "RopeScalingKind", "ScheduleConfig", "Shuffle",
-    "SpareRule", "TelemetryConfig", "TokenizerConfig", "TokenizerKind", "TrainingConfig",
+    "OverlapConfig", "ParallelismConfig", "ParameterGather", "PipelineSchedule", "Positions",
+    "Precision", "Recompute", "RecoveryConfig", "RopeScalingConfig", "RopeScalingKind",
+    "ScheduleConfig", "Shuffle", "SpareRule", "TelemetryConfig", "TokenizerConfig",
+    "TokenizerKind", "TrainingConfig",
     "from_accepted", "from_json", "from_mapping", "to_json", "to_mapping",
 ]
 # fmt: on
@@ -66,6 +67,7 @@ Positions = Literal["rope", "learned"]
 RopeScalingKind = Literal["none", "linear", "llama3"]
 Precision = Literal["bf16", "fp32", "fp8"]
 Fp8Format = Literal["hybrid", "e4m3"]
+ParameterGather = Literal["bf16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["1f1b", "zero_bubble"]
 Kernels = Literal["torch", "triton", "auto"]
@@ -190,12 +192,14 @@ class Fp8Config:
     """What ``precision: fp8`` does; current scaling, as Megatron's recipe "tensorwise".
 
     ``format`` hybrid: gradients in e5m2 with one scale for each tensor; e4m3: gradients in e4m3
-    with one for each token. All else is in e4m3 with one for each tensor.
+    with one for each token. All else is in e4m3 with one for each tensor. ``parameter_gather``: in
+    which format weights travel over dp after an update, with the same numbers.
     """
 
     format: Fp8Format = "hybrid"
     layers_at_start_in_bf16: int = 0
     layers_at_end_in_bf16: int = 0
+    parameter_gather: ParameterGather = field(default="bf16", metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,6 +359,11 @@ class JobConfig:
         return range(
             recipe.layers_at_start_in_bf16, self.model.layers - recipe.layers_at_end_in_bf16
         )
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether the weights of layers in FP8 travel over dp as bytes."""
+        return bool(self.fp8_layers) and self.training.fp8.parameter_gather == "fp8"
 
     @property
     def evaluates(self) -> bool:

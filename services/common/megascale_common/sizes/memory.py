@@ -1,7 +1,8 @@
 """An estimate of the device memory of one rank, from the job alone.
 
 Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter
-table, and in FP8 also the two copies of each matrix. Activations are a count of what the operators
+table, and in FP8 also the two copies of each matrix; of a bucket that travels as bytes the shard in
+bf16, the bytes and the transposed copies. Activations are a count of what the operators
 keep for backward. Peer memory (``overlap.tp``, ``overlap.peer_edges``) is taken from the device
 outside torch's allocator, so that ``torch.cuda.max_memory_allocated`` does not count it. Left out
 are the allocator's fragmentation, workspaces of libraries, communicators' buffers and the device
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 from megascale_common.job.config import JobConfig, Recompute
 from megascale_common.sizes.block import Extent, Kept, Unit, head_unit, layer_unit
+from megascale_common.sizes.fp8_weights import elements_of, fp8_buckets, fp8_weights
 from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
 
@@ -69,8 +71,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
     if recompute == "full":  # the layer that backward is computing again
         kept += _layer_bytes(config, "none", fp8=bool(config.fp8_layers))
     return RankMemory(
-        parameters_bytes=elements * _PARAMETER_BYTES[config.training.precision]
-        + _FP8_COPIES * _fp8_elements(config, table),
+        parameters_bytes=_parameters_bytes(config, table),
         gradients_bytes=elements * _FLOAT32_BYTES,
         optimizer_bytes=table.shard_elements * STATE_BYTES * len(DEFAULT_STATES),
         activations_bytes=kept,
@@ -87,11 +88,18 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
     )
 
 
-def _fp8_elements(config: JobConfig, table: ParameterTable) -> int:
-    """Values of this rank's weights that are multiplied in FP8."""
-    prefixes = tuple(f"layers.{index}." for index in config.fp8_layers)
-    matrices = (tensor for tensor in table.tensors if len(tensor.shape) > 1)
-    return sum(math.prod(tensor.shape) for tensor in matrices if tensor.name.startswith(prefixes))
+def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
+    """Values to compute with, and in FP8 the copies of each matrix."""
+    size = _PARAMETER_BYTES[config.training.precision]
+    elements = sum(plan.elements for plan in table.buffers)
+    total = size * elements + _FP8_COPIES * elements_of(fp8_weights(config.fp8_layers, table))
+    for travelling in fp8_buckets(config, table):
+        # All of it in ``size`` and a stored copy of its matrices, against this rank's shard and
+        # the rest in ``size``, all of it in one byte, and copies of matrices that are not aligned.
+        before = size * travelling.elements + elements_of(travelling.weights)
+        after = size * (travelling.elements // table.dp + travelling.rest_elements)
+        total += after + travelling.elements + travelling.copied_elements - before
+    return total
 
 
 def _alive_layers(config: JobConfig, table: ParameterTable) -> Counter[bool]:

@@ -139,6 +139,7 @@ def _system(config: JobConfig) -> System:
         hidden_tp=ours.hidden_tp if overlap.tp else 0.0,
         hidden_pp=ours.hidden_pp if overlap.pp else 0.0,
         hidden_dp=ours.hidden_dp if overlap.dp else 0.0,
+        gather_bytes=ours.gather_bytes / 2 if config.gathers_fp8 else ours.gather_bytes,
     )
 
 

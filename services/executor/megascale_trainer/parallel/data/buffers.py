@@ -4,42 +4,36 @@ A stage's parameters lie in flat buffers in the compute dtype, beside full-size 
 buffers into which all micro-batches accumulate. After the last backward each bucket of gradients is
 reduce-scattered, so that a dp rank holds the total of its own shard; after the update each bucket
 of parameters is all-gathered, in the order of forward (ZeRO-2 as in MegaScale section 3.1). Both
-happen in place: a rank's shard is a view of the buffer.
+happen in place: a rank's shard is a view of the buffer. Buckets of weights in FP8 may travel as
+bytes instead (:mod:`megascale_trainer.parallel.data.fp8_gather`).
 :mod:`megascale_trainer.parallel.data.overlapped_buffers` hides both under computation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
-from megascale_common.sizes.parameter_slices import Bucket, BufferPlan, ParameterTable, ShardRange
+from megascale_common.sizes.parameter_slices import BufferPlan, ParameterTable
+from megascale_trainer.parallel.data.bucket_parameters import (
+    BucketParameters,
+    PlacedBucket,
+    PlainParameters,
+    placed_buckets,
+)
+from megascale_trainer.parallel.data.fp8_gather import Fp8Gather
 from megascale_trainer.parallel.groups import Group
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedBucket:
-    """A bucket with its buffer and with the range of it that this rank owns."""
-
-    plan: BufferPlan
-    bucket: Bucket
-    owned: ShardRange
-
-    def whole(self, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The bucket's elements in its buffer out of ``buffers``; a view."""
-        return buffers[self.plan.name][self.bucket.start : self.bucket.stop]
-
-    def own(self, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The elements that this rank owns; a view."""
-        return buffers[self.plan.name][self.owned.start : self.owned.stop]
-
-
 class FlatBuffers:
-    """Parameters and gradients of one stage, by buffer name.
+    """Parameters and gradients of one stage.
 
-    ``parameters`` are flat in ``dtype``, ``gradients`` flat float32, both of the buffer's full
-    size. ``ends`` is the group of the first and the last stage, which hold tied embeddings.
+    By buffer name: ``parameters`` are flat in ``dtype``, without the buckets of which ``fp8`` has
+    the parameters; ``gradients`` are flat float32 of the buffer's full size. By name of the stored
+    tensor: ``values`` are what is computed with; of those in FP8 ``scales`` (float32 [1]) are the
+    factors that restore them. ``ends`` is the group of the first and the last stage, which hold
+    tied embeddings.
     """
 
     def __init__(
@@ -50,11 +44,17 @@ class FlatBuffers:
         tp: Group,
         dp: Group,
         ends: Group | None = None,
+        fp8: Fp8Gather | None = None,
     ) -> None:
-        self._tp, self._dp, self._ends = tp, dp, ends
-        self.parameters = {
-            plan.name: torch.zeros(plan.elements, dtype=dtype, device=device)
-            for plan in table.buffers
+        self._tp, self._dp, self._ends, self._fp8 = tp, dp, ends, fp8
+        self._sharded = placed_buckets(table)
+        self.parameters, self._held = _parameters(self._sharded, dtype, device, fp8)
+        self.scales = {} if fp8 is None else fp8.scales
+        self.values = {
+            tensor.name: self._held[placed].value(tensor)
+            for tensor in table.tensors
+            for placed in self._sharded
+            if placed.holds(tensor)
         }
         self.gradients = {
             plan.name: torch.zeros(plan.elements, dtype=torch.float32, device=device)
@@ -62,11 +62,6 @@ class FlatBuffers:
         }
         self._partial = [
             plan for plan in table.buffers if "tp" in plan.replicated_over and plan.elements
-        ]
-        places = [(plan, bucket) for plan in table.buffers for bucket in plan.buckets]
-        self._sharded = [
-            PlacedBucket(plan, bucket, owned)
-            for (plan, bucket), owned in zip(places, table.shard_ranges, strict=True)
         ]
         units = [unit for chunk in table.chunks for unit in chunk.units]
         self._in_forward_order = sorted(
@@ -118,7 +113,7 @@ class FlatBuffers:
     def parameter_shards(self) -> list[torch.Tensor]:
         """This rank's shard of each bucket of parameters, to be written; views, same order."""
         self.await_parameters()  # a gather in progress still writes the buffers
-        return [placed.own(self.parameters) for placed in self._sharded]
+        return [self._held[placed].shard for placed in self._sharded]
 
     def publish(self, master: torch.Tensor) -> None:
         """Round the float32 ``master`` [shard_elements] to parameters; all-gather every bucket."""
@@ -129,9 +124,21 @@ class FlatBuffers:
 
     def gather_parameters(self) -> None:
         """All-gather every bucket of parameters from the ranks' shards, in the order of forward."""
-        # In place: the rank's own shard is a view of the bucket that it is gathered into.
+        # In place: the rank's own part is a view of the bucket that it is gathered into.
+        for _, whole, own in self._packed():
+            self._dp.all_gather(whole, own)
+
+    def _packed(self) -> Iterator[tuple[PlacedBucket, torch.Tensor, torch.Tensor]]:
+        """Of each bucket what a gather brings and this rank's part of it, in the order of forward.
+
+        It is made when it is asked for: a bucket may travel while the next one is cast.
+        """
+        if self._fp8 is not None:
+            self._fp8.agree()
         for placed in self._in_forward_order:
-            self._dp.all_gather(placed.whole(self.parameters), placed.own(self.parameters))
+            parameters = self._held[placed]
+            parameters.pack()
+            yield placed, parameters.whole, parameters.own
 
     def _sum_replicas(self) -> None:
         for plan in self._partial:
@@ -142,3 +149,24 @@ class FlatBuffers:
         for placed in self._sharded:
             if "pp" in placed.plan.replicated_over and self._ends is not None:
                 self._ends.all_reduce(placed.own(self.gradients))
+
+
+def _parameters(
+    buckets: list[PlacedBucket], dtype: torch.dtype, device: torch.device, fp8: Fp8Gather | None
+) -> tuple[dict[str, torch.Tensor], dict[PlacedBucket, BucketParameters]]:
+    """Flat buffers of all buckets but those of ``fp8``, and the parameters of every bucket."""
+    held: dict[PlacedBucket, BucketParameters] = {}
+    sizes: dict[str, int] = {placed.plan.name: 0 for placed in buckets}
+    plain = []
+    for placed in buckets:
+        travelling = None if fp8 is None else fp8.travelling(placed.owned)
+        if travelling is not None:
+            held[placed] = travelling
+            continue
+        size, start = placed.bucket.stop - placed.bucket.start, sizes[placed.plan.name]
+        sizes[placed.plan.name] = start + size
+        plain.append((placed, slice(start, start + size)))
+    flat = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items()}
+    for placed, place in plain:
+        held[placed] = PlainParameters(placed, flat[placed.plan.name][place])
+    return flat, held

@@ -24,7 +24,9 @@ import torch
 
 from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_trainer.parallel.data.backward_order import BackwardOrder
-from megascale_trainer.parallel.data.buffers import FlatBuffers, PlacedBucket
+from megascale_trainer.parallel.data.bucket_parameters import PlacedBucket
+from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.data.fp8_gather import Fp8Gather
 from megascale_trainer.parallel.groups import Group, Pending
 from megascale_trainer.parallel.weight_gradients import WeightGradients
 
@@ -53,8 +55,9 @@ class OverlappedBuffers(FlatBuffers):
         ends: Group | None,
         micro_batches: int,
         weight_gradients: WeightGradients,
+        fp8: Fp8Gather | None = None,
     ) -> None:
-        super().__init__(table, dtype, device, tp, dp, ends)
+        super().__init__(table, dtype, device, tp, dp, ends, fp8)
         self._micro_batches, self._weight_gradients = micro_batches, weight_gradients
         # The one order in which all ranks start reductions: the reverse of forward, replicated
         # buckets last.
@@ -118,12 +121,11 @@ class OverlappedBuffers(FlatBuffers):
 
     def gather_parameters(self) -> None:
         """As the plain version, without waiting for the gathers that it starts."""
-        for placed in self._in_forward_order:
+        for placed, whole, own in self._packed():
             # All weights of a buffer share one version counter, and gloo advances it whenever a
             # gather ends. autograd would then take an earlier layer's weights, already used by
             # forward, for modified. `data` has a counter of its own.
-            whole, own = placed.whole(self.parameters).data, placed.own(self.parameters).data
-            gather = self._dp.start_all_gather(whole, own)
+            gather = self._dp.start_all_gather(whole.data, own.data)
             if gather is not None:
                 self._gathers[placed] = gather
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megascale_common.job.config import JobConfig
+from megascale_common.sizes.fp8_weights import fp8_weights
 from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_kernels.casts import casts
 from megascale_kernels.fp8_activation import Fp8Activation
@@ -49,12 +50,9 @@ class Fp8:
         Args:
             tokens: of a micro-batch, over all tp ranks.
         """
-        prefixes = tuple(f"layers.{index}." for index in self.layers)
-        kinds = "in.weight", "out.weight"
         shapes = {
-            (tensor.shape, tensor.name.endswith(kinds[0]))
-            for tensor in table.tensors
-            if tensor.name.startswith(prefixes) and tensor.name.endswith(kinds)
+            (tensor.shape, tensor.name.endswith("in.weight"))
+            for tensor in fp8_weights(self.layers, table)
         }
         for shape, column in sorted(shapes):
             self.linears.rehearse(shape[0], shape[1], tokens, device, column=column)

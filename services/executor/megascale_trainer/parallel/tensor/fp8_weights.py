@@ -1,7 +1,9 @@
 """Weights in FP8, and the scales of norms: made once per update and shared by its micro-batches.
 
 The master values stay in float32 and the parameters in bf16; nothing here is part of a checkpoint.
-A weight is cast when it is first used after an update, so after its parameters have arrived.
+A weight is cast when it is first used after an update, so after its parameters have arrived; one
+that has arrived in FP8 needs its transposed copy alone, unless its place among the arrived bytes is
+not aligned for GEMMs.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from collections.abc import Iterable
 
 import torch
 
+from megascale_common.sizes.fp8_weights import OPERAND_ALIGNMENT
 from megascale_kernels.casts import Casts
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.quantize import E4M3, Operand, norm_bound, scale_of
+from megascale_trainer.weights import Weight
 
 
 class Fp8Weights:
@@ -32,7 +36,7 @@ class Fp8Weights:
         """The parameters have changed."""
         self._stale.update(self._operands, self._norm_scales)
 
-    def renew(self, weights: Iterable[Parameter]) -> None:
+    def renew(self, weights: Iterable[Weight]) -> None:
         """Those of ``weights`` that were cast before they changed are cast again, now."""
         for weight in weights if self._stale else ():
             key = weight.value.data_ptr()
@@ -41,16 +45,12 @@ class Fp8Weights:
             elif key in self._norm_scales:
                 self.norm_scale(weight, self._norm_scales[key][1])
 
-    def operand(self, weight: Parameter) -> Operand:
+    def operand(self, weight: Weight) -> Operand:
         """``weight`` [rows, columns] with its transposed copy: GEMMs sum over either dimension."""
         key = weight.value.data_ptr()
         found = self._operands.get(key)
         if found is None or key in self._stale:
-            value = weight.value.detach()
-            amax = self._casts.amax(value)
-            cast = self._casts.tensor(
-                value, E4M3, amax=amax, transposed=True, out=None if found is None else found.data
-            )
+            cast = self._cast(weight, None if found is None else found.data)
             if found is None:
                 found = self._operands[key] = cast
             else:
@@ -59,6 +59,15 @@ class Fp8Weights:
                 found.scale.copy_(cast.scale)
             self._stale.discard(key)
         return found
+
+    def _cast(self, weight: Weight, out: torch.Tensor | None) -> Operand:
+        value = weight.value.detach()
+        if weight.scale is not None:
+            if value.storage_offset() % OPERAND_ALIGNMENT:
+                value = value.clone() if out is None else out.copy_(value)
+            return self._casts.transpose(Operand(value, weight.scale))
+        amax = self._casts.amax(value)
+        return self._casts.tensor(value, E4M3, amax=amax, transposed=True, out=out)
 
     def norm_scale(self, weight: Parameter, bias: Parameter | None) -> torch.Tensor:
         """The scale that bounds a norm's result, float32 [1]; the same on all tp ranks."""
