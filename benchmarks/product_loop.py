@@ -148,7 +148,7 @@ class ProductLoop:
                 replace(self._config, training=training), self._status, None, trainer.step
             ),
             records=records,
-            profiler=StepProfiler(agent, self._device, leave.take),
+            profiler=StepProfiler(agent, self._device, leave.take, trainer.await_parameters),
             leave=leave,
             skipped=0,
         )

@@ -224,7 +224,7 @@ class _Snapshots(SnapshotSteps):
 
 class _BetweenSteps(StepProfiler):
     def __init__(self, job: HeldJob, agent: socket.socket) -> None:
-        super().__init__(agent, CPU, lambda message: None)
+        super().__init__(agent, CPU, lambda message: None, lambda: None)
         self._job = job
 
     def before(self, step: int) -> None:

@@ -17,9 +17,11 @@ from tests.harness.training import device_of, start, step
 
 from megascale_common.job.config import from_accepted
 from megascale_common.node import framing
+from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.telemetry.profiling import StepProfiler
+from megascale_trainer.trainer import Trainer
 
 WRITE_TIMEOUT_S = 30.0
 
@@ -41,14 +43,16 @@ def train_under_profiler(
     ``file_limit_bytes``: no file may grow larger, as on a full disk.
 
     Returns:
-        The losses, and the answers (Profiled) in their order.
+        The losses, the answers (Profiled) in their order, and after each step how many gathers of
+        parameters nobody has waited for.
     """
     trainer = start(from_accepted(job), rank, world_size, folder)
     agent, ours = socket.socketpair()
-    profiler = StepProfiler(ours, device_of(rank), LeaveOrder(rank, lambda message: None).take)
+    others, settle = LeaveOrder(rank, lambda message: None).take, trainer.await_parameters
+    profiler = StepProfiler(ours, device_of(rank), others, settle)
     if file_limit_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, resource.RLIM_INFINITY))
-    losses = []
+    losses, travelling = [], []
     with contextlib.redirect_stdout(sys.stderr):  # the pool reads our stdout
         for number in range(1, steps + 1):
             given = commands.get(str(number))
@@ -64,6 +68,7 @@ def train_under_profiler(
             profiler.before(number)
             losses.append(step(trainer, rank).read().loss)
             profiler.after(number)
+            travelling.append(_gathers(trainer))
             if patient:
                 profiler.finish()
         profiler.finish()
@@ -72,4 +77,9 @@ def train_under_profiler(
     while (received := framing.receive(agent)) is not None:
         answers.append(received[0])
     destroy_groups()
-    return {"losses": losses, "answers": answers}
+    return {"losses": losses, "answers": answers, "travelling": travelling}
+
+
+def _gathers(trainer: Trainer) -> int:
+    buffers = trainer._buffers
+    return len(buffers._gathers) if isinstance(buffers, OverlappedBuffers) else 0

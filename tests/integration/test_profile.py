@@ -21,11 +21,13 @@ def profiled(
     commands: dict[str, dict[str, Any]],
     *,
     pp: int = 1,
+    dp: int = 1,
     **options: Any,
 ) -> list[dict[str, Any]]:
     folder.mkdir()
-    job = tiny_job(parallelism={"pp": pp})
-    return pool.run(PROGRAM, pp, folder, job=job, steps=STEPS, commands=commands, **options)
+    job = tiny_job(parallelism={"pp": pp, "dp": dp, "overlap": {"dp": dp > 1}})
+    ranks = pp * dp
+    return pool.run(PROGRAM, ranks, folder, job=job, steps=STEPS, commands=commands, **options)
 
 
 def command(name: str, first: int, last: int, **more: Any) -> dict[str, Any]:
@@ -73,6 +75,17 @@ def test_every_rank_traces_the_steps_named_and_trains_as_without(
         assert [name for name in again if name.startswith("step ")] == ["step 6"]
     left = [path.name for path in (tmp_path / "with").iterdir() if path.name.startswith(".trace")]
     assert left == []
+
+
+def test_no_transfer_outlives_the_profile_in_which_it_was_begun(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """It would write into the profile's freed memory: ranks were killed by SIGSEGV."""
+    for found in profiled(pool, tmp_path / "gathers", {"2": command("one", 3, 4)}, dp=2):
+        assert [answer["state"] for answer in found["answers"]] == ["written"]
+        travelling = dict(enumerate(found["travelling"], start=1))
+        assert travelling.pop(4) == 0
+        assert all(travelling.values()), "the other steps end while parameters travel"
 
 
 def test_what_arrives_too_late_or_in_between_is_skipped_with_a_reason(

@@ -1,11 +1,22 @@
-"""The kind of a worker's error, from which the driver decides whether another attempt may help."""
+"""The kind of a worker's error, from which the driver decides whether another attempt may help, and
+what a crash leaves in its log.
+"""
 
 from __future__ import annotations
+
+import faulthandler
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from megascale_trainer.data.errors import CorpusError, DataError
+from megascale_trainer.process import worker
 from megascale_trainer.process.worker import JobRefused, _classify
 from megascale_trainer.restore import RestoreRefused
 
@@ -39,3 +50,25 @@ def test_an_allocation_that_the_host_refuses_is_out_of_memory() -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
     kind, detail = _classify(refusal.value)
     assert kind == "OUT_OF_MEMORY" and "allocate" in detail
+
+
+def test_a_crash_of_native_code_leaves_its_stack_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*assigned: object) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    monkeypatch.setattr(worker, "_Worker", crash)
+    monkeypatch.setattr(worker.title, "show", lambda *shown: None)
+    _agent, ours = socket.socketpair()
+    log = tmp_path / "rank.log"
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()  # pytest's own
+        sys.stderr = log.open("w")
+        worker.run(ours, {"kind": "assignment", "rank": 3, "job": "crashes", "attempt": 1}, [])
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGSEGV
+    found = log.read_text()
+    assert "Fatal Python error: Segmentation fault" in found and "in crash" in found, found

@@ -365,6 +365,13 @@ class Trainer:
             self._states[1:].zero_()
         self._publish()
 
+    def await_parameters(self) -> None:
+        """Have the current stream (CPU: the caller) wait until the last update's have arrived.
+
+        Of all that a step communicates only that goes on after :meth:`train_step`.
+        """
+        self._buffers.await_parameters()
+
     def settle(self) -> None:
         """After the last step: wait until its parameters have arrived on this rank.
 
@@ -372,7 +379,7 @@ class Trainer:
         Graphs are freed: NCCL ends no communicator that one of them uses. A further step would
         capture them again.
         """
-        self._buffers.await_parameters()
+        self.await_parameters()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         for stage in self._pipeline.chunks:

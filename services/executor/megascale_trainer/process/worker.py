@@ -83,8 +83,10 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
     assignment = cast(Assignment, message)
     rank, job, attempt = (assignment[key] for key in ("rank", "job", "attempt"))
     title.show(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
-    # Its handler needs no interpreter lock, which a hung call may hold.
+    # Its handlers need no interpreter lock, which a hung call may hold. The second one is for
+    # crashes of native code, which would leave no line in the log.
     faulthandler.register(STACKS_SIGNAL)
+    faulthandler.enable()
     try:
         _Worker(agent, assignment, descriptors[0] if descriptors else None).run()
         return 0
@@ -397,7 +399,7 @@ class _Worker:
                 config, self._status, self._snapshots, done, self._device_hours()
             ),
             records=StepRecords(self._agent, self._assignment, config, device),
-            profiler=StepProfiler(self._agent, device, leave.take),
+            profiler=StepProfiler(self._agent, device, leave.take, trainer.await_parameters),
             leave=leave,
             skipped=self._skipped,
             timer=self._timer,

@@ -44,12 +44,19 @@ class StepProfiler:
     """Carries out the agent's commands: :meth:`before` and :meth:`after` surround each step.
 
     :meth:`finish` follows the last one. ``others`` takes the commands that are not about profiles.
+    ``settle`` waits for what goes on after a step: on a CPU an operation of gloo that was begun in
+    a profile and ends after it writes into the profile's freed memory (torch 2.13), and the rank is
+    gone.
     """
 
     def __init__(
-        self, agent: socket.socket, device: torch.device, others: Callable[[framing.Message], None]
+        self,
+        agent: socket.socket,
+        device: torch.device,
+        others: Callable[[framing.Message], None],
+        settle: Callable[[], None],
     ) -> None:
-        self._agent, self._device, self._others = agent, device, others
+        self._agent, self._device, self._others, self._settle = agent, device, others, settle
         self._wanted: ProfileSteps | None = None
         self._ready: Any = None  # the profiler of ``_wanted``, once it is prepared
         self._recording: _Recording | None = None
@@ -80,6 +87,7 @@ class StepProfiler:
         spans.switch(False)
         begin_s = time.monotonic()
         try:
+            self._settle()
             # Waits for the device: its last kernels belong to the trace.
             recording.profile.__exit__(None, None, None)
         except Exception as error:
