@@ -192,8 +192,7 @@ def _run(module: str) -> NoReturn:
 
 def _keep_what_torch_has_registered() -> None:
     """Have no fork undo it at its exit: that takes as long as many programs run."""
-    registry: dict[weakref.finalize[Any, Any], Any] = getattr(weakref.finalize, "_registry")  # noqa: B009
-    for found in registry:
+    for found in vars(weakref.finalize)["_registry"]:
         alive = found.peek()
         if alive is not None and alive[1].__module__.startswith("torch."):
             found.atexit = False

@@ -107,6 +107,10 @@ def reference(
         pytest.param("dp4, overlapped dp", "parallel", STEPS, marks=pytest.mark.slow),
         pytest.param("pp3", "parallel", FEW_STEPS, marks=pytest.mark.slow),
         ("tp2dp2, full recompute, overlapped tp and dp", "serial", FEW_STEPS),
+        pytest.param(
+            *("tp2dp2, full recompute, overlapped tp and dp", "grouped", FEW_STEPS),
+            marks=pytest.mark.slow,
+        ),
         ("one, full recompute", "parallel", FEW_STEPS),
         ("one, selective recompute", "serial", FEW_STEPS),
         ("pp2vpp2dp2, overlapped pp and dp", "parallel", FEW_STEPS),

@@ -83,7 +83,7 @@ class _Loader(yaml.SafeLoader):
 
     def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
         if self.flow_level == MAX_BRACKETS:
-            raise RecursionError
+            raise RecursionError  # reported as the one that still deeper values end in
         super().fetch_flow_collection_start(token)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megascale_common.job.config import JobConfig
-from megascale_common.sizes.parameter_slices import Bucket, ParameterTable, StoredTensor
+from megascale_common.sizes.parameter_slices import Bucket, ParameterTable, StoredTensor, align
 
 _MATRICES = "in.weight", "out.weight"
 # In bytes: for other operands cuBLAS has fewer algorithms (megascale_kernels.cublas_lt).
@@ -71,11 +71,7 @@ def fp8_buckets(config: JobConfig, table: ParameterTable) -> tuple[Fp8Bucket, ..
     found = []
     for plan in table.buffers:
         for bucket in plan.buckets:
-            stored = [
-                tensor
-                for tensor in table.tensors
-                if tensor.buffer == plan.name and bucket.start <= tensor.offset < bucket.stop
-            ]
+            stored = table.stored_in(plan.name, bucket)
             travelling = Fp8Bucket(
                 plan.name,
                 bucket,
@@ -95,5 +91,4 @@ def elements_of(tensors: Iterable[StoredTensor]) -> int:
 
 def aligned(elements: int) -> int:
     """``elements`` of the rest, up to the next place where a tensor begins."""
-    multiple = OPERAND_ALIGNMENT // _BF16_BYTES
-    return -(-elements // multiple) * multiple
+    return align(elements, OPERAND_ALIGNMENT // _BF16_BYTES)

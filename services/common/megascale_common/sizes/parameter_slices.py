@@ -57,6 +57,11 @@ class ParameterSlice:
         return self.start[0] * math.prod(self.global_shape[1:])
 
 
+def align(value: int, multiple: int) -> int:
+    """``value`` up to the next multiple."""
+    return -(-value // multiple) * multiple
+
+
 def stands_for(at: Coordinates, replicated_over: tuple[Axis, ...]) -> bool:
     """Whether a rank counts for what is replicated over these axes: one rank of each group does."""
     return ("tp" not in replicated_over or at.tp == 0) and (
@@ -154,6 +159,14 @@ class ParameterTable:
                 found.append(ShardRange(buffer.name, start, stop, offset))
                 offset += stop - start
         return tuple(found)
+
+    def stored_in(self, buffer: str, bucket: Bucket) -> list[StoredTensor]:
+        """The tensors of a bucket, in the order of the table; none leaves its bucket."""
+        return [
+            tensor
+            for tensor in self.tensors
+            if tensor.buffer == buffer and bucket.start <= tensor.offset < bucket.stop
+        ]
 
     @property
     def shard_elements(self) -> int:

@@ -21,6 +21,7 @@ from megascale_common.sizes.parameter_slices import (
     ParameterSlice,
     ParameterTable,
     StoredTensor,
+    align,
     stands_for,
 )
 
@@ -149,7 +150,7 @@ class _Layout:
         tensors = [tensor for operator in unit for tensor in operator.tensors]
         for buffer in self._ends:
             mine = [tensor for tensor in tensors if _buffer(tensor) == buffer]
-            size = sum(_align(tensor.elements(self._tp), ALIGNMENT) for tensor in mine)
+            size = sum(align(tensor.elements(self._tp), ALIGNMENT) for tensor in mine)
             if buffer == TIED and self._ends[TIED]:  # one stage is the first and the last
                 size = 0
             if self._ends[buffer] - self._bucket_start(buffer) + size > self._limit:
@@ -200,7 +201,7 @@ class _Layout:
             row += parameter.rows.local(self._tp)
         name = f"{prefix}{tensor.name}.{tensor.kind}"
         self.tensors.append(StoredTensor(name, (row, *trailing), buffer, start))
-        self._ends[buffer] = start + _align(tensor.elements(self._tp), ALIGNMENT)
+        self._ends[buffer] = start + align(tensor.elements(self._tp), ALIGNMENT)
 
     def _replicated_over(self, buffer: str) -> tuple[Axis, ...]:
         if buffer == TIED:
@@ -213,7 +214,7 @@ class _Layout:
     def _close_bucket(self, buffer: str) -> None:
         start = self._bucket_start(buffer)
         if self._ends[buffer] > start:
-            stop = start + _align(self._ends[buffer] - start, self._multiple)
+            stop = start + align(self._ends[buffer] - start, self._multiple)
             self._buckets[buffer].append(Bucket(start, stop, tuple(self._open[buffer])))
             self._ends[buffer] = stop
             self._open[buffer].clear()
@@ -223,10 +224,6 @@ def _buffer(tensor: Tensor) -> str:
     if tensor.tied:
         return TIED
     return REPLICATED if tensor.replicated else SHARDED
-
-
-def _align(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _check(config: JobConfig) -> None:

@@ -38,13 +38,6 @@ class PlacedBucket:
         start = self.bucket.start
         return bucket[self.owned.start - start : self.owned.stop - start]
 
-    def holds(self, tensor: StoredTensor) -> bool:
-        """Whether ``tensor`` lies in the bucket."""
-        return (
-            tensor.buffer == self.plan.name
-            and self.bucket.start <= tensor.offset < self.bucket.stop
-        )
-
 
 def placed_buckets(table: ParameterTable) -> list[PlacedBucket]:
     """The buckets of a rank, in the order of its shard ranges."""

@@ -52,9 +52,8 @@ class FlatBuffers:
         self.scales = {} if fp8 is None else fp8.scales
         self.values = {
             tensor.name: self._held[placed].value(tensor)
-            for tensor in table.tensors
             for placed in self._sharded
-            if placed.holds(tensor)
+            for tensor in table.stored_in(placed.plan.name, placed.bucket)
         }
         self.gradients = {
             plan.name: torch.zeros(plan.elements, dtype=torch.float32, device=device)
