@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -102,6 +103,26 @@ async def test_up_continues_without_a_driver_that_never_starts(
         await cluster._restart("driver", start)
     assert starts == local.MAX_RESTARTS
     assert reported == ["driver_exited", "driver_failed"] * local.MAX_RESTARTS + ["driver_given_up"]
+
+
+async def test_a_restarted_driver_is_in_the_up_file_when_it_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "RESTART_DELAYS_S", (0.0,))
+    in_file: dict[str, str] = {}
+
+    def report(event: str, fields: dict[str, Any]) -> None:
+        if event == "driver_ready":
+            state = json.loads((tmp_path / "up.json").read_text())
+            in_file[fields["address"]] = state["driver"]["address"]
+
+    cluster = LocalCluster(LocalOptions(run_folder=tmp_path), report)
+
+    async def start() -> None:
+        (tmp_path / "driver.address").write_text("127.0.0.1:7\n")
+
+    await cluster._restart("driver", start)
+    assert in_file == {"127.0.0.1:7": "127.0.0.1:7"}
 
 
 def test_the_token_is_made_once_whole_and_never_empty(tmp_path: Path) -> None:

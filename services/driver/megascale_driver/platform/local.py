@@ -117,7 +117,9 @@ class LocalCluster:
             self._token = read_or_create_token(self.folder / "token")
             self._prepare_tls()
             await self._start_etcd()
+            self._report_ready("etcd")
             await self._start_driver()
+            self._report_ready("driver")
             for index, name in enumerate(self.options.node_names):
                 self._nodes[name] = start_node(
                     self.folder, self.options.cluster, self._node(index, name)
@@ -251,7 +253,6 @@ class LocalCluster:
             raise ClusterError(
                 f"etcd did not start: {error}; if its log does not help, use another --run-folder"
             ) from None
-        self._report("etcd_ready", {"endpoint": self._etcd.endpoint})
 
     async def _start_driver(self) -> None:
         options, address_file = self.options, self.folder / "driver.address"
@@ -284,7 +285,6 @@ class LocalCluster:
         while not self._address():
             self._require_up(self._driver, deadline)
             await asyncio.sleep(POLL_INTERVAL_S)
-        self._report("driver_ready", {"address": self._address()})
 
     def _node(self, index: int, name: str) -> LocalNode:
         options = self.options
@@ -332,12 +332,23 @@ class LocalCluster:
             return
         self._report(f"{name}_exited", {"restart": number, "restarts_allowed": MAX_RESTARTS})
         await asyncio.sleep(RESTART_DELAYS_S[min(number, len(RESTART_DELAYS_S)) - 1])
+        failure: ClusterError | None = None
         try:
             await start()
         except ClusterError as error:
-            self._report(f"{name}_failed", {"error": str(error)})
+            failure = error
         with contextlib.suppress(OSError):
-            self._write_up_file()
+            self._write_up_file()  # before the report: who waits for that reads the file next
+        if failure is not None:
+            self._report(f"{name}_failed", {"error": str(failure)})
+        else:
+            self._report_ready(name)
+
+    def _report_ready(self, name: str) -> None:
+        if name == "driver":
+            self._report("driver_ready", {"address": self._address()})
+        elif self._etcd is not None:  # one of its own
+            self._report("etcd_ready", {"endpoint": self._etcd.endpoint})
 
     def _write_targets(self) -> dict[str, str]:
         # Nodes that `megascale node start` added are no children of this process.
