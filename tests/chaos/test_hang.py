@@ -10,16 +10,19 @@ from pathlib import Path
 
 from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
 from tests.harness.job_follower import JobFollower, seconds
+from tests.harness.waiting import eventually
 from tests.unit.test_flight_recorder import dump, entry
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import AsyncClient
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.status_page import read_status_page
+from megascale_driver.core.policy import Policy
 from megascale_trainer.process import flight_dump
 
 # A pause below the floor is no hang: a busy machine may give two ranks no CPU time for seconds.
-FLOOR_S, DEFAULT_FLOOR_S = 8.0, 60.0
+# Who holds a job up is said from `suspect_after_s` on, so the verdict comes well after that.
+FLOOR_S, DEFAULT_FLOOR_S = Policy().suspect_after_s + 5.0, 60.0
 STEPS = 150
 STOPPED_RANK = 1
 
@@ -88,11 +91,14 @@ def record_of_nccl(cluster: ChaosCluster, run: JobFollower) -> None:
 
 async def standstill(client: AsyncClient) -> driver_pb2.GetTopologyResponse:
     """What the driver says of the ranks once the job stands still, well before it is restarted."""
-    while True:
+
+    async def seen() -> driver_pb2.GetTopologyResponse | None:
         found = await client.topology("hung")
-        if found.standstill and found.ranks[0].waits_for:
-            return found
-        await asyncio.sleep(0.2)
+        assert found.attempt == 1, "restarted before it was said who holds it up"
+        return found if found.standstill and found.ranks[0].waits_for else None
+
+    found: driver_pb2.GetTopologyResponse = await eventually(seen, "the job stands still")
+    return found
 
 
 def stop_outside_operations(cluster: ChaosCluster, run: JobFollower) -> float:
