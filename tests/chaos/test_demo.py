@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,11 @@ def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(
     )
     assert (tmp_path / "demo" / "loss.png").exists()
     assert "SIGKILL" in output
-    printed = iter(map(shape, output.splitlines()))
-    for line in block("README.md", ">>> SIGKILL   ").code.splitlines():
-        assert shape(line) in printed, (
-            f"the demo no longer prints this line of the README: {line}\n{output}"
-        )
+    # In any order: on a slow disk the second commit is printed after the kill.
+    printed = Counter(map(shape, output.splitlines()))
+    lines = block("README.md", ">>> SIGKILL   ").code.splitlines()
+    missing = Counter(map(shape, lines)) - printed
+    assert not missing, f"the demo no longer prints these lines of the README: {missing}\n{output}"
     assert processes_of(tmp_path) == []
 
 

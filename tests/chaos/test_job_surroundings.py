@@ -197,6 +197,7 @@ async def until_trained(
     """Follow a job until it has trained and committed; then cancel it."""
     async with JobFollower(client, spec, cluster.up.folder) as followed:
         await followed.until(lambda: len(followed.losses.get(1, {})) > 15, "it trains")
+        await followed.until_committed()
         await client.cancel(spec.name, "enough")
         await followed.until_ended()
     assert cluster.commit_log(spec.name).commits(), followed.story()
@@ -257,6 +258,7 @@ async def test_processes_of_a_job_run_under_their_own_account() -> None:
                             assert os.stat(f"/proc/{pid}").st_uid == account.uid
                             assert owners["loader"] == owners["template"] == account.uid
                             assert owners["agent"] == owners["checkpoint"] == 0
+                        await followed.until_committed()
                         await client.cancel(spec.name, "enough")
                         await followed.until_ended()
                 assert cluster.commit_log("apart").commits(), followed.story()

@@ -15,6 +15,7 @@ from tests.harness.local_cluster import megascale
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 
+SLOW_PACE_S = 0.04  # so that a slow disk writes several checkpoints during the run
 STEPS, HALF = 20, 10
 FINAL_WAIT_S = 1.0
 SUCCEEDED, FAILED = types_pb2.JOB_PHASE_SUCCEEDED, types_pb2.JOB_PHASE_FAILED
@@ -148,7 +149,8 @@ async def test_short_intervals_commit_throughout_the_run(
     cluster = clusters()
     steps = 80
     name = f"every-{interval}"
-    job, events = await run(cluster, cluster.job(name, steps=steps, interval_steps=interval))
+    spec = cluster.job(name, steps=steps, interval_steps=interval, pace_s=SLOW_PACE_S)
+    job, events = await run(cluster, spec)
     assert (job.phase, job.committed_step) == (SUCCEEDED, steps), job.phase_reason
     committed = [record.step for record in cluster.commit_log(name).commits()]
     early = [step for step in committed if step <= steps // 2]

@@ -237,6 +237,7 @@ async def test_a_node_that_stands_still_is_replaced_and_commits_nothing_later(
         spec = cluster.job("stopped", steps=ENDLESS_STEPS, interval_steps=10, spares=1)
         async with cluster.follow(client, spec) as run:
             await run.until_step(25)
+            await run.until_committed()
             stopped, spare = run.job.nodes[1], run.job.spare_nodes[0]
             old_workers = list(cluster.worker_pids(run.job).values())
             stopped_at_s = cluster.signal_node(stopped, signal.SIGSTOP)

@@ -242,6 +242,16 @@ class WorkerClient:
         """Wait for the commit of ``step``."""
         return self.ask("drain", step=step, timeout_s=timeout_s)
 
+    def drain_until_error(self, step: int, reason: str) -> None:
+        """Ask for the commit of ``step``, which does not come, until ``reason`` is given for it."""
+
+        def given() -> bool:
+            answer = self.drain(step, timeout_s=0.2)
+            assert answer["committed_step"] < step, answer
+            return reason in answer["error"]
+
+        until(given, f"{reason!r} as the reason of step {step}")
+
     def restore(
         self, source: str, step: int, attempt: int, manifest_uri: str = ""
     ) -> dict[str, Any]:

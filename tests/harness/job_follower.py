@@ -131,6 +131,10 @@ class JobFollower:
             f"step {step} of attempt {attempt}",
         )
 
+    async def until_committed(self) -> None:
+        """Wait for the job's first commit."""
+        await self.until(lambda: self.job.committed_step > 0, "the first commit")
+
     async def until_ended(self) -> driver_pb2.Job:
         """Wait for the end of the watch, which is the end of the job; returns the job."""
         task = self._task

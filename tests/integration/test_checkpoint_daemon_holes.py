@@ -69,7 +69,7 @@ async def test_a_new_attempt_adopts_the_state_that_was_not_yet_persisted(
         daemon.process.pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY)
     )
     worker.write(10)
-    assert "File too large" in worker.drain(10, timeout_s=0.2)["error"]
+    worker.drain_until_error(10, "File too large")
     worker.close()
     opened = await open_attempt(daemon, uri, 2, sealed_step=10, sealed_by_attempt=1)
     assert opened.restore.source == types_pb2.RESTORE_SOURCE_MEMORY

@@ -219,8 +219,9 @@ class _WorkerConnection:
                 problem = await snapshots.drain(step)
         except TimeoutError:
             waiting = True
+            late = "other ranks" if snapshots.is_reported(step) else "this rank"
             problem = snapshots.failure(step) or (
-                f"step {step} is not complete: other ranks have not saved their part in time"
+                f"step {step} is not complete: not saved in time by {late}"
             )
         committed = self._jobs.job(self._registration.job).committed
         answer = Drained(kind="drained", committed_step=committed.step)

@@ -284,6 +284,10 @@ class RankSnapshots:
         """Why ``step`` of the present attempt failed so far; "" if it has not."""
         return self._failures.get((self.registration.attempt, step), "")
 
+    def is_reported(self, step: int) -> bool:
+        """Whether the present attempt's part of ``step`` is stored, and its commit awaited."""
+        return (self.registration.attempt, step) in self._reports
+
     async def stop(self, drain_s: float) -> bool:
         """Stop persisting, after at most ``drain_s`` for work in progress.
 
