@@ -128,7 +128,8 @@ async def test_a_slot_that_a_storage_holds_is_given_back(
 ) -> None:
     """Without it both slots stay lost, and every snapshot from then on is skipped."""
     snapshots = await register(jobs, "job", f"hung://{tmp_path}/checkpoints")
-    snapshots.given_up_s = 0.05
+    # Long enough for a thread to reach the disk: one that is given up before ends, and is not left.
+    snapshots.given_up_s = 0.4
     job = jobs.job("job")
     for step in (10, 20):
         seal(snapshots, step)
@@ -141,7 +142,7 @@ async def test_a_slot_that_a_storage_holds_is_given_back(
     assert not any(slot.busy for slot in snapshots.table.slots)
     # Two threads are left alone at most: the third write waits for the storage.
     seal(snapshots, 30)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(2 * snapshots.given_up_s)
     assert job.failure.step == 20 and snapshots.persisting is not None
     snapshots.given_up_s = 60.0
     disk.answers.set()
