@@ -24,7 +24,7 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
     async with cluster.client() as client:
         spec = cluster.job("doomed", steps=ENDLESS_STEPS, interval_steps=10, spares=1)
         async with cluster.follow(client, spec) as run:
-            await run.until(lambda: run.job.committed_step >= 10, "the first commit")
+            await run.until_committed()
             first, second = run.job.nodes
             workers = cluster.worker_pids(run.job)
 
