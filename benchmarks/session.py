@@ -74,6 +74,17 @@ class _Resident:
     product: ProductLoop | None = None
     new: bool = True
 
+    def end(self) -> None:
+        """Let go of what others wait for.
+
+        The last step's all-gathers of parameters are waited for by nobody. NCCL's group keeps the
+        memory of such operations until its next call (torch, ProcessGroupNCCL: shelvesToUnstash_),
+        and so until after the next trainer's memory is counted from here.
+        """
+        self.trainer.settle()
+        if self.product is not None:
+            self.product.close()
+
 
 class Session:
     """What a rank keeps between measurements; all ranks call every method together.
@@ -176,14 +187,9 @@ class Session:
 
     def forget(self, run: Run | None = None) -> None:
         """Free the trainer of ``run``, or all of them."""
-        gone = list(self._trainers) if run is None else [_of_trainer(run)]
-        for resident in [self._trainers.pop(key) for key in gone if key in self._trainers]:
-            # The last step's all-gathers of parameters are waited for by nobody. NCCL's group keeps
-            # the memory of such operations until its next call (torch, ProcessGroupNCCL:
-            # shelvesToUnstash_), and so until after the next trainer's memory is counted from here.
-            resident.trainer.settle()
-            if resident.product is not None:
-                resident.product.close()
+        for key in list(self._trainers) if run is None else [_of_trainer(run)]:
+            if key in self._trainers:
+                self._trainers.pop(key).end()
         self._empty_cache()
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ def test_a_trainer_that_is_freed_leaves_no_operation_behind(pool: RankPool, tmp_
     for found in pool.run(program, 2, tmp_path, arguments=[*options, "--steps", "4"]):
         none, after_a_leg, freed = found["waiting"]
         assert none == freed == 0 and after_a_leg > 0, found
+        assert found["gone"], "somebody still holds the trainer, and so its memory"
 
 
 @pytest.mark.slow

@@ -87,6 +87,19 @@ def _import_kernels(fused: Callable[[], object]) -> None:
         cache.triton_key()  # keeps its result
 
 
+def _renew_thread_pool() -> None:
+    """Replace torch's thread pool of before the fork, while this process has one thread.
+
+    torch does that at the next call that sets a number of threads, without a lock. The first
+    backward on CUDA makes that call from one thread for each visible device: a thread that sees the
+    pool between its release and its replacement aborts the rank ("Invalid thread pool!", SIGABRT in
+    the first step on two H100s and on two H200s; pytorch/pytorch issue 178535).
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
+
+
 @dataclass(slots=True)
 class _Template:
     """The template at work. ``programs`` is what a fork runs, by the kind of its first message."""
@@ -160,6 +173,7 @@ class _Template:
             sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             redact_streams()
+            _renew_thread_pool()
             status = self._run_first_message(socket.socket(fileno=socket_descriptor))
         except BaseException:
             traceback.print_exc()
