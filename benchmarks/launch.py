@@ -39,6 +39,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megascale_common.node.process import arm_parent_death
 from megascale_trainer.launch.place import Place
+from megascale_trainer.process.after_fork import renew_thread_pool
 
 _STORE_TIMEOUT_S = 120.0
 _POLL_S = 0.02
@@ -154,6 +155,7 @@ def _fork_session(
         child = os.fork()
         if child == 0:
             arm_parent_death(expected_parent_pid=parent)
+            renew_thread_pool()
             os._exit(_forked_rank(plan, journal, todo, rank, store, deadline))
         running[child] = rank
     before = len(journal.lines())

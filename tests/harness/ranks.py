@@ -33,6 +33,7 @@ from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import STANDSTILL_S, ProgressWatch, Standstill
 
 from megascale_common.node.process import arm_parent_death, child_environment
+from megascale_trainer.process.after_fork import renew_thread_pool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # After one rank failed, how long its peers may take to detect it before they are killed.
@@ -223,6 +224,7 @@ def _live(rank: int, template: int, requests: int, answers: int) -> None:
     """
     arm_parent_death(expected_parent_pid=template)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the template answers on its own
+    renew_thread_pool()
     with os.fdopen(requests) as lines:
         for line in lines:
             good = _do(json.loads(line), rank)

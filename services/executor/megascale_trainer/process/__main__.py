@@ -28,6 +28,7 @@ from megascale_common.node import framing
 from megascale_common.node.messages import Exited, Forked, TemplateHello
 from megascale_common.node.process import arm_parent_death
 from megascale_common.node.redaction import redact_streams
+from megascale_trainer.process.after_fork import renew_thread_pool
 
 _FAILED_EXIT_CODE = 1
 _USED_LATE = (
@@ -85,19 +86,6 @@ def _import_kernels(fused: Callable[[], object]) -> None:
         fused()
         cache = importlib.import_module("triton.runtime.cache")
         cache.triton_key()  # keeps its result
-
-
-def _renew_thread_pool() -> None:
-    """Replace torch's thread pool of before the fork, while this process has one thread.
-
-    torch does that at the next call that sets a number of threads, without a lock. The first
-    backward on CUDA makes that call from one thread for each visible device: a thread that sees the
-    pool between its release and its replacement aborts the rank ("Invalid thread pool!", SIGABRT in
-    the first step on two H100s and on two H200s; pytorch/pytorch issue 178535).
-    """
-    import torch
-
-    torch.set_num_threads(torch.get_num_threads())
 
 
 @dataclass(slots=True)
@@ -173,7 +161,7 @@ class _Template:
             sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             redact_streams()
-            _renew_thread_pool()
+            renew_thread_pool()
             status = self._run_first_message(socket.socket(fileno=socket_descriptor))
         except BaseException:
             traceback.print_exc()
