@@ -193,6 +193,53 @@ def test_the_plan_of_a_job_names_a_faster_split(
         assert found["gain"] > 0.01 and str(found["stage_layers"]) == named
 
 
+@pytest.mark.parametrize(
+    ("changes", "memory_gib", "named"),
+    [
+        ({}, 0, True),
+        ({"pipeline_schedule": "zero_bubble"}, 0, False),
+        ({}, 50, False),  # neither schedule fits: the job is refused
+        ({"pp": 1, "virtual_stages": 1}, 0, False),
+    ],
+)
+def test_the_plan_of_a_job_names_a_faster_schedule(
+    changes: dict[str, Any], memory_gib: int, named: bool, tmp_path: Path
+) -> None:
+    """Measured on four H200s: 1.7 % in bf16."""
+    spec = job([], "bf16")
+    spec["trainer"]["parallelism"] |= changes
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(spec))
+    line = ["plan", str(file), "--device-memory-gib", str(memory_gib)]
+    said = CliRunner().invoke(build_app(), line).output
+    found = json.loads(CliRunner().invoke(build_app(), [*line, "--json"]).output)
+    assert ("pipeline_schedule: zero_bubble is predicted" in said) == named
+    assert ("faster_schedule" in found) == named
+    if named:
+        assert 0.015 < found["faster_schedule"]["gain"] < 0.03
+        assert "the largest rank needs 5" in said
+
+
+def test_a_faster_schedule_that_does_not_fit_is_not_named(tmp_path: Path) -> None:
+    spec = job([])
+    spec["trainer"]["parallelism"] |= {"pp": 4, "virtual_stages": 1}
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(spec))
+
+    def plan(memory_gib: float) -> dict[str, Any]:
+        line = ["plan", str(file), "--json", "--device-memory-gib", str(memory_gib)]
+        found: dict[str, Any] = json.loads(CliRunner().invoke(build_app(), line).output)
+        return found
+
+    roomy = plan(0)
+    own = max(rank["total_bytes"] for rank in roomy["memory_of_a_rank"]) / 2**30
+    other = roomy["faster_schedule"]["largest_rank_bytes"] / 2**30
+    assert other > own, "later stages keep what their weight gradients read"
+    assert "faster_schedule" in plan(other + 0.1)
+    between = plan((own + other) / 2)
+    assert between["refused"] == [] and "faster_schedule" not in between
+
+
 def test_without_numpy_a_job_is_planned_all_the_same() -> None:
     code = (
         "import json, sys; sys.modules['numpy'] = None\n"

@@ -191,6 +191,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         ]
     if "balanced_stages" in facts:
         lines.append(f"{'balance':<12} {_balance(facts['balanced_stages'])}")
+    if "faster_schedule" in facts:
+        lines.append(f"{'schedule':<12} {_schedule(facts['faster_schedule'])}")
     for number, row in enumerate(facts.get("larger_batches", ())):
         lines.append(
             f"{'' if number else 'larger batch':<12} {row['global_batch_size']} sequences over the "
@@ -224,6 +226,15 @@ def _balance(found: dict[str, Any]) -> str:
         f"stage_layers: {escape(str(list(found['stage_layers'])))} is predicted "
         f"{100 * found['gain']:.1f} % faster: the head costs as much as "
         f"{found['head_layers']:.1f} layers; the largest rank needs "
+        f"{size_text(found['largest_rank_bytes'])}"
+    )
+
+
+def _schedule(found: dict[str, Any]) -> str:
+    """A faster pipeline schedule."""
+    return (
+        f"pipeline_schedule: {found['pipeline_schedule']} is predicted "
+        f"{100 * found['gain']:.1f} % faster; the largest rank needs "
         f"{size_text(found['largest_rank_bytes'])}"
     )
 

@@ -24,6 +24,7 @@ from megascale_common.sizes.spare_count import advised_spares, wanted_spares
 from megascale_common.sizes.staging import wanted_replica_slots, wanted_slots
 
 _LARGER_BATCHES = (2, 4, 8)  # times the job's own; the paper's step from AdamW to LAMB is 4
+_LARGEST = "largest_rank_bytes"
 
 
 def plan_job(
@@ -58,7 +59,7 @@ def plan_job(
         nodes, refused = _nodes(config, devices_per_node)
         plan |= nodes | _memory(config, memory) | _auto_interval(config)
         if not problems:
-            plan |= _balance(config, device_memory_bytes)
+            plan |= _faster(config, device_memory_bytes)
         problems += refused + _too_large(config, memory, device_memory_bytes)
     return {**plan, "refused": _plain(problems)}
 
@@ -160,31 +161,37 @@ def _auto_interval(config: JobConfig) -> dict[str, Any]:
     return {"checkpoint_interval": {"mtbf_s": failure_s, **found}}
 
 
-def _balance(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
-    """The layers of each virtual stage that are predicted to train faster than the job's own."""
+def _faster(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
+    """The layers of stages, and the schedule, that are predicted to train faster than the job's."""
     try:
-        from megascale_driver.planner.job_plan import job_balance
+        from megascale_driver.planner.job_plan import job_balance, zero_bubble_gain
         from megascale_driver.planner.workload import Refused
     except ModuleNotFoundError as error:
         if error.name != "numpy":  # which the extra `plan` brings
             raise
         return {}
 
-    def need(split: tuple[int, ...]) -> int:
-        changed = dataclasses.replace(config.parallelism, stage_layers=split)
+    def need(**changes: Any) -> dict[str, int]:
+        changed = dataclasses.replace(config.parallelism, **changes)
         other = dataclasses.replace(config, parallelism=changed)
-        return largest_rank_memory(other).total_bytes
+        return {_LARGEST: largest_rank_memory(other).total_bytes}
 
+    def fits(**changes: Any) -> bool:
+        return not device_memory_bytes or need(**changes)[_LARGEST] <= device_memory_bytes
+
+    found: dict[str, Any] = {}
     try:
-        found = job_balance(
-            config, lambda split: not device_memory_bytes or need(split) <= device_memory_bytes
-        )
+        balance = job_balance(config, lambda split: fits(stage_layers=split))
+        gain = zero_bubble_gain(config)
     except Refused:
-        return {}
-    if found is None:
-        return {}
-    largest = need(found.stage_layers)
-    return {"balanced_stages": {**dataclasses.asdict(found), "largest_rank_bytes": largest}}
+        return found
+    if balance is not None:
+        split = need(stage_layers=balance.stage_layers)
+        found["balanced_stages"] = {**dataclasses.asdict(balance), **split}
+    schedule = {"pipeline_schedule": "zero_bubble"}
+    if gain and fits(**schedule):
+        found["faster_schedule"] = {**schedule, "gain": gain, **need(**schedule)}
+    return found
 
 
 def _too_large(

@@ -19,7 +19,8 @@ from megascale_driver.planner.calibration_file import (
 )
 from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.prediction import plain, predict
-from megascale_driver.planner.stage_balance import Balance, Split, balance_of
+from megascale_driver.planner.stage_balance import LEAST_GAIN, Balance, Split, balance_of
+from megascale_driver.planner.step_time import step_time
 from megascale_driver.planner.systems import SYSTEMS, System
 from megascale_driver.planner.training_share import with_measured_share
 from megascale_driver.planner.workload import Refused, Workload, illegal, point_of
@@ -95,6 +96,24 @@ def job_balance(config: JobConfig, fits: Callable[[Split], bool]) -> Balance | N
     """
     gpu = GPUS[_BALANCE_GPU]
     return balance_of(_workload(config, gpu), gpu, _system(config), fits)
+
+
+def zero_bubble_gain(config: JobConfig) -> float:
+    """How much more tokens a second the job is predicted to train with split backwards, relative.
+
+    0 where that is not above LEAST_GAIN, or where its backwards are split. Devices are as above.
+
+    Raises:
+        Refused: there is no prediction for the job.
+    """
+    gpu, system = GPUS[_BALANCE_GPU], _system(config)
+    own = _workload(config, gpu)
+    own_s, split_s = (
+        float(step_time(point_of(each), gpu, system).total)
+        for each in (own, replace(own, schedule="zero_bubble"))
+    )
+    gain = own_s / split_s - 1
+    return gain if gain > LEAST_GAIN else 0.0
 
 
 def _hardware(device: str, calibrations: Mapping[str, str]) -> tuple[Gpu, str]:
