@@ -157,7 +157,7 @@ async def test_slurm_keeps_the_contract_of_platforms(
         slurm.command("scontrol", "update", "NodeName=n2", "State=RESUME")
 
     await platform_contract.check(platform, "n2", undo)
-    with pytest.raises(UnavailableError, match="no cluster inside an allocation"):
+    with pytest.raises(UnavailableError, match="no cluster with nodes of SLURM"):
         await SlurmPlatform(tmp_path).provide(1)
     switches = {node.name: node.switch for node in await platform.nodes()}
     assert switches == {"n1": "s0", "n2": "s0", "n3": "s1", "n4": "s1"}
