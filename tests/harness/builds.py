@@ -28,7 +28,9 @@ def previous_build(folder: Path) -> str:
     if archive is None:
         pytest.skip(f"git has no tree of {revision} (a shallow clone?)")
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-        packed.extractall(folder / "tree", filter="data")
+        # `filter` of extractall came with 3.11.4; Debian 12 has 3.11.2.
+        packed.extraction_filter = getattr(tarfile, "data_filter", lambda entry, _: entry)
+        packed.extractall(folder / "tree")
     return unpack(build_wheel(folder, folder / "tree"), folder / "installed")
 
 
