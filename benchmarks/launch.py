@@ -39,7 +39,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from megascale_common.node.process import arm_parent_death
 from megascale_trainer.launch.place import Place
-from megascale_trainer.process.after_fork import renew_thread_pool
 
 _STORE_TIMEOUT_S = 120.0
 _POLL_S = 0.02
@@ -155,7 +154,7 @@ def _fork_session(
         child = os.fork()
         if child == 0:
             arm_parent_death(expected_parent_pid=parent)
-            renew_thread_pool()
+            torch.set_num_threads(1)  # as a job's ranks; and a new pool, as after_fork has it
             os._exit(_forked_rank(plan, journal, todo, rank, store, deadline))
         running[child] = rank
     before = len(journal.lines())
