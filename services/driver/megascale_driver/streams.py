@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -29,7 +28,7 @@ async def until_set(event: asyncio.Event, answers: AsyncIterator[Answer]) -> Asy
             yield answer
     finally:
         ended.cancel()
-        if coming is not None and not coming.done():
+        if coming is not None:
             coming.cancel()
-            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                await coming
+            # Nobody listens any more: how it ends, or has ended meanwhile, concerns nobody.
+            await asyncio.gather(coming, return_exceptions=True)

@@ -1,0 +1,54 @@
+"""Streams that can be ended from outside: nothing of what they waited for is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from megascale_driver.streams import until_set
+
+
+async def _refused(begin: asyncio.Event) -> AsyncIterator[int]:
+    yield 1
+    await begin.wait()
+    raise ValueError("no such token")
+
+
+async def test_an_error_reaches_who_listens() -> None:
+    begin = asyncio.Event()
+    begin.set()
+    stream = until_set(asyncio.Event(), _refused(begin))
+    assert await anext(stream) == 1
+    with pytest.raises(ValueError, match="no such token"):
+        await anext(stream)
+
+
+async def test_an_error_that_comes_when_nobody_listens_any_more_is_no_defect() -> None:
+    """Random requests found it: a watch that was refused while its client went away."""
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    begin = asyncio.Event()
+    stream = until_set(asyncio.Event(), _refused(begin))
+    assert await anext(stream) == 1
+    listening = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.01)  # it waits for the next answer
+    begin.set()
+    listening.cancel()  # in the same turn
+    with pytest.raises(asyncio.CancelledError):
+        await listening
+    del stream, listening
+    gc.collect()
+    await asyncio.sleep(0)
+    assert reported == []
+
+
+async def test_the_event_ends_a_wait_that_lasts() -> None:
+    event = asyncio.Event()
+    stream = until_set(event, _refused(asyncio.Event()))
+    assert await anext(stream) == 1
+    asyncio.get_running_loop().call_soon(event.set)
+    assert [answer async for answer in stream] == []
