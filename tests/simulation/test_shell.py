@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -35,9 +36,14 @@ def run(*setups: Setup) -> list[Result]:
 
 
 def decisions(result: Result) -> list[str]:
-    """The decision log without its numbers, which reports share with decisions."""
-    lines = [line.split(" ") for line in result.log]
-    return [" ".join([line[0], *line[2:]]) for line in lines if not set(line) & set(_REPORTS)]
+    """The decision log without its numbers, which reports share with decisions.
+
+    Orders to take nodes back are sent at once, and arrive in any order: theirs is that of names.
+    """
+    split = [line.split(" ") for line in result.log]
+    lines = [" ".join([line[0], *line[2:]]) for line in split if not set(line) & set(_REPORTS)]
+    runs = itertools.groupby(lines, lambda line: "NODE_UNCORDONED" in line)
+    return [line for taken_back, run in runs for line in (sorted(run) if taken_back else run)]
 
 
 def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
