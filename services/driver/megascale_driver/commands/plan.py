@@ -24,7 +24,6 @@ from megascale_common.sizes.spare_count import advised_spares, wanted_spares
 from megascale_common.sizes.staging import wanted_replica_slots, wanted_slots
 
 _LARGER_BATCHES = (2, 4, 8)  # times the job's own; the paper's step from AdamW to LAMB is 4
-_LARGEST = "largest_rank_bytes"
 
 
 def plan_job(
@@ -171,13 +170,13 @@ def _faster(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
             raise
         return {}
 
-    def need(**changes: Any) -> dict[str, int]:
+    def need(**changes: Any) -> int:
         changed = dataclasses.replace(config.parallelism, **changes)
         other = dataclasses.replace(config, parallelism=changed)
-        return {_LARGEST: largest_rank_memory(other).total_bytes}
+        return largest_rank_memory(other).total_bytes
 
     def fits(**changes: Any) -> bool:
-        return not device_memory_bytes or need(**changes)[_LARGEST] <= device_memory_bytes
+        return not device_memory_bytes or need(**changes) <= device_memory_bytes
 
     found: dict[str, Any] = {}
     try:
@@ -186,11 +185,13 @@ def _faster(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
     except Refused:
         return found
     if balance is not None:
-        split = need(stage_layers=balance.stage_layers)
-        found["balanced_stages"] = {**dataclasses.asdict(balance), **split}
+        largest = need(stage_layers=balance.stage_layers)
+        found["balanced_stages"] = {**dataclasses.asdict(balance), "largest_rank_bytes": largest}
     schedule = {"pipeline_schedule": "zero_bubble"}
     if gain and fits(**schedule):
-        found["faster_schedule"] = {**schedule, "gain": gain, **need(**schedule)}
+        found["faster_schedule"] = {
+            **schedule, "gain": gain, "largest_rank_bytes": need(**schedule)
+        }  # fmt: skip
     return found
 
 

@@ -19,8 +19,7 @@ from megascale_driver.planner.calibration_file import (
 )
 from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.prediction import plain, predict
-from megascale_driver.planner.stage_balance import LEAST_GAIN, Balance, Split, balance_of
-from megascale_driver.planner.step_time import step_time
+from megascale_driver.planner.stage_balance import LEAST_GAIN, Balance, Split, balance_of, gain_of
 from megascale_driver.planner.systems import SYSTEMS, System
 from megascale_driver.planner.training_share import with_measured_share
 from megascale_driver.planner.workload import Refused, Workload, illegal, point_of
@@ -108,11 +107,7 @@ def zero_bubble_gain(config: JobConfig) -> float:
     """
     gpu, system = GPUS[_BALANCE_GPU], _system(config)
     own = _workload(config, gpu)
-    own_s, split_s = (
-        float(step_time(point_of(each), gpu, system).total)
-        for each in (own, replace(own, schedule="zero_bubble"))
-    )
-    gain = own_s / split_s - 1
+    gain = gain_of(replace(own, schedule="zero_bubble"), own, gpu, system)
     return gain if gain > LEAST_GAIN else 0.0
 
 

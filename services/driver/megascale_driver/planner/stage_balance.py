@@ -93,12 +93,16 @@ def balance_of(
     split = balanced(workload.layers, workload.pp, workload.vpp, costs, fits)
     if not split or split == workload.stage_layers:
         return None
-    own_s, best_s = (
-        float(step_time(point_of(each), gpu, system).total)
-        for each in (workload, replace(workload, stage_layers=split))
-    )
-    gain = own_s / best_s - 1
+    gain = gain_of(replace(workload, stage_layers=split), workload, gpu, system)
     return Balance(split, gain, costs.head_layers) if gain > LEAST_GAIN else None
+
+
+def gain_of(changed: Workload, own: Workload, gpu: Gpu, system: System) -> float:
+    """How much more tokens a second ``changed`` is predicted to train than ``own``, relative."""
+    own_s, changed_s = (
+        float(step_time(point_of(each), gpu, system).total) for each in (own, changed)
+    )
+    return own_s / changed_s - 1
 
 
 def costs_of(workload: Workload, gpu: Gpu, system: System) -> UnitCosts:
