@@ -83,6 +83,7 @@ LANES = {
         "integration/test_lamb_training.py",
         "integration/test_peer_messages.py",
         "integration/test_rank_pool.py",
+        "integration/test_rehearsal.py",
         "integration/test_resharded_resume.py",
         "integration/test_restore_sources.py",
         "integration/test_stalled_peer.py",

@@ -35,6 +35,14 @@ class Documents:
         """int32 [number + 1], a view: a document ends where the next one begins."""
         return self.offsets[: self.number + 1]
 
+    @property
+    def kernels(self) -> int:
+        """Equal for documents for which attention launches the same kernels.
+
+        0: each sequence is one document. Others are what they count as where they are ragged.
+        """
+        return 0 if self.number == self.shape[0] else _rounded(self)
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Documents:
         """The same documents with ``function`` of the offsets, such as their copy on a device."""
         return replace(self, offsets=function(self.offsets))
@@ -70,9 +78,7 @@ class RaggedDocuments:
     """
 
     def __init__(self, documents: Documents) -> None:
-        tokens = documents.shape[0] * documents.shape[1]
-        padded = max(1 << (documents.number - 1).bit_length(), _LEAST_DOCUMENTS)
-        self.number = min(padded, tokens)
+        self.number = _rounded(documents)
         self._bounds = documents.offsets[: self.number + 1]
         self.lengths = self._bounds.diff()
         self._offsets: dict[int, torch.Tensor] = {}
@@ -82,3 +88,8 @@ class RaggedDocuments:
         if width not in self._offsets:
             self._offsets[width] = self._bounds * width
         return self._offsets[width]
+
+
+def _rounded(documents: Documents) -> int:
+    tokens = documents.shape[0] * documents.shape[1]
+    return min(max(1 << (documents.number - 1).bit_length(), _LEAST_DOCUMENTS), tokens)

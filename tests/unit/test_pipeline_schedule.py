@@ -459,7 +459,10 @@ def test_the_model_detects_a_deadlock_and_crossed_messages() -> None:
 
 
 def test_the_harder_models_detect_more() -> None:
-    """Two posts ahead block a single queue; an early post of an answer blocks a waiting host."""
+    """Two posts ahead block a single queue; an early post of an answer blocks a waiting host.
+
+    So do the posts of two hosts that wait at once.
+    """
     at_once = [
         sorted(program, key=lambda action: action.kind not in _POSTS)
         for program in _programs((3, 2, 1), True)
@@ -467,6 +470,18 @@ def test_the_harder_models_detect_more() -> None:
     _Model(at_once).run()
     with pytest.raises(AssertionError, match="deadlock"):
         _Model(at_once, one_queue=True).run()
+    ahead = _programs((2, 3, 1), overlap=True)
+    forward, backward = (
+        next(
+            at for at, action in enumerate(ahead[stage]) if (action.kind, action.micro_batch) == of
+        )
+        for stage, of in ((0, (Kind.FORWARD, 2)), (1, (Kind.BACKWARD, 1)))
+    )
+    for place in ((0, forward), (1, backward)):
+        _Model(ahead, device_waits=[place]).run()
+    # Both at once, as two ranks that load kernels for a new kind of batch: why they rehearse.
+    with pytest.raises(AssertionError, match="deadlock"):
+        _Model(ahead, device_waits=[(0, forward), (1, backward)]).run()
     echo = _programs((2, 1, 1), overlap=True)
     echo[0].sort(key=lambda action: action.kind is not Kind.POST_GRADIENT)
     _Model(echo).run()

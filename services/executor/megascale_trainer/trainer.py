@@ -38,8 +38,9 @@ from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.data.fp8_gather import fp8_gather_of
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Groups
-from megascale_trainer.parallel.pipeline.graphs import graphed
+from megascale_trainer.parallel.pipeline.graphs import GraphedStage, graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
+from megascale_trainer.parallel.pipeline.rehearsal import Rehearsal
 from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
 from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, forward_only
 from megascale_trainer.parallel.pipeline.stage import Stage
@@ -213,11 +214,18 @@ class Trainer:
             Stage(config, chunk, weights, tp, self._buffers, operators, self._fp8)
             for chunk in self._table.chunks
         ]
-        self._pipeline = PipelineExecutor(
+        cuda = device.type == "cuda"
+        chunks: Sequence[Stage | GraphedStage] = (
             graphed(stages, config, self._program, self._buffers, tp, empty_hidden)
-            if config.training.cuda_graphs and device.type == "cuda"
-            else stages,
-            *(groups.edges, tp.weight_gradients, empty_hidden, self._note_micro_batch, self._timer),
+            if config.training.cuda_graphs and cuda
+            else stages
+        )
+        of_chunks = (tp.weight_gradients, empty_hidden)
+        self._pipeline = PipelineExecutor(
+            *(chunks, groups.edges, *of_chunks, self._note_micro_batch, self._timer),
+            Rehearsal(chunks, self._program, *of_chunks, self._buffers.zero_gradients)
+            if cuda and parallel.pp > 1
+            else None,
         )
 
     def initialise(self) -> None:

@@ -20,7 +20,7 @@ made and algorithms chosen there, which a capture cannot do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -111,10 +111,12 @@ class GraphedStage:
         split: bool,
     ) -> None:
         self._stage, self._config, self._buffers = stage, config, buffers
-        self._tp, self._transfers, self.last = tp, transfers, stage.last
+        self._tp, self._transfers = tp, transfers
+        self.first, self.last = stage.first, stage.last
         self._weight_gradients = weight_gradients
         self._empty_hidden, self._slots, self._split = empty_hidden, slots, split
         self._steps = 0  # begun
+        self._captures = 0
         self._room = 0  # documents that a slot holds; 0: each sequence is one
         self._free: list[_Slot] = []
         self._stream: torch.cuda.Stream | None = None
@@ -133,7 +135,7 @@ class GraphedStage:
         room = max(self._needed_room(batch.documents) for batch in batches)
         if self._free and room <= self._room:
             return
-        self._room = max(room, self._room)
+        self._room, self._captures = max(room, self._room), self._captures + 1
         self._free.clear()
         copies = self._copies(batches[0])
         if self._room:
@@ -160,6 +162,15 @@ class GraphedStage:
             )
             raise
 
+    @property
+    def at_once(self) -> int:
+        """As :attr:`Stage.at_once`: each slot has graphs of its own."""
+        return self._slots if self._replays else self._stage.at_once
+
+    def kernels(self, batch: MicroBatch) -> Hashable:
+        """As :meth:`Stage.kernels`; a graph is new after each capture, whatever is in it."""
+        return ("graphs", self._captures) if self._replays else self._stage.kernels(batch)
+
     def release(self) -> None:
         """Free the graphs, between steps."""
         self._free.clear()
@@ -168,7 +179,7 @@ class GraphedStage:
         self, received: torch.Tensor | None, batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As :meth:`Stage.run`; the output is overwritten some time after its backward."""
-        if not torch.is_grad_enabled() or self._steps <= EAGER_STEPS:
+        if not self._replays:
             return self._stage.run(received, batch)
         hidden = self._stage.embed(batch) if received is None else received
         slot = self._free.pop()
@@ -202,6 +213,10 @@ class GraphedStage:
         self._weight_gradients.run(partial(self._free.append, slot))
         # It may still be on its way to another stage in the slot's next backward.
         return slot.d_hidden.clone()
+
+    @property
+    def _replays(self) -> bool:
+        return torch.is_grad_enabled() and self._steps > EAGER_STEPS
 
     def _leave(self, unit: _Unit) -> None:
         if unit.weights is not None:

@@ -13,6 +13,7 @@ from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Edges, Group, Receive, Send
 from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
 from megascale_trainer.parallel.pipeline.graphs import GraphedStage
+from megascale_trainer.parallel.pipeline.rehearsal import Rehearsal
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.weight_gradients import WeightGradients, Work, run_all
@@ -44,6 +45,7 @@ class PipelineExecutor:
         empty_hidden: makes an uninitialised [S / tp, B, H], what passes between stages.
         on_forward: called with the number of each micro-batch as its forward begins (status page).
         timer: measures the actions.
+        rehearsal: of what a program launches; None: it may be launched where it stands.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class PipelineExecutor:
         empty_hidden: Callable[[], torch.Tensor],
         on_forward: Callable[[int], None],
         timer: StepTimer,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self.chunks = self._chunks = chunks
+        self._rehearsal = rehearsal
         self._edges, self._weight_gradients, self._timer = edges, weight_gradients, timer
         self._empty_hidden, self._on_forward = empty_hidden, on_forward
         self._batches: Sequence[MicroBatch] = ()
@@ -91,6 +95,9 @@ class PipelineExecutor:
             float64 [3] per micro-batch, on the device; elsewhere nothing.
         """
         self._batches, self._sums = batches, []
+        if self._rehearsal is not None:
+            with self._timer.paused():
+                self._rehearsal.before(batches)
         for action in program:
             place = (action.micro_batch, action.chunk)
             with span(action.kind.value, *place), self._timed(action.kind, place):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,9 +27,10 @@ HEAD = "head"  # the last unit of the model
 class Stage:
     """The stage's forward; autograd's backward adds to the weights' ``main_grad``.
 
-    ``last``: the stage ends the model, and its forward is followed by :meth:`loss`. ``layers`` are
-    indices in the model. Units (embedding, layers, head) are entered through ``buffers``, which
-    hold their parameters. ``fp8``: what its layers in FP8 are given.
+    ``first`` and ``last``: the stage begins the model, or ends it, and its forward is followed by
+    :meth:`loss`. ``layers`` are indices in the model. ``at_once``: how many micro-batches in flight
+    together launch all that it has. Units (embedding, layers, head) are entered through
+    ``buffers``, which hold their parameters. ``fp8``: what its layers in FP8 are given.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Stage:
     ) -> None:
         self._config, self._weights, self._tp = config, weights, tp
         self._buffers, self._operators, self._fp8 = buffers, operators, fp8
-        self.last = chunk.last
+        self.first, self.last, self.at_once = chunk.first, chunk.last, 1
         self.layers = tuple(chunk.layers)
         self._layers = {
             index: (config.model.window_of(index), subset(weights, f"{unit_of(index)}."))
@@ -53,6 +54,10 @@ class Stage:
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:
         """Before the first forward of a step of ``batches``: nothing has to be."""
+
+    def kernels(self, batch: MicroBatch) -> Hashable:
+        """Equal for micro-batches for which the same kernels run."""
+        return batch.documents.kernels if self._config.data.document_attention else 0
 
     def release(self) -> None:
         """After the last step: nothing is held."""
