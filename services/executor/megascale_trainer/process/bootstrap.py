@@ -140,6 +140,10 @@ class _Factory:
             # torch warns that sends and receives of one communicator wait for each other. Ours do
             # not: on each edge and kind a rank only sends or only receives.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+            # Of a collective that has timed out torch waits four times as long before the rank
+            # ends, for records of other ranks (15 s if unset: a minute). Agents ask for records
+            # themselves (flight_dump).
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
             # gloo only makes groups of one here: they need no look-up of the host name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # The world is not bound to a device: of a bound one torch makes subgroups by splitting it,
