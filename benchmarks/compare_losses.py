@@ -2,11 +2,13 @@
 
     python benchmarks/compare_losses.py plain.jsonl overlapped.jsonl other.jsonl --tolerance 0.02
     python benchmarks/compare_losses.py plain.jsonl overlapped.jsonl --noise sums.jsonl --plot x.png
+    python benchmarks/compare_losses.py plain-{seed}.jsonl other-{seed}.jsonl --seeds 1,2,3
 
 Prints one JSON object with the comparison of each further file with the first; with --noise, the
 losses of the first file's run in another order of sums, that comparison as well, and how many times
-as far apart the others are. Exit status: 0, 1 if one is out of tolerance or of another length, 2 if
-a file cannot be read.
+as far apart the others are. With --seeds each file is one for every seed, compared seed by seed,
+and a picture has their means and bands. Exit status: 0, 1 if one is out of tolerance or of another
+length, 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -74,36 +76,53 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("others", type=Path, nargs="+")
     parser.add_argument("--tolerance", type=float, default=0.0, help="absolute; 0: every bit")
     parser.add_argument("--noise", type=Path, help="the reference in another order of sums")
+    parser.add_argument(
+        "--seeds", type=lambda text: text.split(","), default=[""], help="for {seed} in file names"
+    )
     parser.add_argument("--plot", type=Path, help="curves as a picture, and as CSV (extra plot)")
     options = parser.parse_args(arguments)
     paths = [options.reference, *([options.noise] if options.noise else []), *options.others]
     try:
-        losses = {path: read_losses(path) for path in paths}
+        losses = {
+            seed: {path: read_losses(_of_seed(path, seed)) for path in paths}
+            for seed in options.seeds
+        }
     except (OSError, ValueError) as problem:
         print(f"compare_losses.py: {problem}", file=sys.stderr)
         return 2
-    reference = losses[options.reference]
-    compared = {path: compare(reference, losses[path], options.tolerance) for path in paths}
-    found = [{"file": str(path), **compared[path]} for path in options.others]
-    result: dict[str, Any] = {"comparisons": found}
-    if options.noise:
-        noise = compared[options.noise]
-        result["noise"] = {"file": str(options.noise), **noise}
-        for one in found:
-            apart = noise["mean_difference"]
-            one["times_noise"] = one["mean_difference"] / apart if apart else None
+    result: dict[str, Any] = {"comparisons": []}
+    for seed, runs in losses.items():
+        reference = runs[options.reference]
+        compared = {path: compare(reference, runs[path], options.tolerance) for path in paths}
+        found = [{"file": str(_of_seed(path, seed)), **compared[path]} for path in options.others]
+        if options.noise:
+            noise = {"file": str(_of_seed(options.noise, seed)), **compared[options.noise]}
+            result.setdefault("noise", []).append(noise)
+            for one in found:
+                apart = noise["mean_difference"]
+                one["times_noise"] = one["mean_difference"] / apart if apart else None
+        result["comparisons"] += found
     if options.plot:
         _draw(losses, options.plot)
     print(json.dumps(result))
-    same = [one["same_length"] and one["first_step_above_tolerance"] is None for one in found]
+    same = [
+        one["same_length"] and one["first_step_above_tolerance"] is None
+        for one in result["comparisons"]
+    ]
     return 0 if all(same) else 1
 
 
-def _draw(losses: Mapping[Path, Sequence[float]], path: Path) -> None:
-    curves = {
-        file.stem: {0: Curve(np.arange(1.0, len(values) + 1), np.array(values))}
-        for file, values in losses.items()
-    }
+def _of_seed(path: Path, seed: str) -> Path:
+    return Path(str(path).replace("{seed}", seed))
+
+
+def _draw(losses: Mapping[str, Mapping[Path, Sequence[float]]], path: Path) -> None:
+    curves: dict[str, dict[int, Curve]] = {}
+    for number, runs in enumerate(losses.values()):
+        for file, values in runs.items():
+            name = file.stem.replace("-{seed}", "")
+            curve = Curve(np.arange(1.0, len(values) + 1), np.array(values))
+            curves.setdefault(name, {})[number] = curve
     draw(curves, next(iter(curves)), path, "steps", 1.0)
 
 

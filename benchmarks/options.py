@@ -135,6 +135,9 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         help="exact: equal in all layouts",
     )
     parser.add_argument(
+        "--seed", type=int, default=1234, help="of exact initial values and the order of --data"
+    )
+    parser.add_argument(
         "--loop",
         choices=["product", "bare"],
         default="product",

@@ -45,8 +45,9 @@ class Run:
     ``dp`` 0: the ranks that tp and pp leave. ``steps`` includes the warm-up. ``data`` is the prefix
     of a tokenised corpus; without one the tokens are random and the same in every step. ``initial``
     "device" draws initial values quickly, the same for the same layout; "exact" draws the trainer's
-    own, which are the same for all layouts. ``loop`` "product" trains as a job does, "bare" takes
-    steps without loader, records and status page; ``trackers`` get the product's step records.
+    own, which are the same for all layouts. ``seed`` is that of those values, and of the order of a
+    corpus's samples. ``loop`` "product" trains as a job does, "bare" takes steps without loader,
+    records and status page; ``trackers`` get the product's step records.
     """
 
     preset: str = "tiny"
@@ -79,6 +80,7 @@ class Run:
     steps: int = 10
     data: str = ""
     initial: str = "device"
+    seed: int = 1234
     loop: str = "product"
     trackers: str = "none"
 
@@ -139,6 +141,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
             },
             "training": {
                 "steps": run.steps,
+                "seed": run.seed,
                 "global_batch_size": run.global_batch or preset.batch,
                 "micro_batch_size": run.micro_batch or preset.micro_batch,
                 "precision": run.precision or ("bf16" if cuda else "fp32"),
@@ -151,6 +154,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
             "schedule": {"warmup_steps": run.steps // 10},
             "telemetry": {} if run.trackers == "none" else {run.trackers: True},
             "data": {
+                "seed": run.seed,
                 "document_attention": run.attention == "documents",
                 "sources": [{"prefix": run.data}] if run.data else [],
             },

@@ -212,6 +212,10 @@ class Session:
     def _empty_cache(self) -> None:
         gc.collect()
         if self._cuda:
+            if not self._trainers:
+                # cuBLAS keeps 32 MiB for each stream that it has run on, and the captures of each
+                # trainer have one of their own. Graphs that are alive use theirs.
+                torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     @property

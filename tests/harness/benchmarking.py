@@ -58,7 +58,7 @@ def freed(rank: int, world_size: int, folder: Path, *, arguments: list[str]) -> 
 
     Operations that nobody waits for, and bytes on the device, before there is a trainer, after its
     leg, and after it was freed; on CUDA, which lines of code allocated what was then left. Another
-    trainer comes before all, and leaves what a process keeps: cuBLAS has 32 MiB for each stream.
+    trainer comes before all, and leaves what a process keeps.
     """
     session = _session(rank, world_size, folder, 0.0)
     run = entry_of([*arguments, "--loop", "bare"]).run

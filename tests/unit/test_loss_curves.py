@@ -135,7 +135,7 @@ def test_losses_stand_beside_their_noise(
     options = ["--noise", str(tmp_path / "sums"), "--plot", str(tmp_path / "x.png")]
     assert compare_losses.main([*paths, *options, "--tolerance", "0.25"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["noise"]["mean_difference"] == pytest.approx(0.05)
+    assert found["noise"][0]["mean_difference"] == pytest.approx(0.05)
     assert found["comparisons"][0]["times_noise"] == pytest.approx(3)
     assert found["comparisons"][0]["end_difference"] == pytest.approx(0.2)
     assert {row["run"] for row in csv.DictReader((tmp_path / "x.csv").open())} == {
@@ -143,6 +143,25 @@ def test_losses_stand_beside_their_noise(
     }  # fmt: skip
     assert compare_losses.main([paths[0], paths[0], "--noise", paths[0]]) == 0
     assert json.loads(capsys.readouterr().out)["comparisons"][0]["times_noise"] is None
+
+
+def test_losses_of_several_seeds_are_compared_seed_by_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    runs = {"plain-1": [3, 2], "over-1": [3, 2.5], "plain-2": [5, 4], "over-2": [5, 3.5]}
+    for name, losses in runs.items():
+        lines = [json.dumps({"step": n, "loss": loss}) for n, loss in enumerate(losses, 1)]
+        (tmp_path / name).write_text("\n".join(lines))
+    paths = [str(tmp_path / name) for name in ("plain-{seed}", "over-{seed}")]
+    options = ["--seeds", "1,2", "--plot", str(tmp_path / "x.png")]
+    assert compare_losses.main([*paths, *options, "--tolerance", "0.6"]) == 0
+    found = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [one["end_difference"] for one in found] == pytest.approx([0.5, -0.5])
+    with (tmp_path / "x.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["run"] == "over"]
+    assert float(rows[-1]["mean_loss"]) == pytest.approx(3)
+    assert compare_losses.main([*paths, "--seeds", "1,3"]) == 2, "seed 3 has no files"
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["MFU", "CPU"])
