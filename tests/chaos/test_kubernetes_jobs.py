@@ -25,7 +25,7 @@ STEPS, DISTURBED_AT_STEP = 50, 15
 HELD_FROM_STEP = 25  # until the disturbance has ended an attempt: the job cannot end before it
 
 
-# What is longer than a pod's deletion: `make test-kubernetes`.
+# Jobs to their end: `make test-kubernetes`.
 whole = pytest.mark.kubernetes
 
 
@@ -69,6 +69,7 @@ async def disturbed(cluster: PodCluster, disturb: Callable[[JobFollower], Awaita
     return name
 
 
+@whole
 async def test_a_deleted_pod_costs_no_bit_of_the_result(cluster: PodCluster) -> None:
     async def delete(run: JobFollower) -> str:
         name = run.job.nodes[1]

@@ -23,9 +23,11 @@ from tests.crash.machine import (
 from tests.crash.sabotage import (
     SABOTAGES,
     collected_before_the_record,
+    copy_given_up,
     create_overwrites,
     end_not_confirmed,
     manifest_not_confirmed,
+    replica_age_ignored,
     two_writers,
 )
 
@@ -33,6 +35,7 @@ CASES = 54
 # Sabotages are found within 100 cases; what else a case does may change, so there is room.
 MOST_CASES, MOST_CASES_OF_RARE = 600, 3000
 RARE = (create_overwrites, manifest_not_confirmed, end_not_confirmed)  # after hundreds of cases
+LONG = (*RARE, copy_given_up, replica_age_ignored)  # more than four seconds each
 # With which some are found within ten cases instead of forty to eighty.
 SEEDS = {two_writers: 2, collected_before_the_record: 20}
 
@@ -65,7 +68,7 @@ def test_processes_share_the_cases_and_find_the_same(capsys: pytest.CaptureFixtu
     "sabotage",
     [
         pytest.param(
-            sabotage, id=sabotage.__name__, marks=[pytest.mark.slow] if sabotage in RARE else []
+            sabotage, id=sabotage.__name__, marks=[pytest.mark.slow] if sabotage in LONG else []
         )
         for sabotage in SABOTAGES
     ],

@@ -209,6 +209,7 @@ def test_a_command_does_not_outlast_its_budget(tmp_path: Path) -> None:
     assert found == dict.fromkeys(("long", "next"), "the time is up (--budget-s)")
 
 
+@pytest.mark.slow
 def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) -> None:
     options = ["--tp", "2", "--seq", "32", "--global-batch", "4", "--steps", "4", "--rounds", "3"]
     program = "tests.harness.benchmarking:measured"

@@ -49,6 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
     tmp_path: Path, start: Start, whole: dict[int, float]
 ) -> None:

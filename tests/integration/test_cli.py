@@ -241,6 +241,7 @@ def losses_until(client: Client, name: str, step: int) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -> None:
     here = ("--cluster", str(cluster / "runs"))
     spec = job("profiled", 1_000_000)

@@ -25,7 +25,7 @@ WHOLE, UNITS = 64, 0
     ("model", "sizes", "bucket_mib"),
     [
         ("parallel, bias", {"dp": 2, "tp": 2}, UNITS),
-        ("serial, no bias", {"dp": 4}, WHOLE),
+        pytest.param("serial, no bias", {"dp": 4}, WHOLE, marks=pytest.mark.slow),
         ("tied", {"dp": 2, "pp": 2}, WHOLE),
         pytest.param("parallel, bias", {"dp": 4, "tp": 2}, WHOLE, marks=pytest.mark.slow),
         pytest.param("parallel, bias", {"dp": 4}, UNITS, marks=pytest.mark.slow),
@@ -56,7 +56,11 @@ def test_a_resumed_run_is_the_same_run(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bucket_mib", "broken"), [(WHOLE, [0, 2, 3, 3, 2]), (UNITS, [0, 4, 4, 8, 4])]
+    ("bucket_mib", "broken"),
+    [
+        pytest.param(WHOLE, [0, 2, 3, 3, 2], marks=pytest.mark.slow),
+        (UNITS, [0, 4, 4, 8, 4]),
+    ],
 )
 def test_operands_biases_and_embeddings_arrive_as_they_are_and_half_as_many_bytes_travel(
     bucket_mib: int, broken: list[int], pool: RankPool, tmp_path: Path

@@ -32,6 +32,7 @@ def measured(*options: str) -> tuple[int, dict[str, float], str]:
     return done.returncode, figures, done.stderr
 
 
+@pytest.mark.slow
 def test_the_verb_prints_its_figures_of_a_driver_with_a_job_on_all_nodes() -> None:
     # The machine may be busy: what must hold is measured by the verb itself.
     status, figures, story = measured(

@@ -44,6 +44,7 @@ def trip(rank: int, world_size: int, folder: Path, *, how: str) -> None:
     raise ValueError("rank trips")
 
 
+@pytest.mark.slow
 def test_ranks_of_a_world_size_stay_and_meet_anew(pool: RankPool, tmp_path: Path) -> None:
     runs = [
         pool.run(f"{PROGRAMS}:meet", size, tmp_path / str(n)) for n, size in enumerate((2, 3, 2))

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.stalled_peer import end_of_a_stall
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("axis", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
 async def test_a_rank_that_waits_for_a_stalled_peer_is_a_victim(
     axis: Literal["tp", "pp"], tmp_path: Path
 ) -> None:

@@ -100,7 +100,6 @@ def reference(
         # Its eight ranks without overlap: the serial model below has them with all of it.
         pytest.param("tp2pp2dp2", "parallel", FEW_STEPS, marks=pytest.mark.slow),
         ("tp2pp2dp2, all overlapped", "serial", FEW_STEPS),
-        ("tp4, overlapped tp", "parallel", FEW_STEPS),
         pytest.param("tp4, overlapped tp", "parallel", STEPS, marks=pytest.mark.slow),
         pytest.param("pp4, overlapped pp", "serial", STEPS, marks=pytest.mark.slow),
         ("dp4, overlapped dp", "parallel", FEW_STEPS),
@@ -164,7 +163,10 @@ def test_layout_trains_as_one_process(
             )
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "virtual_stages": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"pp": 2}, marks=pytest.mark.slow), {"pp": 2, "virtual_stages": 2}],
+)
 def test_overlapped_edges_change_no_bit(
     sizes: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
@@ -178,7 +180,7 @@ def test_overlapped_edges_change_no_bit(
 @pytest.mark.parametrize(
     ("model", "sizes", "micro_batch_size"),
     [
-        ("serial", {"pp": 2}, 1),
+        pytest.param("serial", {"pp": 2}, 1, marks=pytest.mark.slow),
         ("parallel", {"pp": 2, "virtual_stages": 2, "dp": 2, **hiding("pp", "dp")}, 1),
         ("grouped", {"tp": 2, "pp": 2, "recompute": "selective", **hiding("tp", "pp")}, 4),
         ("parallel", {"pp": 4, "recompute": "full", **hiding("pp")}, 1),
@@ -269,6 +271,7 @@ def test_the_status_page_counts_what_every_group_did(pool: RankPool, tmp_path: P
         )
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_fails_its_group_in_time(pool: RankPool, tmp_path: Path) -> None:
     results = pool.run(
         "tests.harness.training:stall", 4, tmp_path, job=tiny_job(parallelism={"tp": 2, "dp": 2})

@@ -137,6 +137,7 @@ if "megascale_checkpoint" in sys.orig_argv:
 """
 
 
+@pytest.mark.slow
 async def test_ready_means_that_the_daemons_of_all_nodes_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ _BY_CALLBACKS = ("driver_crash", "crash_on_commit")
     ("seeds", "days", "rest", "settle_s"),
     [
         pytest.param([18], 0.01, SHORT.rest, SETTLE_S, marks=pytest.mark.slow),
-        ([14], 0.01, 1, SETTLE_S / 2),
+        pytest.param([14], 0.01, 1, SETTLE_S / 2, marks=pytest.mark.slow),
         pytest.param(range(40), 0.02, SHORT.rest, SETTLE_S, marks=pytest.mark.slow),
         pytest.param(range(20), 0.02, 1, SETTLE_S, marks=pytest.mark.slow),
     ],
@@ -101,6 +101,7 @@ def test_skips_change_no_decision(
         assert decisions(skipped) == decisions(lived), f"seed {number}"
 
 
+@pytest.mark.slow
 def test_no_skip_passes_the_end_of_a_wait() -> None:
     """A job whose attempts make no progress waits longer each time, and then begins."""
     faults = tuple(Fault(100.0 + 7.0 * n, "kill_worker", 1.0, 4 * n + 1) for n in range(40))
@@ -166,6 +167,7 @@ def test_mutants_are_caught() -> None:
     assert not survivors, survivors
 
 
+@pytest.mark.slow
 def test_a_mutant_that_its_hint_does_not_catch_is_searched_for() -> None:
     (mutant,) = [each for each in MUTANTS if each.name == "name no spares by the rule"]
     verdict = mutants.run(mutant, ["back", "auto"], "back")

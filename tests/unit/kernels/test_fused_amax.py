@@ -63,7 +63,7 @@ def _seen(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
 @pytest.mark.parametrize(
     ("activation", "bias"),
     [
-        (None, False),
+        pytest.param(None, False, marks=pytest.mark.slow),
         ("gelu", True),
         ("swiglu", False),
         pytest.param(None, True, marks=pytest.mark.slow),
@@ -99,7 +99,7 @@ def test_of_an_activation_and_its_gradient(activation: Activation) -> None:
     assert torch.equal(_noted(kept[0]), amax_of(kept[0]))
 
 
-@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("residual", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_of_the_gradient_of_a_norm_in_fp8(residual: bool) -> None:
     from megascale_kernels.fused.norm_operand import norm_in_fp8
 

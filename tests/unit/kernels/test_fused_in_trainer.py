@@ -119,7 +119,7 @@ def test_the_optimizer_makes_the_same_updates_of_all_its_runs(name: str) -> None
 
 
 @pytest.mark.usefixtures("right_fp8_conversion")
-@pytest.mark.parametrize("block", ["parallel", "serial"])
+@pytest.mark.parametrize("block", ["parallel", pytest.param("serial", marks=pytest.mark.slow)])
 def test_gradients_in_fp8_are_those_of_the_plain_operators(block: str) -> None:
     """From the embedding on, whose result is not contiguous."""
     exact, fused = (_gradients(block, kernels) for kernels in ("torch", "triton"))

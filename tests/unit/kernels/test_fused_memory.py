@@ -22,7 +22,7 @@ SWIGLU = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}
     [
         ({}, "none"),
         pytest.param({"block": "serial"}, "selective", marks=pytest.mark.slow),
-        ({"block": "serial", **SWIGLU}, "none"),
+        pytest.param({"block": "serial", **SWIGLU}, "none", marks=pytest.mark.slow),
         pytest.param(SWIGLU, "none", marks=pytest.mark.slow),
         pytest.param(SWIGLU, "full", marks=pytest.mark.slow),
     ],
