@@ -223,6 +223,7 @@ def nobody() -> Account:
     return account
 
 
+@pytest.mark.slow
 async def test_processes_of_a_job_run_under_their_own_account() -> None:
     account = nobody()
     folder = Path(tempfile.mkdtemp(prefix="megascale-run-as-", dir="/tmp"))

@@ -205,6 +205,7 @@ def test_a_driver_with_a_bad_option_names_it(
     is_one_sentence(driver(folder, etcd_server.endpoint, *options), word)
 
 
+@pytest.mark.slow
 def test_an_etcd_out_of_reach_is_named(folder: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     is_one_sentence(driver(folder, endpoint), "etcd", endpoint)

@@ -220,6 +220,7 @@ def test_a_warm_start_takes_the_parameters_alone_or_goes_on(tmp_path: Path, star
     assert again.end() == 0 and again.events("attempt")[0]["restored_step"] == 4
 
 
+@pytest.mark.slow
 def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(
     tmp_path: Path, start: Start, whole: dict[int, float]
 ) -> None:

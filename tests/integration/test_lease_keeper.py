@@ -60,6 +60,7 @@ async def test_a_busy_loop_does_not_lose_the_lease(
         assert await etcd.get("owner") is not None
 
 
+@pytest.mark.slow
 async def test_a_loop_that_stands_for_too_long_loses_it(
     etcd: EtcdClient, keeper: KeeperProcess
 ) -> None:

@@ -55,7 +55,10 @@ def test_ranks_of_a_world_size_stay_and_meet_anew(pool: RankPool, tmp_path: Path
     assert not processes[0] & processes[1]
 
 
-@pytest.mark.parametrize(("how", "account"), [("raises", "rank trips"), ("dies", "exit status 3")])
+@pytest.mark.parametrize(
+    ("how", "account"),
+    [pytest.param("raises", "rank trips", marks=pytest.mark.slow), ("dies", "exit status 3")],
+)
 def test_a_failure_takes_its_world_with_it(
     how: str, account: str, pool: RankPool, tmp_path: Path
 ) -> None:

@@ -182,7 +182,12 @@ def test_overlapped_edges_change_no_bit(
     [
         pytest.param("serial", {"pp": 2}, 1, marks=pytest.mark.slow),
         ("parallel", {"pp": 2, "virtual_stages": 2, "dp": 2, **hiding("pp", "dp")}, 1),
-        ("grouped", {"tp": 2, "pp": 2, "recompute": "selective", **hiding("tp", "pp")}, 4),
+        pytest.param(
+            "grouped",
+            {"tp": 2, "pp": 2, "recompute": "selective", **hiding("tp", "pp")},
+            4,
+            marks=pytest.mark.slow,
+        ),
         ("parallel", {"pp": 4, "recompute": "full", **hiding("pp")}, 1),
     ],
 )

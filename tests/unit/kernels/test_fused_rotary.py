@@ -87,7 +87,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("sequence", "heads", "turned"),
     [

@@ -40,7 +40,7 @@ def _run(
     [
         (2, 2, 16, 0, True, True),
         (4, 2, 7, 0, True, False),  # no multiple of 8, shared heads
-        (2, 1, 40, 33, False, True),
+        pytest.param(2, 1, 40, 33, False, True, marks=pytest.mark.slow),
         # a tile of another size
         pytest.param(1, 1, 130, 20, True, False, marks=pytest.mark.slow),
         (1, 1, 16, 1, False, False),  # a query sees itself alone
