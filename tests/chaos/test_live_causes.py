@@ -32,7 +32,7 @@ LOADER_RUNS_S, LOADER_STOPS_STEPS = 0.004, 12
 WORDS = {
     "slow_host": "a slow host",
     "garbage_collection": "garbage collection holds the slowest rank of a step up",
-    "network_wait": "the network: the last rank to enter all_gather dp",
+    "network_wait": "the network: the last rank to enter all_gather_wait dp",
     "checkpoint": "the checkpoint's snapshot holds the slowest rank of a step up",
     "data_wait": "the wait for data holds the slowest rank of a step up",
 }

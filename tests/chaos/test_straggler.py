@@ -12,6 +12,8 @@ from tests.harness import paced
 from tests.harness.chaos_cluster import chaos_cluster, measured
 from tests.harness.local_cluster import megascale
 
+from megascale_driver.analysis.spans.merged import PATH_PROCESS
+
 RANKS, SLOW, SLOW_S = 4, 2, 0.024
 
 
@@ -49,9 +51,14 @@ async def test_a_rank_that_is_slow_is_named_and_keeps_its_work(tmp_path: Path) -
     assert traced.returncode == slower.returncode == 0, (traced, slower)
     events = json.loads(gzip.decompress(trace_path.read_bytes()))["traceEvents"]
     ranks = {event["pid"] for event in events if event["ph"] == "X"}
-    assert ranks == set(range(RANKS))
-    names = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
-    assert all("clock within" in name for name in names), names
+    assert ranks == {*range(RANKS), PATH_PROCESS}
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in events
+        if event.get("name") == "process_name"
+    }
+    assert "critical path" in names.pop(PATH_PROCESS)
+    assert all("clock within" in name for name in names.values()), names
     # Ranks wait for the slow one in the collective that follows its optimizer.
     waits_us = waited_for(events)
     assert waits_us and max(waits_us, key=lambda rank: waits_us[rank]) == SLOW, waits_us

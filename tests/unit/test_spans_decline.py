@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness import recorded_spans
 from tests.harness.injected_spans import Change, injected
+from tests.harness.overlapped_spans import overlapped
 from tests.harness.properties import examples
 
 from megascale_common.job.rank_layout import RankLayout
@@ -92,6 +93,14 @@ def steady(steps: int = 40, first: int = 1, noise: float = 0.01, pp: int = 2) ->
     }
     nodes = tuple(f"n{rank // 2 + 1}" for rank in range(8))
     return SpanTable(**typed, ops=names, layout=layout, nodes=nodes)
+
+
+def test_a_wait_inside_a_forward_is_not_computation() -> None:
+    """Of overlapped data parallelism: all wait for the slow rank there, and none computes more."""
+    found = why(overlapped({}), overlapped({2: 2.5}, first=41))
+    assert (found.cause, found.node, found.rank) == ("slow_host", "n3", 2), found.sentence
+    assert found.shares["slow_host"] == pytest.approx(1.0, abs=0.1)
+    assert why(overlapped({}), overlapped({}, first=41)).cause == "none"
 
 
 def with_pause(table: SpanTable, change: Change) -> SpanTable:

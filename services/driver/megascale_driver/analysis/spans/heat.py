@@ -2,7 +2,7 @@
 
 MegaScale section 5.1. A row is an operation; a cell is a rank: the median over the steps of the
 time in a step, and the median ratio to the ranks that do the same work
-(:mod:`megascale_driver.analysis.spans.classes`).
+(:mod:`megascale_driver.analysis.spans.classes`). Computation is without the waits inside it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_driver.analysis.spans.classes import Floats, ratios
+from megascale_driver.analysis.spans.own_time import without_waits
 from megascale_driver.analysis.spans.table import SpanTable
 
 
@@ -31,6 +32,7 @@ class HeatRow:
 
 def heat_map(table: SpanTable, names: tuple[str, ...] = ()) -> list[HeatRow]:
     """The rows of the operations with these names (all: empty), the longest first."""
+    table = without_waits(table)
     kinds: dict[str, str] = {op.name: op.kind for op in table.ops}
     wanted = [name for name in kinds if not names or name in names]
     rows = []

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megascale_common.node.spans.ops import BACKWARD, FORWARD, OPTIMIZER
 from megascale_driver.analysis.spans.classes import Floats, Ratios, ratios
+from megascale_driver.analysis.spans.own_time import without_waits
 from megascale_driver.analysis.spans.table import SpanTable
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
@@ -87,6 +88,8 @@ def slow_nodes(
     It takes the steps of the table: those of the last ``windows`` x ``window_steps`` are enough.
     """
     rule = rule or OutlierRule()
+    # A rank that updates sooner than others waits longer for them, inside its forward.
+    table = without_waits(table)
     worst: dict[str, SlowNode] = {}
     for op in ops:
         for found in _slow_in(table, op, rule):

@@ -2,8 +2,8 @@
 
 Pauses of the host (data wait, garbage collections, snapshots) count as the rank with the longest
 one in a step has them, since the others wait for it in the next collective. Computation is net of
-garbage collections inside it. Of a collective counts the time of the last rank to enter: the
-others' time in it is their wait for that rank.
+waits and garbage collections inside it. Of a collective counts the time of the last rank to enter:
+the others' time in it is their wait for that rank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_common.node.spans.ops import EVALUATION, GARBAGE, STEP, Op
-from megascale_common.node.spans.record import DEVICE_TIMED
 from megascale_driver.analysis.spans.instances import collectives
+from megascale_driver.analysis.spans.own_time import own_ns
 from megascale_driver.analysis.spans.table import SpanTable
 
 Floats = npt.NDArray[np.float64]
@@ -51,7 +51,7 @@ def step_series(table: SpanTable) -> StepSeries:
     steps = numbers[2 * ended >= ranks].astype(np.int64)
     table = table.where(np.isin(table.step, steps))
     shape = (len(table.nodes), len(steps))
-    own_ms = net_of_garbage_ns(table) / 1e6
+    own_ms = own_ns(table) / 1e6
     whole_ms = _sums(table, _of_op(table, STEP), table.duration_ns / 1e6, steps, shape)
     # An evaluation is no part of a step, nor of its MFU.
     whole_ms -= _sums(table, _of_op(table, EVALUATION), table.duration_ns / 1e6, steps, shape)
@@ -75,28 +75,6 @@ def step_series(table: SpanTable) -> StepSeries:
         lateness_ms=lateness,
         unmeasured_ms=_median_of_ranks(np.where(whole_ms > 0, whole_ms - measured, np.nan)),
     )
-
-
-def net_of_garbage_ns(table: SpanTable) -> Floats:
-    """Duration of each span without the garbage collections inside it (of its rank's host)."""
-    own: Floats = table.duration_ns.astype(np.float64)
-    names = [op.name for op in table.ops]
-    if GARBAGE.name not in names:
-        return own
-    garbage = table.op == names.index(GARBAGE.name)
-    step = table.op == names.index(STEP.name) if STEP.name in names else np.zeros_like(garbage)
-    on_device = (table.aux >> np.uint32(16)) & np.uint32(DEVICE_TIMED) != 0
-    for rank in np.unique(table.rank[garbage]):
-        mine = np.flatnonzero((table.rank == rank) & ~garbage & ~step & ~on_device)
-        mine = mine[np.argsort(table.start_ns[mine], kind="stable")]
-        pauses = np.flatnonzero(garbage & (table.rank == rank))
-        start = table.start_ns[pauses]
-        place = np.searchsorted(table.start_ns[mine], start, side="right") - 1
-        pauses, place = pauses[place >= 0], mine[place[place >= 0]]
-        left = table.start_ns[place] + table.duration_ns[place] - table.start_ns[pauses]
-        inside = np.clip(np.minimum(left, table.duration_ns[pauses]), 0, None)
-        np.subtract.at(own, place, inside.astype(np.float64))
-    return np.maximum(own, 0)
 
 
 def _of_op(table: SpanTable, wanted: Op) -> npt.NDArray[np.bool_]:

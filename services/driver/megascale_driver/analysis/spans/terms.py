@@ -22,8 +22,8 @@ from megascale_common.node.spans.ops import (
     OPTIMIZER,
     STEP,
 )
-from megascale_common.node.spans.record import DEVICE_TIMED
 from megascale_driver.analysis.spans.instances import collectives
+from megascale_driver.analysis.spans.own_time import own_ns
 from megascale_driver.analysis.spans.table import SpanTable
 
 Floats = npt.NDArray[np.float64]
@@ -71,7 +71,7 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
         return seconds
 
     duration = table.duration_ns.astype(np.float64)
-    own = _own_ns(table)
+    own = own_ns(table)
     factor = _unmeasured(table, column, micro_batches)
     computing = _chosen(table, [op.name in _COMPUTATIONS for op in table.ops])
     # An evaluation lies between two steps.
@@ -117,31 +117,6 @@ def _of_group(table: SpanTable, group: str) -> Bools:
 
 def _chosen(table: SpanTable, ops: list[bool]) -> Bools:
     found: Bools = np.array(ops, np.bool_)[table.op] if ops else np.zeros(len(table), np.bool_)
-    return found
-
-
-def _own_ns(table: SpanTable) -> Floats:
-    """Durations; of computation without what its rank began and measured inside it."""
-    own = table.duration_ns.astype(np.float64)
-    on_device = (table.aux >> np.uint32(16)) & np.uint32(DEVICE_TIMED) != 0
-    computing = _of_kind(table, "compute")
-    # A garbage collection of the host does not stop a device.
-    inside = ~computing & ~_named(table, STEP.name)
-    outer, inner = np.flatnonzero(computing), np.flatnonzero(inside)
-    if not len(outer) or not len(inner):
-        return own
-    # One line of time for all ranks, one behind the other.
-    begin = table.start_ns - table.start_ns.min()
-    length = int((begin + table.duration_ns).max()) + 1
-    begin = begin + table.rank.astype(np.int64) * length
-    end = begin + table.duration_ns
-    outer = outer[np.argsort(begin[outer], kind="stable")]
-    place = np.searchsorted(begin[outer], begin[inner], side="right") - 1
-    inner, around = inner[place >= 0], outer[place[place >= 0]]
-    shared = np.maximum(np.minimum(end[around], end[inner]) - begin[inner], 0)
-    same_clock = on_device[around] == on_device[inner]
-    np.subtract.at(own, around, np.where(same_clock, shared, 0).astype(np.float64))
-    found: Floats = np.maximum(own, 0)
     return found
 
 
