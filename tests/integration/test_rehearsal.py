@@ -20,15 +20,16 @@ from tests.harness.training import hiding, tiny_job
             {"pp": 2, "virtual_stages": 2, "pipeline_schedule": "zero_bubble", **hiding("pp")},
             {"global_batch_size": 4},
         ),
+        ({"tp": 2, "pp": 2, **hiding("tp", "pp")}, {"global_batch_size": 4}),
     ],
-    ids=["dp", "zero bubble"],
+    ids=["dp", "zero bubble", "tp"],
 )
 def test_a_rehearsed_run_is_the_run_without(
     parallelism: dict[str, Any], batch: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     # Some 17 documents a sequence, which count as 16 or 32.
     job = tiny_job(model={"sequence_length": 144}, parallelism=parallelism, training=batch)
-    ranks = math.prod(parallelism.get(axis, 1) for axis in ("pp", "dp"))
+    ranks = math.prod(parallelism.get(axis, 1) for axis in ("tp", "pp", "dp"))
     program = "tests.harness.rehearsing:with_and_without"
     chunks = parallelism.get("virtual_stages", 1)
     several = False
