@@ -21,8 +21,7 @@ from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.status_page import read_status_page
 
-# Of its own: `make test` has a short form of both, in test_high_availability and
-# test_driver_service.
+# `make test` has a short form of both in test_high_availability and test_driver_service.
 pytestmark = pytest.mark.slow
 OUTAGE_S = 20.0
 ENDLESS_STEPS = 100_000

@@ -25,8 +25,7 @@ STEPS, DISTURBED_AT_STEP = 50, 15
 HELD_FROM_STEP = 25  # until the disturbance has ended an attempt: the job cannot end before it
 
 
-# Jobs to their end: `make test-kubernetes`.
-whole = pytest.mark.kubernetes
+pytestmark = pytest.mark.kubernetes
 
 
 @pytest.fixture
@@ -69,7 +68,6 @@ async def disturbed(cluster: PodCluster, disturb: Callable[[JobFollower], Awaita
     return name
 
 
-@whole
 async def test_a_deleted_pod_costs_no_bit_of_the_result(cluster: PodCluster) -> None:
     async def delete(run: JobFollower) -> str:
         name = run.job.nodes[1]
@@ -86,7 +84,6 @@ async def test_a_deleted_pod_costs_no_bit_of_the_result(cluster: PodCluster) -> 
     ], "the probe of the manifest succeeds"
 
 
-@whole
 async def test_an_evicted_machine_gets_no_work_and_its_node_comes_back_elsewhere(
     cluster: PodCluster,
 ) -> None:
@@ -129,7 +126,6 @@ async def test_an_evicted_machine_gets_no_work_and_its_node_comes_back_elsewhere
     assert used == cluster.api.rights.of(PLATFORM)
 
 
-@whole
 async def test_the_same_while_the_api_is_busy_and_the_platform_is_killed(
     cluster: PodCluster,
 ) -> None:
@@ -159,7 +155,6 @@ async def test_the_same_while_the_api_is_busy_and_the_platform_is_killed(
     assert {call.user for call in deleted} == {PLATFORM}
 
 
-@whole
 async def test_a_checkpoint_container_that_ends_is_started_again_under_the_job(
     cluster: PodCluster,
 ) -> None:
@@ -172,7 +167,6 @@ async def test_a_checkpoint_container_that_ends_is_started_again_under_the_job(
     assert run.newest_losses == await losses_of(cluster, "twin")
 
 
-@whole
 async def test_a_machine_that_is_gone_holds_its_pod_no_longer(cluster: PodCluster) -> None:
     async def lose(run: JobFollower) -> str:
         name = next(n for n in run.job.nodes if cluster.machine_of(n) != platform_machine)
@@ -184,7 +178,6 @@ async def test_a_machine_that_is_gone_holds_its_pod_no_longer(cluster: PodCluste
     assert cluster.machine_of(name) not in cluster.machines.dead
 
 
-@whole
 @pytest.mark.skipif(not tool.program(), reason="no kubectl: make kubernetes-tools")
 async def test_a_machine_is_drained_by_kubectl(cluster: PodCluster) -> None:
     async def drain(run: JobFollower) -> str:
@@ -199,7 +192,6 @@ async def test_a_machine_is_drained_by_kubectl(cluster: PodCluster) -> None:
     assert [call for call in cluster.api.calls if call.resource == "pods/eviction"]
 
 
-@whole
 async def test_a_spare_that_a_job_lacks_is_a_pod_more(tmp_path: Path) -> None:
     async with pod_cluster(tmp_path, machines=4, nodes=2, provide_up_to=3) as cluster:
         spec = cluster.job("cut", 100_000)
@@ -222,7 +214,6 @@ async def test_a_spare_that_a_job_lacks_is_a_pod_more(tmp_path: Path) -> None:
     assert {("get", "apps", scale), ("patch", "apps", scale)} <= used
 
 
-@whole
 async def test_a_leading_driver_is_a_pod_that_may_be_deleted(tmp_path: Path) -> None:
     async with pod_cluster(tmp_path, machines=4, nodes=2, driver_pods=True) as cluster:
 

@@ -50,6 +50,6 @@ def test_first_steps_with_posted_receives_end(
         for overlap in ({}, hiding())
     ]
     with rank_pool() as fresh:
-        program = "tests.harness.rehearsing:first_steps"
+        program = "tests.harness.training:train_each"
         for ahead, plain in fresh.run(program, 2, tmp_path, jobs=jobs, steps=4):
             assert ahead == plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.harness.training import _groups, device_of, micro_batches, step
+from tests.harness.training import _groups, device_of, micro_batches
 
 from megascale_common.job.config import from_accepted
 from megascale_trainer.parallel.pipeline.rehearsal import Rehearsal
@@ -57,21 +57,3 @@ def _rehearsal(trainer: Trainer) -> Rehearsal:
         *(pipeline.chunks, trainer._program, pipeline._weight_gradients),
         *(pipeline._empty_hidden, trainer._buffers.zero_gradients),
     )
-
-
-def first_steps(
-    rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]], steps: int
-) -> list[list[str]]:
-    """Program of one rank: records of the first steps of jobs of one layout, one after another.
-
-    For the first of them its process has launched nothing yet.
-    """
-    groups, device = _groups(from_accepted(jobs[0]), rank, folder), device_of(rank)
-    found = []
-    for job in jobs:
-        trainer = Trainer(from_accepted(job), rank, groups, device)
-        trainer.initialise()
-        found.append([repr(step(trainer, rank).read()) for _ in range(steps)])
-        trainer.settle()
-    destroy_groups()
-    return found

@@ -47,7 +47,6 @@ def test_the_verb_prints_its_figures_of_a_driver_with_a_job_on_all_nodes() -> No
     assert "the job runs on all of them" in story and "a new driver sees all nodes" in story
 
 
-@pytest.mark.slow
 def test_a_property_that_does_not_hold_is_status_1_with_the_figures() -> None:
     status, figures, story = measured("--nodes", "4", "--interval", "0.5", "--max-p99-ms", "0.001")
     assert (status, figures.keys()) == (1, FIGURES), story

@@ -122,8 +122,9 @@ def test_rest_changes_no_decision_of_a_large_fleet() -> None:
     assert decisions(rested) == decisions(lived)
 
 
-@pytest.mark.parametrize("shorter", [True, False], ids=["each kind once", "all"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shorter", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["each kind once", "all"]
+)
 def test_drills_break_no_rule(shorter: bool) -> None:
     """Every kind of fault, with the bounds on detection: the code as it is keeps them all."""
     faults = drills(0, each_kind_once=shorter)

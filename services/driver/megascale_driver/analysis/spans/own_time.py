@@ -25,9 +25,9 @@ def own_ns(table: SpanTable) -> Floats:
     What the host measured does not stop a device: both spans are of one clock.
     """
     own = table.duration_ns.astype(np.float64)
-    computing = _chosen(table, [op.kind == "compute" for op in table.ops])
-    step = _chosen(table, [op.name == STEP.name for op in table.ops])
-    garbage = _chosen(table, [op.name == GARBAGE.name for op in table.ops])
+    computing = table.mask(lambda op: op.kind == "compute")
+    step = table.mask(lambda op: op.name == STEP.name)
+    garbage = table.mask(lambda op: op.name == GARBAGE.name)
     _subtract(own, table, computing, ~computing & ~step)
     _subtract(own, table, ~computing & ~step & ~garbage, garbage)
     found: Floats = np.maximum(own, 0)
@@ -37,8 +37,8 @@ def own_ns(table: SpanTable) -> Floats:
 def without_waits(table: SpanTable) -> SpanTable:
     """The spans, those of computation without the collectives and transfers inside."""
     own = table.duration_ns.astype(np.float64)
-    computing = _chosen(table, [op.kind == "compute" for op in table.ops])
-    waiting = _chosen(table, [op.kind in ("collective", "p2p") for op in table.ops])
+    computing = table.mask(lambda op: op.kind == "compute")
+    waiting = table.mask(lambda op: op.kind in ("collective", "p2p"))
     if not (computing.any() and waiting.any()):
         return table
     _subtract(own, table, computing, waiting)
@@ -62,8 +62,3 @@ def _subtract(own: Floats, table: SpanTable, around: Bools, inside: Bools) -> No
     shared = np.maximum(np.minimum(end[outer], end[inner]) - begin[inner], 0)
     same_clock = on_device[outer] == on_device[inner]
     np.subtract.at(own, outer, np.where(same_clock, shared, 0).astype(np.float64))
-
-
-def _chosen(table: SpanTable, ops: list[bool]) -> Bools:
-    found: Bools = np.array(ops, np.bool_)[table.op] if ops else np.zeros(len(table), np.bool_)
-    return found

@@ -78,15 +78,11 @@ def step_series(table: SpanTable) -> StepSeries:
 
 
 def _of_op(table: SpanTable, wanted: Op) -> npt.NDArray[np.bool_]:
-    numbers = [number for number, op in enumerate(table.ops) if op.name == wanted.name]
-    found: npt.NDArray[np.bool_] = np.isin(table.op, numbers)
-    return found
+    return table.mask(lambda op: op.name == wanted.name)
 
 
 def _of_kind(table: SpanTable, kind: str, but: tuple[str, ...] = ()) -> npt.NDArray[np.bool_]:
-    numbers = [n for n, op in enumerate(table.ops) if op.kind == kind and op.name not in but]
-    found: npt.NDArray[np.bool_] = np.isin(table.op, numbers)
-    return found
+    return table.mask(lambda op: op.kind == kind and op.name not in but)
 
 
 def _sums(

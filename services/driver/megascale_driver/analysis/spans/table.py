@@ -5,7 +5,7 @@ Pure: the store fills it from its files, tests from recorded ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -115,10 +115,15 @@ class SpanTable:
         chosen = {name: getattr(self, name)[mask] for name in COLUMNS}
         return replace(self, **chosen)
 
+    def mask(self, wanted: Callable[[Op], bool]) -> npt.NDArray[np.bool_]:
+        """Whether each span is of an operation that is ``wanted``."""
+        ops = np.array([wanted(op) for op in self.ops], np.bool_)
+        found: npt.NDArray[np.bool_] = ops[self.op] if len(ops) else np.zeros(len(self), np.bool_)
+        return found
+
     def of_op(self, name: str) -> SpanTable:
         """The spans of all operations of that name, whatever their group."""
-        numbers = [number for number, op in enumerate(self.ops) if op.name == name]
-        return self.where(np.isin(self.op, numbers))
+        return self.where(self.mask(lambda op: op.name == name))
 
     def of_steps(self, first: int, last: int) -> SpanTable:
         """The spans of steps ``first`` to ``last``, both included."""

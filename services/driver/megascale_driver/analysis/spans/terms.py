@@ -73,7 +73,7 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     duration = table.duration_ns.astype(np.float64)
     own = own_ns(table)
     factor = _unmeasured(table, column, micro_batches)
-    computing = _chosen(table, [op.name in _COMPUTATIONS for op in table.ops])
+    computing = table.mask(lambda op: op.name in _COMPUTATIONS)
     # An evaluation lies between two steps.
     no_part = _named(table, EVALUATION.name)
     step_s = mean_s(_named(table, STEP.name), duration) - mean_s(no_part, duration)
@@ -104,20 +104,15 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
 
 
 def _named(table: SpanTable, name: str) -> Bools:
-    return _chosen(table, [op.name == name for op in table.ops])
+    return table.mask(lambda op: op.name == name)
 
 
 def _of_kind(table: SpanTable, kind: str) -> Bools:
-    return _chosen(table, [op.kind == kind for op in table.ops])
+    return table.mask(lambda op: op.kind == kind)
 
 
 def _of_group(table: SpanTable, group: str) -> Bools:
-    return _chosen(table, [op.group == group for op in table.ops])
-
-
-def _chosen(table: SpanTable, ops: list[bool]) -> Bools:
-    found: Bools = np.array(ops, np.bool_)[table.op] if ops else np.zeros(len(table), np.bool_)
-    return found
+    return table.mask(lambda op: op.group == group)
 
 
 def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) -> Floats:

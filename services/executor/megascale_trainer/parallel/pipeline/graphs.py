@@ -36,7 +36,7 @@ from megascale_trainer.model.layer import Context
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
-from megascale_trainer.parallel.pipeline.schedule import Action, Kind, most_in_flight
+from megascale_trainer.parallel.pipeline.schedule import Action, most_in_flight, split_chunks
 from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, unit_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
@@ -275,7 +275,7 @@ def graphed(
 ) -> list[GraphedStage]:
     """The virtual ``stages`` of a rank, replayed, with slots for its ``program`` of a step."""
     transfers = tp.matmuls.transfers if isinstance(tp.matmuls, OverlappedMatmuls) else None
-    split = {action.chunk for action in program if action.kind is Kind.BACKWARD_INPUT}
+    split = split_chunks(program)
     return [
         GraphedStage(
             *(stage, config, buffers, tp.group, transfers, tp.weight_gradients, empty_hidden),

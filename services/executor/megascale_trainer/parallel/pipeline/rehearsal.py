@@ -16,7 +16,7 @@ import torch
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
 from megascale_trainer.parallel.pipeline.graphs import GraphedStage
-from megascale_trainer.parallel.pipeline.schedule import Action, Kind
+from megascale_trainer.parallel.pipeline.schedule import Action, split_chunks
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.weight_gradients import WeightGradients, run_all
 
@@ -42,7 +42,7 @@ class Rehearsal:
     ) -> None:
         self._chunks, self._weight_gradients = chunks, weight_gradients
         self._empty_hidden, self._forget = empty_hidden, forget
-        self._split = {action.chunk for action in program if action.kind is Kind.BACKWARD_INPUT}
+        self._split = split_chunks(program)
         self._seen: set[Hashable] = set()
 
     def before(self, batches: Sequence[MicroBatch]) -> None:

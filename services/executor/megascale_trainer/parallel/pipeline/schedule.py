@@ -71,6 +71,11 @@ def most_in_flight(program: Sequence[Action], chunk: int) -> int:
     return most
 
 
+def split_chunks(program: Sequence[Action]) -> set[int]:
+    """The chunks whose backwards ``program`` splits, which it does always or never."""
+    return {action.chunk for action in program if action.kind is Kind.BACKWARD_INPUT}
+
+
 def one_forward_one_backward(
     stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
 ) -> list[Action]:
