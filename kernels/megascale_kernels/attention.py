@@ -3,12 +3,12 @@
 Several backends compute it; unless the caller names one, the mask, the device and determinism
 choose:
 
-- A purely causal mask is passed as a flag, so that torch's fused backends apply, cuDNN's first: the
-  fastest on Hopper. Its backward is not deterministic, so it is left out where deterministic
-  algorithms are required.
-- Documents and sliding windows go to cuDNN's graphs where that package is installed, the fastest on
-  Hopper, else to torch's variable-length attention; a window without documents goes to
-  FlashAttention-3 or its successor before that.
+- On Hopper all masks go to flash-attn-4 where that package is installed, deterministic ones too.
+- Without it a purely causal mask is passed as a flag, so that torch's fused backends apply, cuDNN's
+  first: the fastest of them on Hopper. Its backward is not deterministic, so it is left out where
+  deterministic algorithms are required.
+- Documents and sliding windows go to cuDNN's graphs where that package is installed, else to
+  torch's variable-length attention; a window without documents to FlashAttention-3 before that.
 - What those cannot take, 32-bit floats and odd head sizes, goes to a kernel in Triton on CUDA, and
   on a CPU runs under a dense boolean mask, built once per micro-batch and shared by all layers.
 """
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megascale_kernels import cudnn_graph
+from megascale_kernels import cudnn_graph, flash_attention_4
 from megascale_kernels.documents import Documents, RaggedDocuments
 
 _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -159,11 +159,18 @@ def attention(
     """
     if backend is not None:
         return _named(backend, query, mask)(query, key, value, mask)
-    if not mask.causal:
-        for name in _MASKED:
-            if BACKENDS[name].obstacle(query, mask) is None:
-                return BACKENDS[name].run(query, key, value, mask)
+    for name in _order(query, mask):
+        if BACKENDS[name].obstacle(query, mask) is None:
+            return BACKENDS[name].run(query, key, value, mask)
     return _torch_attention(_fastest(causal=mask.causal), query, key, value, mask)
+
+
+def _order(query: torch.Tensor, mask: AttentionMask) -> tuple[str, ...]:
+    if not mask.causal:
+        return _MASKED
+    # Of such heads cuDNN's backward is faster by a fifth.
+    wide = query.shape[-1] > 128 and not torch.are_deterministic_algorithms_enabled()
+    return () if wide else _CAUSAL
 
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], torch.Tensor]
@@ -296,13 +303,8 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
         options: dict[str, Any] = {"window_size": (mask.window - 1, 0)} if mask.window else {}
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
-        # It takes [B, S, heads, d], dense in either order of positions and heads, and shares heads
-        # by itself; some generations also return the logarithm of the sums.
-        turned = [
-            x.transpose(1, 2) if x.is_contiguous() else x.transpose(1, 2).contiguous()
-            for x in (q, k, v)
-        ]
-        found = function(*turned, causal=True, **options)
+        # It shares heads by itself; some generations also return the logarithm of the sums.
+        found = function(*_by_position(q, k, v), causal=True, **options)
         out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return out.transpose(1, 2)
 
@@ -320,6 +322,31 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
         return missing
 
     return Backend(run, obstacle)
+
+
+def _flash_4_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
+) -> torch.Tensor:
+    _check_documents(q, mask)
+    query, key, value = _by_position(q, k, v, copy=mask.documents is not None)
+    found = flash_attention_4.attend(query, key, value, mask.window, mask.documents)
+    return found.transpose(1, 2)
+
+
+def _by_position(*tensors: torch.Tensor, copy: bool = False) -> list[torch.Tensor]:
+    """[B, S, heads, d], dense in either order of positions and heads; ``copy``: contiguous."""
+    turned = [x.transpose(1, 2) for x in tensors]
+    kept = [x.is_contiguous() and not copy for x in tensors]
+    return [x if keep else x.contiguous() for x, keep in zip(turned, kept, strict=True)]
+
+
+def _flash_4_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
+    if missing := _device_obstacle(query, _HOPPER):
+        return missing
+    if query.shape[-1] not in flash_attention_4.HEAD_SIZES:
+        sizes = ", ".join(map(str, flash_attention_4.HEAD_SIZES))
+        return f"it needs a head size of {sizes}, got {query.shape[-1]}"
+    return None if flash_attention_4.package() else "flash-attn-4 cannot be imported"
 
 
 def _graph_attention(
@@ -432,13 +459,14 @@ BACKENDS: Mapping[str, Backend] = {
     "cudnn": Backend(_of_torch(SDPBackend.CUDNN_ATTENTION), _cudnn_obstacle),
     "flash": Backend(_of_torch(SDPBackend.FLASH_ATTENTION), _flash_obstacle),
     "flash_attn_3": _of_package("flash_attn_interface", _HOPPER, repeats=True),
-    "flash_attn_4": _of_package("flash_attn.cute.interface", _HOPPER, repeats=False),
+    "flash_attn_4": Backend(_flash_4_attention, _flash_4_obstacle),
     "cudnn_graph": Backend(_graph_attention, _graph_obstacle),
     "varlen": Backend(_varlen_attention, _varlen_obstacle),
     "triton": Backend(_triton_attention, _triton_obstacle),
     "flash_attn_2": _of_package("flash_attn", (8, 0), repeats=True),
     "math": Backend(_of_torch(SDPBackend.MATH), lambda query, mask: None),
 }
-# For windows and documents, the fastest first (benchmarks/results, attention); flash_attn_2 has the
-# kernels of varlen, for a torch built without them.
-_MASKED = ("cudnn_graph", "flash_attn_3", "flash_attn_4", "varlen", "flash_attn_2", "triton")
+# The fastest first (benchmarks/results, attention); flash_attn_2 has the kernels of varlen, for a
+# torch built without them. Causal masks go to torch's own backends after these.
+_CAUSAL = ("flash_attn_4",)
+_MASKED = ("flash_attn_4", "cudnn_graph", "flash_attn_3", "varlen", "flash_attn_2", "triton")

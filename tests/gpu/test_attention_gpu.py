@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ pytestmark = [
 ]
 
 SEQUENCE, BATCH, HEADS, WIDTH = 512, 2, 8, 128
+FLASH_4 = bool(find_spec("flash_attn") and find_spec("flash_attn.cute"))
+WITH_FLASH_4 = pytest.mark.skipif(not FLASH_4, reason="needs flash-attn-4 (extra flash-attn-4)")
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def _is_used(backend: str, out: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
-def test_cudnn_runs_dense_causal_attention_and_is_right(kv_heads: int) -> None:
+def test_dense_causal_attention_takes_the_fastest_and_is_right(kv_heads: int) -> None:
     q, k, v = _inputs(kv_heads)
     out = attention(q, k, v, attention_mask(SEQUENCE))
     gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
@@ -67,7 +70,7 @@ def test_cudnn_runs_dense_causal_attention_and_is_right(kv_heads: int) -> None:
     for ours, theirs in zip((out, *gradients), (expected, *wanted), strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=5e-2, rtol=2e-2)
     if torch.cuda.get_device_capability() >= (9, 0) and kv_heads == HEADS:
-        assert _is_used("Cudnn", out), _operators(out)
+        assert "FlashAttnFuncBackward" in _operators(out) if FLASH_4 else _is_used("Cudnn", out)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -151,13 +154,14 @@ def test_documents_and_windows_need_no_matrix_and_no_wait(documents: bool, windo
     assert "dense" not in vars(mask)
 
 
-def test_empty_documents_change_nothing() -> None:
-    """Nothing relies on it, but a caller of its own may round the number of documents up."""
+@pytest.mark.parametrize("backend", ["varlen", pytest.param("flash_attn_4", marks=WITH_FLASH_4)])
+def test_empty_documents_change_nothing(backend: str) -> None:
+    """CUDA graphs have room for more documents than most micro-batches have."""
     leaves, documents = _inputs(2), _documents().map(torch.Tensor.cuda)
     runs = []
     for number in (documents.number, 64):
         mask = attention_mask(SEQUENCE, documents=replace(documents, number=number))
-        out = attention(*leaves, mask, "varlen")
+        out = attention(*leaves, mask, backend)
         runs.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
     for ours, theirs in zip(*runs, strict=True):
         assert relative_error(ours, theirs.double()) < 1e-3
@@ -167,11 +171,7 @@ def test_empty_documents_change_nothing() -> None:
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 @pytest.mark.parametrize(("documents", "window"), [(True, 0), (True, 100), (False, 100)])
 def test_varlen_repeats_where_it_must(documents: bool, window: int, kv_heads: int) -> None:
-    leaves, runs = _inputs(kv_heads), []
-    for _ in range(5):
-        mask = _masked(documents, window)
-        out = attention(*leaves, mask, "varlen")
-        runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    runs = _repeated(_inputs(kv_heads), _masked(documents, window), "varlen")
     for other in runs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
 
@@ -182,9 +182,27 @@ WITH_GRAPHS = pytest.mark.skipif(
 )
 
 
-def _check(backend: str, leaves: list[torch.Tensor], mask: AttentionMask, most: float) -> None:
+def _repeated(
+    leaves: list[torch.Tensor], mask: AttentionMask, backend: str, number: int = 5
+) -> list[list[torch.Tensor]]:
+    """Results and gradients of one call after the other."""
+    runs = []
+    for _ in range(number):
+        out = attention(*leaves, mask, backend)
+        runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    return runs
+
+
+def _check(
+    backend: str,
+    leaves: list[torch.Tensor],
+    mask: AttentionMask,
+    most: float,
+    *,
+    by_position: bool = True,
+) -> None:
     """Result and gradients against the formula in float64, and no dense mask."""
-    given = _by_position(leaves)
+    given = _by_position(leaves) if by_position else leaves
     out = attention(*given, mask, backend)
     gradient = torch.randn(out.shape, device="cuda", dtype=out.dtype)
     found = (out, *torch.autograd.grad(out, leaves, gradient))
@@ -211,8 +229,8 @@ def test_cudnns_graphs_take_other_head_sizes(size: int) -> None:
 
 
 @WITH_GRAPHS
-def test_cudnns_graphs_are_taken_first_but_not_where_bits_must_repeat() -> None:
-    mask, leaves = _masked(True, 0), _inputs(2)
+def test_cudnns_graphs_are_taken_but_not_where_bits_must_repeat() -> None:
+    mask, leaves = _masked(True, 0), _inputs(2, size=72)  # heads that flash-attn-4 does not take
     assert "_AttendBackward" in _operators(attention(*leaves, mask))
     torch.use_deterministic_algorithms(True)
     try:
@@ -240,11 +258,7 @@ def test_triton_is_right(
 
 
 def test_triton_repeats() -> None:
-    leaves, mask = _inputs(2), _masked(True, 100)
-    runs = []
-    for _ in range(5):
-        out = attention(*leaves, mask, "triton")
-        runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    runs = _repeated(_inputs(2), _masked(True, 100), "triton")
     for other in runs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
 
@@ -265,3 +279,52 @@ def test_nothing_on_a_gpu_needs_a_matrix(
     finally:
         torch.use_deterministic_algorithms(False)
     assert "dense" not in vars(mask)
+
+
+ALL_MASKS = [(False, 0), *MASKS]
+
+
+@WITH_FLASH_4
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize(("documents", "window"), ALL_MASKS)
+def test_flash_4_is_right(documents: bool, window: int, kv_heads: int, by_position: bool) -> None:
+    leaves = _inputs(kv_heads)
+    _check("flash_attn_4", leaves, _masked(documents, window), 2e-2, by_position=by_position)
+
+
+@WITH_FLASH_4
+@pytest.mark.parametrize("size", [64, 96, 256])
+@pytest.mark.parametrize(("documents", "window"), ALL_MASKS[:3])
+def test_flash_4_takes_other_head_sizes(documents: bool, window: int, size: int) -> None:
+    _check("flash_attn_4", _inputs(2, size=size), _masked(documents, window), 2e-2)
+
+
+@WITH_FLASH_4
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize(("documents", "window"), ALL_MASKS)
+def test_flash_4_repeats_where_it_must(documents: bool, window: int, kv_heads: int) -> None:
+    mask = _masked(documents, window)
+    runs = _repeated(_inputs(kv_heads), mask, "flash_attn_4")
+    for other in runs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
+
+
+@WITH_FLASH_4
+@pytest.mark.parametrize(("documents", "window"), ALL_MASKS[:4])
+def test_flash_4_can_be_captured(documents: bool, window: int) -> None:
+    """Replayed on other values it gives what it gives without a graph."""
+    leaves, mask = _inputs(2), _masked(documents, window)
+    _repeated(leaves, mask, "flash_attn_4", number=1)  # compiles and loads its kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _repeated(leaves, mask, "flash_attn_4", number=1)[0]
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.copy_(torch.randn_like(leaf))
+    graph.replay()
+    torch.cuda.synchronize()
+    (expected,) = _repeated(leaves, mask, "flash_attn_4", number=1)
+    for ours, theirs in zip(captured, expected, strict=True):
+        assert relative_error(ours, theirs.double()) < 1e-2

@@ -130,7 +130,7 @@ def test_the_flash_attn_packages_are_called_as_they_are_documented(
     q, k, v = _heads(torch.Generator().manual_seed(3), torch.float32, 2)
     expected = _reference([q, k, v], _seen(window, None))
     mask = attention_mask(SEQUENCE, window=window)
-    for name in ("flash_attn_2", "flash_attn_3", "flash_attn_4"):
+    for name in ("flash_attn_2", "flash_attn_3"):
         torch.testing.assert_close(attention(q, k, v, mask, name), expected, atol=2e-6, rtol=2e-6)
     if window:
         torch.testing.assert_close(attention(q, k, v, mask), expected, atol=2e-6, rtol=2e-6)
@@ -141,7 +141,7 @@ def test_packages_take_no_documents() -> None:
     q, _, _ = _heads(torch.Generator().manual_seed(3), torch.float32, 2)
     mask = attention_mask(SEQUENCE, documents=documents_of(START))
     assert all(
-        BACKENDS[f"flash_attn_{n}"].obstacle(q, mask) == "it takes no documents" for n in (2, 3, 4)
+        BACKENDS[f"flash_attn_{n}"].obstacle(q, mask) == "it takes no documents" for n in (2, 3)
     )
 
 

@@ -40,6 +40,7 @@ from megascale_common.node.spans.ring import SpanRingWriter
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_common.sizes.checkpoint_interval import device_hours_per_failure
 from megascale_common.sizes.staging import snapshots_in_flight
+from megascale_kernels import flash_attention_4
 from megascale_trainer.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
@@ -431,6 +432,7 @@ def _device(assignment: Assignment) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", assignment["device_index"])
     torch.cuda.set_device(device)
+    flash_attention_4.begin_import()  # takes seconds, beside all that comes before the first step
     return device
 
 
