@@ -122,8 +122,9 @@ def _at_larger_batch(name: str, rate: float) -> str:
     return f"{name} {rate * math.sqrt(_LARGER):g}, {_LARGER} times the batch"
 
 
-def _fp8(kind: str) -> Variant:
-    return Variant(training={"precision": "fp8", "fp8": {"format": kind}})
+def _fp8(kind: str, ends_in_bf16: int = 0) -> Variant:
+    ends = {"layers_at_start_in_bf16": ends_in_bf16, "layers_at_end_in_bf16": ends_in_bf16}
+    return Variant(training={"precision": "fp8", "fp8": {"format": kind, **ends}})
 
 
 _ADAMW_RATE = 1e-3
@@ -168,6 +169,7 @@ STUDIES: Mapping[str, Study] = {
             "bf16, other sums": Variant(micro_batches=2),
             "fp8, hybrid": _fp8("hybrid"),
             "fp8, e4m3": _fp8("e4m3"),
+            "fp8, hybrid, ends in bf16": _fp8("hybrid", ends_in_bf16=1),
         },
         noise="bf16, other sums",
         data={"shuffle": "samples"},  # as above: files would raise the noise
