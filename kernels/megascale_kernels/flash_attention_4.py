@@ -11,6 +11,7 @@ steps, and nodes of a step without CUDA graphs in the way of a capture make it f
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from megascale_kernels.documents import Documents
 # compile.
 HEAD_SIZES: Final = (64, 96, 128, 256)
 _MODULE: Final = "flash_attn.cute.interface"
+_CACHE: Final = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 T = TypeVar("T")
 
 
@@ -75,7 +77,6 @@ def attend(
         query.shape[2] // key.shape[2],
         window,
         documents is not None,
-        query.requires_grad or key.requires_grad or value.requires_grad,
         torch.are_deterministic_algorithms_enabled(),
     )
     if kind not in _compiled:
@@ -93,17 +94,21 @@ class _Kind:
     shared: int
     window: int
     documents: bool
-    gradients: bool
     deterministic: bool
 
     def compile(self, device: torch.device) -> None:
-        """Run the kernels once, on one sequence of zeros."""
+        """Run the kernels once, on one sequence of zeros.
+
+        Forward with and without a gradient, which are two kernels: a layer that recomputes has its
+        first forward without one, and the second inside of a backward, where this one's would wait
+        for the thread that waits for it.
+        """
         query, key, value = (
             torch.zeros(
                 (1, self.sequence, heads, self.size),
                 dtype=self.dtype,
                 device=device,
-                requires_grad=self.gradients,
+                requires_grad=True,
             )
             for heads in (self.shared, 1, 1)
         )
@@ -112,9 +117,10 @@ class _Kind:
             offsets = torch.full((self.sequence + 1,), self.sequence, dtype=torch.int32)
             offsets[0] = 0
             documents = Documents(offsets.to(device), (1, self.sequence), 1, self.sequence)
+        with torch.no_grad():
+            _call(query.detach(), key.detach(), value.detach(), self.window, documents)
         out = _call(query, key, value, self.window, documents)
-        if self.gradients:
-            torch.autograd.grad(out, (query, key, value), torch.zeros_like(out))
+        torch.autograd.grad(out, (query, key, value), torch.zeros_like(out))
 
 
 @dataclass(slots=True)
@@ -156,16 +162,26 @@ def _apart(work: Callable[[], T]) -> Future[T]:
 
 
 def _imported() -> Any | None:
-    # Read when it is imported. Its own default is a folder of /tmp by the user's name.
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault(
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path(cache) / "megascale" / "flash-attn-4")
-    )
+    _keep_kernels()
     try:
         return importlib.import_module(_MODULE)
     except Exception:  # a package that was built for another torch raises errors of any kind
         return None
+
+
+def _keep_kernels() -> None:
+    """Have it keep compiled kernels on disk, which is off by default; read when it is imported.
+
+    Where the folder cannot be written it would fail to import or to compile, so there each process
+    compiles for itself.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(cache) / "megascale" / "flash-attn-4"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        os.environ.setdefault(f"{_CACHE}_ENABLED", "1")
+        os.environ.setdefault(f"{_CACHE}_DIR", str(folder))
 
 
 def _call(

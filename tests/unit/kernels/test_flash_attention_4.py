@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,7 +176,17 @@ def test_each_kind_is_compiled_once_on_one_short_call(package: StandIn) -> None:
     for _ in range(2):
         attention(*_inputs(), _mask(False, 3))
     whole, small = (BATCH, SEQUENCE, 4, SIZE), (1, SEQUENCE, 2, SIZE)
-    assert [tuple(shape) for shape in package.shapes] == [small, whole, whole]
+    assert [tuple(shape) for shape in package.shapes] == [small, small, whole, whole]
+
+
+def test_a_second_forward_inside_of_a_backward_compiles_nothing(package: StandIn) -> None:
+    """On a GPU compiling would wait there: its own backward needs the thread that called it."""
+    query, key, value = _inputs()
+    with torch.no_grad():
+        attention(query, key, value, _mask(False, 0))
+    before = set(package.compiled)
+    attention(query, key, value, _mask(False, 0)).sum().backward()  # type: ignore[no-untyped-call]
+    assert package.compiled == before
 
 
 @pytest.mark.usefixtures("no_collections")
@@ -195,3 +207,16 @@ def test_a_package_that_cannot_compile_names_the_remedy(package: StandIn) -> Non
     package.broken = True
     with pytest.raises(RuntimeError, match="for heads of 64: install the versions that the extra"):
         attention(*_inputs(), _mask(False, 0))
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_kernels_are_kept_where_they_can_be(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path)})
+    if not writable:
+        (tmp_path / "megascale").write_text("a file in the way")
+    flash_attention_4._keep_kernels()
+    kept = str(tmp_path / "megascale" / "flash-attn-4") if writable else None
+    assert os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") == kept
+    assert os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == ("1" if writable else None)
