@@ -67,7 +67,7 @@ class Sizes:
     window: int = 128
 
 
-QUICK = {"layers": 2, "hidden": 64, "head_size": 16, "sequence": 32, "batch": 2, "window": 8}
+QUICK = {"layers": 3, "hidden": 64, "head_size": 16, "sequence": 32, "batch": 2, "window": 8}
 
 
 def job_of(study: Study, variant: Variant, sizes: Sizes, seed: int, corpus: str) -> JobConfig:

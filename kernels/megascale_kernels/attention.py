@@ -159,10 +159,19 @@ def attention(
     """
     if backend is not None:
         return _named(backend, query, mask)(query, key, value, mask)
-    for name in _order(query, mask):
-        if BACKENDS[name].obstacle(query, mask) is None:
-            return BACKENDS[name].run(query, key, value, mask)
+    chosen = chosen_backend(query, mask)
+    if chosen is not None:
+        return BACKENDS[chosen].run(query, key, value, mask)
     return _torch_attention(_fastest(causal=mask.causal), query, key, value, mask)
+
+
+def chosen_backend(query: torch.Tensor, mask: AttentionMask) -> str | None:
+    """The first of :data:`BACKENDS` that can run ``query`` [B, heads, S, d], by its shape alone.
+
+    None: torch chooses among its own.
+    """
+    able = (name for name in _order(query, mask) if BACKENDS[name].obstacle(query, mask) is None)
+    return next(able, None)
 
 
 def _order(query: torch.Tensor, mask: AttentionMask) -> tuple[str, ...]:

@@ -65,6 +65,7 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
     ), run.story()
     assert (job.attempt, other.attempt) == (2, 1)
     log = cluster.rank_log(job, 1)
+    assert "attention by torch (" in log
     assert "rank 1 of 2: tp 0 dp 0 pp 1 on cpu, attempt 2, job interrupted, torch " in log
     restored = re.search(rf"restored step {job.restored_step}: (\d+) bytes from memory, 0 ", log)
     assert restored and int(restored[1]) > 0, log

@@ -17,7 +17,7 @@ from benchmarks.loss_plot import Curve, draw
 from megascale_common.job.config import JobConfig
 from megascale_common.job.validation import validate
 
-SIZES = Sizes(steps=1000, layers=2, hidden=64, head_size=16, sequence=32, batch=8)
+SIZES = Sizes(steps=1000, layers=3, hidden=64, head_size=16, sequence=32, batch=8)
 
 
 def curve(losses: list[float], tokens_a_step: int = 100) -> Curve:

@@ -17,7 +17,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megascale_common.job.config import JobConfig, ModelConfig
-from megascale_kernels.attention import AttentionMask, attention_mask
+from megascale_kernels.attention import AttentionMask, attention_mask, chosen_backend
+from megascale_kernels.documents import Documents
 from megascale_kernels.operators import LayerOperators
 from megascale_kernels.rotary import (
     HeadNorms,
@@ -63,6 +64,30 @@ def batch_context(
     if model.positions == "rope":
         rotary = rotary_table(batch.position, _frequencies(model, batch.position.device))
     return Context(operators, mask, rotary, config.parallelism.recompute == "selective")
+
+
+def attention_backends(config: JobConfig, device: torch.device) -> str:
+    """What computes attention here, for the log: "flash_attn_4 (documents), torch (window 1024)".
+
+    It depends on the packages of the node. "torch" is torch's own choice.
+    """
+    model, training, tp = config.model, config.training, config.parallelism.tp
+    shape = (training.micro_batch_size, model.heads // tp, model.sequence_length, model.head_size)
+    dtype = torch.float32 if training.precision == "fp32" else torch.bfloat16
+    query = torch.empty((1, 1, 1, 1), dtype=dtype, device=device).expand(shape)
+    batch, sequence = shape[0], shape[2]
+    documents = None
+    if config.data.document_attention:
+        bounds = torch.empty(0, dtype=torch.int32, device=device)
+        documents = Documents(bounds, (batch, sequence), batch + 1, sequence)
+    found = []
+    for window in sorted({model.window_of(layer) for layer in range(model.layers)}):
+        mask = attention_mask(sequence, window=window, documents=documents, device=device)
+        kinds = ["documents"] if mask.documents else []
+        kinds += [f"window {mask.window}"] if mask.window else []
+        name = chosen_backend(query, mask) or "torch"
+        found.append(f"{name} ({', '.join(kinds) or 'causal'})")
+    return ", ".join(found)
 
 
 def _frequencies(model: ModelConfig, device: torch.device) -> torch.Tensor:

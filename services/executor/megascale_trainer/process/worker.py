@@ -45,6 +45,7 @@ from megascale_trainer.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
+from megascale_trainer.model.layer import attention_backends
 from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import flight_dump, title
@@ -160,6 +161,9 @@ class _Worker:
             done = self._restore(trainer)
         with start.part("data"):
             loop = self._step_loop(trainer, done)
+        with start.part("attention"):  # waits for a package that is still being imported
+            attention = attention_backends(self._config, self._device)
+        print(f"attention by {attention}", flush=True)
         print(f"ready to train: {start}", flush=True)
         # From here on garbage is only collected at chosen steps (see step_loop).
         gc.collect()
