@@ -166,7 +166,7 @@ def attention(
 
 
 def chosen_backend(query: torch.Tensor, mask: AttentionMask) -> str | None:
-    """The first of :data:`BACKENDS` that can run ``query`` [B, heads, S, d], by its shape alone.
+    """The fastest of :data:`BACKENDS` for queries like this one, [B, heads, S, d], of any values.
 
     None: torch chooses among its own.
     """
