@@ -362,7 +362,7 @@ def _graph_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> torch.Tensor:
     _check_documents(q, mask)
-    query, key, value = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    query, key, value = _by_position(q, k, v, copy=True)
     return cudnn_graph.attend(query, key, value, mask.window, mask.ragged).transpose(1, 2)
 
 
@@ -385,7 +385,7 @@ def _triton_attention(
 
     _check_documents(q, mask)
     first, until = (x.expand(q.shape[0], -1).contiguous() for x in (mask.first, mask.until))
-    query, key, value = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    query, key, value = _by_position(q, k, v, copy=True)
     return masked_attention(query, key, value, first, until).transpose(1, 2)
 
 

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 
+from megascale_kernels.cache_folder import cache_folder
 from megascale_kernels.documents import Documents
 
 # In version 4.0.0b22 heads of 72 give wrong results on Hopper, and those of 8 and 192 do not
@@ -175,8 +175,10 @@ def _keep_kernels() -> None:
     Where the folder cannot be written it would fail to import or to compile, so there each process
     compiles for itself.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(cache) / "megascale" / "flash-attn-4"
+    cache = cache_folder()
+    if cache is None:
+        return
+    folder = cache / "flash-attn-4"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if folder.is_dir() and os.access(folder, os.W_OK):

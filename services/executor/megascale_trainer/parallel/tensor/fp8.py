@@ -6,7 +6,6 @@ stay as they are. Transfers of both kinds share one order and one peer memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from megascale_common.job.config import JobConfig
 from megascale_common.sizes.fp8_weights import fp8_weights
 from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_kernels.cache_folder import cache_folder
 from megascale_kernels.casts import casts
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.fp8_operators import fp8_operators
@@ -96,11 +96,8 @@ def fp8_of(
 
 def _choices_file() -> Path | None:
     """Where this machine keeps its fastest algorithms; None: no home folder."""
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    except RuntimeError:
-        return None
-    return Path(cache) / "megascale" / "gemm-choices.json"
+    folder = cache_folder()
+    return None if folder is None else folder / "gemm-choices.json"
 
 
 def _gemms(tp: TensorParallel, gemm: Gemm) -> Fp8Gemms:
