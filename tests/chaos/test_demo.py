@@ -13,6 +13,8 @@ import pytest
 from tests.harness.local_cluster import megascale
 from tests.harness.snippets import block
 
+# Of 48: a checkpoint every 4 steps, the fault halfway between two of them, after step 10 or later.
+FEWER_STEPS = "24"
 # Two ranks on two nodes instead of eight: the same path in a fraction of the time. Two stages
 # compute half of what two replicas would.
 SMALL = (
@@ -27,9 +29,8 @@ SMALL = (
     "--devices-per-node",
     "1",
     "--steps",
-    "14",
+    FEWER_STEPS,
 )
-FEWER_STEPS = "16"  # of 48: two checkpoints, of steps 2 and 4, the fault and the others
 SUSPECT_S = 8.0  # without a heartbeat; a broken link shows earlier, however slow the machine
 
 
@@ -84,7 +85,11 @@ def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(
     assert report["max_loss_abs_diff"] == 0.0
     assert report["restore_source"] == "storage"
     assert 0 < report["resumed_from_step"] < report["steps"]
-    assert report["steps_lost"] > 0
+    # Hardly ever none: a machine that stands still between the demo's look and its kill may
+    # complete one more checkpoint. When to kill: tests/unit/test_cli_demo.py.
+    killed_after = re.search(r"x killed after step (\d+)", output)
+    assert killed_after is not None, output
+    assert report["steps_lost"] == max(0, int(killed_after[1]) - report["resumed_from_step"])
     assert report["final_loss"] < report["first_loss"]
     assert len(report["evicted_nodes"]) == 1
     assert 0 <= report["fault_to_detected_s"] < SUSPECT_S

@@ -257,6 +257,28 @@ def test_options_that_do_not_fit_are_refused_with_a_remedy(
 
 
 @pytest.mark.parametrize(
+    ("commits", "last_step", "loses"),
+    [
+        (0, 20, False),
+        (1, 20, False),
+        (2, 19, False),
+        (2, 20, True),
+        # The third snapshot may become complete after the kill, and no step would be lost.
+        (2, 24, False),
+        (3, 24, False),
+        (3, 28, True),
+        (2, 28, True),
+    ],
+)
+def test_a_node_is_killed_only_where_that_loses_steps(
+    commits: int, last_step: int, loses: bool
+) -> None:
+    demo = choose(steps=48)
+    assert demo.interval_steps == 8
+    assert demo.kill_loses_steps(commits, last_step) is loses
+
+
+@pytest.mark.parametrize(
     "chosen", [choose(), choose(gpus=8), choose(tp=1, pp=1, dp=1, devices_per_node=1)]
 )
 def test_the_job_is_one_that_the_client_understands(chosen: DemoPlan) -> None:

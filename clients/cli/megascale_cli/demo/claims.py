@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from megascale_cli.demo.plan import DemoPlan
+from megascale_cli.demo.plan import MIN_COMMITS_BEFORE_KILL, DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import JobPhase
 
 FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes
-MIN_COMMITS_BEFORE_KILL = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ Sabotage = Literal["none", "no-kill", "no-spare", "loss"]
 BYTES_VOCABULARY = 257  # 256 byte values and end of document
 MAX_STEPS = 60
 SNAPSHOTS = 6  # of the whole run; the node is killed after the second
+MIN_COMMITS_BEFORE_KILL = 2
 FAULT_HANG_FLOOR_S = 15  # time to look at the page before the job is restarted
 FAULT_STEPS = 1_000_000  # more than the demo of a fault waits for
 
@@ -46,6 +47,17 @@ class DemoPlan:
     def interval_steps(self) -> int:
         """Steps between two snapshots."""
         return max(2, self.steps // SNAPSHOTS)
+
+    def kill_loses_steps(self, commits: int, last_step: int) -> bool:
+        """Whether a kill now takes steps from a job with so many complete checkpoints.
+
+        It does half an interval after a snapshot's step at the earliest: right after that step
+        the snapshot may still become complete, and nothing would be lost.
+        """
+        return (
+            commits >= MIN_COMMITS_BEFORE_KILL
+            and last_step % self.interval_steps >= self.interval_steps // 2
+        )
 
     def __post_init__(self) -> None:
         if self.devices_per_node % self.tp:

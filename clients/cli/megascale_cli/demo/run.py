@@ -15,7 +15,6 @@ from rich.markup import escape
 from megascale_cli.demo import render
 from megascale_cli.demo.claims import (
     FIRST,
-    MIN_COMMITS_BEFORE_KILL,
     SECOND,
     DemoReport,
     Kill,
@@ -36,7 +35,6 @@ from megascale_client.messages import WatchJobResponse
 # long it has failed.
 STANDSTILL_S = 120.0
 PROGRESS_POLL_S = 0.1
-STEPS_AFTER_COMMIT = 2  # between the second commit and the kill, so that the kill loses steps
 COMMIT_POLL_S = 0.1
 SHOW_EVERY_STEPS = 4
 
@@ -133,19 +131,11 @@ class Demo:
         )
 
     async def _commits(self, client: AsyncClient, run: Recording) -> tuple[int, ...]:
-        """Wait for two complete checkpoints and some steps more; returns all complete steps."""
+        """Wait until a kill would lose steps; returns the steps of all complete checkpoints."""
         while not run.ended:
             await asyncio.sleep(COMMIT_POLL_S)
-            if (
-                run.last_step(FIRST)
-                < MIN_COMMITS_BEFORE_KILL * self.plan.interval_steps + STEPS_AFTER_COMMIT
-            ):
-                continue
             steps = sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)])
-            if (
-                len(steps) >= MIN_COMMITS_BEFORE_KILL
-                and run.last_step(FIRST) >= steps[1] + STEPS_AFTER_COMMIT
-            ):
+            if self.plan.kill_loses_steps(len(steps), run.last_step(FIRST)):
                 return tuple(steps)
         return tuple(sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)]))
 
