@@ -122,9 +122,14 @@ def _at_larger_batch(name: str, rate: float) -> str:
     return f"{name} {rate * math.sqrt(_LARGER):g}, {_LARGER} times the batch"
 
 
-def _fp8(kind: str, ends_in_bf16: int = 0) -> Variant:
-    ends = {"layers_at_start_in_bf16": ends_in_bf16, "layers_at_end_in_bf16": ends_in_bf16}
-    return Variant(training={"precision": "fp8", "fp8": {"format": kind, **ends}})
+def _fp8(kind: str, *, ends_in_bf16: int = 0, fast: str = "forward") -> Variant:
+    fp8 = {
+        "format": kind,
+        "fast_accumulation": fast,
+        "layers_at_start_in_bf16": ends_in_bf16,
+        "layers_at_end_in_bf16": ends_in_bf16,
+    }
+    return Variant(training={"precision": "fp8", "fp8": fp8})
 
 
 _ADAMW_RATE = 1e-3
@@ -168,6 +173,7 @@ STUDIES: Mapping[str, Study] = {
             "bf16": Variant(),
             "bf16, other sums": Variant(micro_batches=2),
             "fp8, hybrid": _fp8("hybrid"),
+            "fp8, hybrid, all sums fast": _fp8("hybrid", fast="all"),
             "fp8, e4m3": _fp8("e4m3"),
             "fp8, hybrid, ends in bf16": _fp8("hybrid", ends_in_bf16=1),
         },

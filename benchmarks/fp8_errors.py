@@ -16,7 +16,7 @@ from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand
 
 OUTLIERS, OUTLIER_SCALE = 8, 50.0
 TOKEN_SPREAD = 2.5
-KINDS = ("normal", "outliers", "tokens")
+KINDS = ("normal", "outliers", "tokens", "one sign")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def data(kind: str, tokens: int, into: int, out: int, device: torch.device) -> L
     "outliers": a few channels of x, and a few tokens and channels of dy, are 50 times as large.
     "tokens": gradients of tokens are scaled by exp of normal numbers of deviation TOKEN_SPREAD:
     most of them are far below the largest.
+    "one sign": x and dy are positive, so that the sums of dw over tokens grow with their number.
     """
     x, w, dy = (
         random(device, tokens, into),
@@ -67,6 +68,8 @@ def data(kind: str, tokens: int, into: int, out: int, device: torch.device) -> L
         dy[:, :: out // OUTLIERS] *= OUTLIER_SCALE
     if kind == "tokens":
         dy *= torch.randn(tokens, 1, device=device).mul_(TOKEN_SPREAD).exp_().bfloat16()
+    if kind == "one sign":
+        x, dy = x.abs(), dy.abs()
     return Linear(x, w, dy)
 
 

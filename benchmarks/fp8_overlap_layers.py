@@ -76,23 +76,30 @@ class SilentMatmuls(Silent):
 class SilentFp8Gemms(Silent):
     """In FP8."""
 
-    def all_gather_matmul(self, part: Operand, factor: Factor) -> tuple[torch.Tensor, Operand]:
+    def all_gather_matmul(
+        self, part: Operand, factor: Factor, *, fast: bool
+    ) -> tuple[torch.Tensor, Operand]:
         """As :class:`megascale_kernels.overlap.fp8_matmul.Fp8Gemms`."""
         by_row = part.scale.numel() == part.data.shape[0]
         scale = self.gather(part.scale) if by_row else part.scale
         whole = Operand(self.gather(part.data, by_row=by_row), scale)
         rows, columns = whole.data.shape[0], factor.data.shape[0]
         product = torch.empty(rows, columns, dtype=torch.bfloat16, device=part.data.device)
-        self._gemm.multiply(whole.over_columns(), factor, product)
+        self._gemm.multiply(whole.over_columns(), factor, product, fast=fast)
         return product, whole
 
     def matmul_reduce_scatter(
-        self, x: Factor, factor: Factor, meanwhile: Callable[[], None] | None = None
+        self,
+        x: Factor,
+        factor: Factor,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        fast: bool,
     ) -> torch.Tensor:
         """As :class:`megascale_kernels.overlap.fp8_matmul.Fp8Gemms`."""
         rows, columns = x.data.shape[0], factor.data.shape[0]
         product = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.data.device)
-        self._gemm.multiply(x, factor, product)
+        self._gemm.multiply(x, factor, product, fast=fast)
         if meanwhile is not None:
             meanwhile()
         return product[: rows // self._size]
@@ -162,14 +169,16 @@ class Fp8Layer:
         """Both projections forward and backward, with norm, activation and transposed copies."""
         t, recipe = self._t, self._recipe
         part = norm_cast(t, recipe, self._bound)
-        x = casts.transpose(gemms.all_gather_matmul(part, self._into.over_columns())[1])
+        gather = partial(gemms.all_gather_matmul, fast=recipe.fast)
+        scatter = partial(gemms.matmul_reduce_scatter, fast=recipe.fast)
+        x = casts.transpose(gather(part, self._into.over_columns())[1])
         joined = activation_cast(t, recipe)
-        gemms.matmul_reduce_scatter(joined.over_columns(), self._out.over_rows())
+        scatter(joined.over_columns(), self._out.over_rows())
         part = self._gradient(gemms)
-        dy = casts.transpose(gemms.all_gather_matmul(part, self._out.over_columns())[1])
+        dy = casts.transpose(gather(part, self._out.over_columns())[1])
         self._accumulate(joined, dy, t.main_out)
         d_inputs = cast(t.d_inputs, recipe, transposed=True)
-        gemms.matmul_reduce_scatter(
+        scatter(
             d_inputs.over_columns(),
             self._into.over_rows(),
             partial(self._accumulate, d_inputs, x, t.main_in),
@@ -183,11 +192,12 @@ class Fp8Layer:
         whole = casts.quantize(t.gathered, amax=casts.amax(t.gathered), straight=False)
         wgrad = partial(self._accumulate, d_inputs, whole, t.main_in)
         into, out = self._into, self._out
-        scatter = gemms.matmul_reduce_scatter
+        gather = partial(gemms.all_gather_matmul, fast=recipe.fast)
+        scatter = partial(gemms.matmul_reduce_scatter, fast=recipe.fast)
         return {
-            GATHER_IN: partial(gemms.all_gather_matmul, x, into.over_columns()),
+            GATHER_IN: partial(gather, x, into.over_columns()),
             SCATTER_OUT: partial(scatter, joined.over_columns(), out.over_rows()),
-            GATHER_OUT: partial(gemms.all_gather_matmul, dy, out.over_columns()),
+            GATHER_OUT: partial(gather, dy, out.over_columns()),
             SCATTER_IN: partial(scatter, d_inputs.over_columns(), into.over_rows(), wgrad),
         }
 
@@ -195,8 +205,10 @@ class Fp8Layer:
         """What the gathered operands cost besides: transposed copies, and the gradient's cast."""
         silent = self._silent()
         x, dy = norm_cast(self._t, self._recipe, self._bound), self._gradient(silent)
-        whole_x = silent.all_gather_matmul(x, self._into.over_columns())[1]
-        whole_dy = silent.all_gather_matmul(dy, self._out.over_columns())[1]
+        whole_x, whole_dy = (
+            silent.all_gather_matmul(part, weight.over_columns(), fast=self._recipe.fast)[1]
+            for part, weight in ((x, self._into), (dy, self._out))
+        )
         return {
             "cast of dy": partial(self._gradient, silent),
             "transposed copy of x": partial(casts.transpose, whole_x),
@@ -214,7 +226,9 @@ class Fp8Layer:
         return cast(part, self._recipe, gemms.largest(casts.amax(part)), transposed=False)
 
     def _accumulate(self, left: Operand, right: Operand, total: torch.Tensor) -> None:
-        self._gemm.multiply(left.over_rows(), right.over_rows(), total, accumulate=True)
+        self._gemm.multiply(
+            left.over_rows(), right.over_rows(), total, accumulate=True, fast=self._recipe.fast
+        )
 
 
 def _sequence(rows: torch.Tensor) -> torch.Tensor:

@@ -120,6 +120,12 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         help="how the weights of layers in FP8 travel over dp",
     )
     parser.add_argument(
+        "--fast-accumulation",
+        choices=["forward", "all", "none"],
+        default="forward",
+        help="which FP8 products are summed with fewer bits",
+    )
+    parser.add_argument(
         "--steps",
         type=_steps,
         default=10,

@@ -77,6 +77,7 @@ class Run:
     precision: str = ""
     fp8_format: str = "hybrid"
     parameter_gather: str = "bf16"
+    fast_accumulation: str = "forward"
     steps: int = 10
     data: str = ""
     initial: str = "device"
@@ -145,7 +146,11 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "global_batch_size": run.global_batch or preset.batch,
                 "micro_batch_size": run.micro_batch or preset.micro_batch,
                 "precision": run.precision or ("bf16" if cuda else "fp32"),
-                "fp8": {"format": run.fp8_format, "parameter_gather": run.parameter_gather},
+                "fp8": {
+                    "format": run.fp8_format,
+                    "parameter_gather": run.parameter_gather,
+                    "fast_accumulation": run.fast_accumulation,
+                },
                 "deterministic": run.deterministic,
                 "cuda_graphs": run.cuda_graphs,
                 "bucket_mib": run.bucket_mib,

@@ -90,7 +90,7 @@ class Gemm:
             left: [rows, depth].
             right: [columns, depth].
             out: [rows, columns], bf16 or float32, rows of a matrix; float32 with ``accumulate``.
-            fast: tensor cores sum FP8 with fewer bits.
+            fast: tensor cores sum FP8 with fewer bits than float32 has.
 
         Raises:
             ValueError: shapes or layouts do not fit.

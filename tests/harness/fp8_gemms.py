@@ -72,6 +72,7 @@ def _operation(
     dtype, by_row = shared.choice((E4M3, E5M2)), shared.random() < 0.5
     if by_row:  # cuBLASLt takes multiples of 16 rows then, which each of 8 chunks of 128 has
         rows, dtype = 128 * math.ceil(rows / 128), E4M3
+    fast = shared.random() < 0.5
     draw = torch.Generator().manual_seed(1000 * shared.randrange(1000) + rank)
     weight = _operand(columns, width, E4M3, draw, device, by_row=False).over_columns()
     if kind == "largest":
@@ -79,12 +80,14 @@ def _operation(
         return lambda gemms: [gemms.largest(value)]
     if kind == "gather":
         part = _operand(rows, width, dtype, draw, device, by_row=by_row)
-        return lambda gemms: _gathered(*gemms.all_gather_matmul(part, weight))
+        return lambda gemms: _gathered(*gemms.all_gather_matmul(part, weight, fast=fast))
     x = _operand(rows * size, width, dtype, draw, device, by_row=by_row).over_columns()
 
     def scatter(gemms: Fp8Gemms) -> Sequence[torch.Tensor]:
         work: list[torch.Tensor] = []
-        part = gemms.matmul_reduce_scatter(x, weight, lambda: work.append(x.data.float().sum(0)))
+        part = gemms.matmul_reduce_scatter(
+            x, weight, lambda: work.append(x.data.float().sum(0)), fast=fast
+        )
         return part, *work
 
     return scatter

@@ -19,7 +19,9 @@ from tests.harness.training import CPU, hiding, micro_batches, pieces_of, sample
 
 from megascale_common.job.config import from_accepted
 from megascale_kernels import quantize as plain
+from megascale_kernels.gemm import Gemm
 from megascale_trainer.parallel.groups import single_process_groups
+from megascale_trainer.parallel.tensor.fp8_linear import Fp8Linears
 from megascale_trainer.trainer import StepRecord, Trainer
 
 STEPS = 3
@@ -185,6 +187,46 @@ def test_weights_are_cast_once_for_all_micro_batches(monkeypatch: pytest.MonkeyP
         assert casts.count(weight) == times, "once for each of the 4 layers and step"
     trainer.evaluate([micro_batches(trainer.config, 2, 0)])
     assert casts.count(weight) == 12, "the parameters have changed"
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "e4m3"])
+@pytest.mark.parametrize(
+    ("setting", "forward", "backward"),
+    [(None, True, False), ("all", True, True), ("none", False, False)],
+)
+def test_gradients_are_summed_in_float32_unless_the_job_asks_for_speed(
+    setting: str | None,
+    forward: bool,
+    backward: bool,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = _job("parallel", {}, "fp8", kind)
+    job["training"]["global_batch_size"] = 2  # one micro-batch: its forward, then its backward
+    if setting is not None:
+        job["training"]["fp8"]["fast_accumulation"] = setting
+    trainer = _started(job)
+    seen: dict[str, list[bool]] = {"forward": [], "dx": [], "dw": []}
+    multiply, gradient, product = Gemm.multiply, Fp8Linears.gradient, "forward"
+
+    def noted(self: Gemm, *sides: Any, accumulate: bool = False, fast: bool = True) -> None:
+        seen["dw" if accumulate else product].append(fast)
+        multiply(self, *sides, accumulate=accumulate, fast=fast)
+
+    def begun(self: Fp8Linears, *arguments: Any, **options: Any) -> plain.Operand:
+        nonlocal product
+        product = "dx"
+        return gradient(self, *arguments, **options)
+
+    monkeypatch.setattr(Gemm, "multiply", noted)
+    monkeypatch.setattr(Fp8Linears, "gradient", begun)
+    _run(trainer, 0, 1)
+    calls = 2 * trainer.config.model.layers
+    assert seen == {
+        "forward": [forward] * calls,
+        "dx": [backward] * calls,
+        "dw": [backward] * calls,
+    }
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_not() -> None:

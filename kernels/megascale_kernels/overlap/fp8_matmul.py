@@ -26,12 +26,15 @@ from megascale_kernels.quantize import Factor, Operand
 class Fp8Gemms(Protocol):
     """The two FP8 GEMMs of a tensor-parallel group; all ranks call them in the same order."""
 
-    def all_gather_matmul(self, part: Operand, factor: Factor) -> tuple[torch.Tensor, Operand]:
+    def all_gather_matmul(
+        self, part: Operand, factor: Factor, *, fast: bool
+    ) -> tuple[torch.Tensor, Operand]:
         """The product of all ranks' rows with this rank's ``factor``.
 
         Args:
             part: [rows / size, K], this rank's rows; its transposed copy is not used.
             factor: [N, K].
+            fast: as of :meth:`megascale_kernels.gemm.Gemm.multiply`.
 
         Returns:
             product: [rows, N] in bf16.
@@ -42,7 +45,12 @@ class Fp8Gemms(Protocol):
         ...
 
     def matmul_reduce_scatter(
-        self, x: Factor, factor: Factor, meanwhile: Callable[[], None] | None = None
+        self,
+        x: Factor,
+        factor: Factor,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        fast: bool,
     ) -> torch.Tensor:
         """This rank's rows of the sum over ranks of their products, bf16 [rows / size, N].
 
@@ -50,6 +58,7 @@ class Fp8Gemms(Protocol):
             x: [rows, K], with a scale of this rank's own.
             factor: [N, K].
             meanwhile: further work that does not need the result: transfers may hide under it.
+            fast: as of :meth:`megascale_kernels.gemm.Gemm.multiply`.
         """
         ...
 
@@ -93,19 +102,26 @@ class PlainFp8Gemms:
     def __init__(self, group: Collectives, gemm: Gemm) -> None:
         self._group, self._gemm = group, gemm
 
-    def all_gather_matmul(self, part: Operand, factor: Factor) -> tuple[torch.Tensor, Operand]:
+    def all_gather_matmul(
+        self, part: Operand, factor: Factor, *, fast: bool
+    ) -> tuple[torch.Tensor, Operand]:
         gathered = part
         if self._group.size > 1:
             gathered = _operand([self._gathered(one) for one in _travelling(part)], part)
         product = _bf16(part.data, gathered.data.shape[0], factor)
-        self._gemm.multiply(gathered.over_columns(), factor, product)
+        self._gemm.multiply(gathered.over_columns(), factor, product, fast=fast)
         return product, gathered
 
     def matmul_reduce_scatter(
-        self, x: Factor, factor: Factor, meanwhile: Callable[[], None] | None = None
+        self,
+        x: Factor,
+        factor: Factor,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        fast: bool,
     ) -> torch.Tensor:
         partial = _bf16(x.data, x.data.shape[0], factor)
-        self._gemm.multiply(x, factor, partial)
+        self._gemm.multiply(x, factor, partial, fast=fast)
         if meanwhile is not None:
             meanwhile()
         if self._group.size == 1:
@@ -144,21 +160,28 @@ class OverlappedFp8Gemms:
     def __init__(self, transfers: RowTransfers, gemm: Gemm) -> None:
         self._transfers, self._gemm = transfers, gemm
 
-    def all_gather_matmul(self, part: Operand, factor: Factor) -> tuple[torch.Tensor, Operand]:
+    def all_gather_matmul(
+        self, part: Operand, factor: Factor, *, fast: bool
+    ) -> tuple[torch.Tensor, Operand]:
         rows = part.data.shape[0] * self._transfers.size
         product = _bf16(part.data, rows, factor)
 
         def multiply(arrived: Sequence[torch.Tensor], start: int, stop: int) -> None:
             left = _operand(arrived, part).over_columns()
-            self._gemm.multiply(left, factor, product[start:stop])
+            self._gemm.multiply(left, factor, product[start:stop], fast=fast)
 
         return product, _operand(self._transfers.gather(_travelling(part), multiply), part)
 
     def matmul_reduce_scatter(
-        self, x: Factor, factor: Factor, meanwhile: Callable[[], None] | None = None
+        self,
+        x: Factor,
+        factor: Factor,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        fast: bool,
     ) -> torch.Tensor:
         def multiply(start: int, stop: int, out: torch.Tensor) -> None:
-            self._gemm.multiply(_rows(x, start, stop), factor, out)
+            self._gemm.multiply(_rows(x, start, stop), factor, out, fast=fast)
 
         whole = _bf16(x.data, x.data.shape[0], factor)
         return self._transfers.scatter(whole, multiply, meanwhile)

@@ -205,6 +205,34 @@ PARAMETER_GATHER_FP8: ParameterGather.ValueType  # 2
 """As e4m3 bytes, half as many; each rank casts its own shard."""
 Global___ParameterGather: typing_extensions.TypeAlias = ParameterGather
 
+class _FastAccumulation:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _FastAccumulationEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FastAccumulation.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    FAST_ACCUMULATION_UNSPECIFIED: _FastAccumulation.ValueType  # 0
+    FAST_ACCUMULATION_FORWARD: _FastAccumulation.ValueType  # 1
+    """Those of the forward; those of gradients are summed in float32."""
+    FAST_ACCUMULATION_ALL: _FastAccumulation.ValueType  # 2
+    """All."""
+    FAST_ACCUMULATION_NONE: _FastAccumulation.ValueType  # 3
+    """None."""
+
+class FastAccumulation(_FastAccumulation, metaclass=_FastAccumulationEnumTypeWrapper):
+    """Which FP8 matrix products a GPU may sum with fewer bits than float32 has: faster, and less exact
+    the more values a sum has.
+    """
+
+FAST_ACCUMULATION_UNSPECIFIED: FastAccumulation.ValueType  # 0
+FAST_ACCUMULATION_FORWARD: FastAccumulation.ValueType  # 1
+"""Those of the forward; those of gradients are summed in float32."""
+FAST_ACCUMULATION_ALL: FastAccumulation.ValueType  # 2
+"""All."""
+FAST_ACCUMULATION_NONE: FastAccumulation.ValueType  # 3
+"""None."""
+Global___FastAccumulation: typing_extensions.TypeAlias = FastAccumulation
+
 class _Kernels:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1130,6 +1158,7 @@ class Fp8Spec(google.protobuf.message.Message):
     LAYERS_AT_START_IN_BF16_FIELD_NUMBER: builtins.int
     LAYERS_AT_END_IN_BF16_FIELD_NUMBER: builtins.int
     PARAMETER_GATHER_FIELD_NUMBER: builtins.int
+    FAST_ACCUMULATION_FIELD_NUMBER: builtins.int
     format: Global___Fp8Format.ValueType
     """Formats of activations, weights and gradients; default hybrid."""
     layers_at_start_in_bf16: builtins.int
@@ -1141,6 +1170,8 @@ class Fp8Spec(google.protobuf.message.Message):
     the bytes and keeps no bfloat16 copy of other ranks' shards, with the same numbers bit for bit;
     default bf16.
     """
+    fast_accumulation: Global___FastAccumulation.ValueType
+    """Which products are summed with fewer bits; without effect on CPUs; default forward."""
     def __init__(
         self,
         *,
@@ -1148,9 +1179,10 @@ class Fp8Spec(google.protobuf.message.Message):
         layers_at_start_in_bf16: builtins.int | None = ...,
         layers_at_end_in_bf16: builtins.int | None = ...,
         parameter_gather: Global___ParameterGather.ValueType = ...,
+        fast_accumulation: Global___FastAccumulation.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16", "_layers_at_start_in_bf16", b"_layers_at_start_in_bf16", "layers_at_end_in_bf16", b"layers_at_end_in_bf16", "layers_at_start_in_bf16", b"layers_at_start_in_bf16"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16", "_layers_at_start_in_bf16", b"_layers_at_start_in_bf16", "format", b"format", "layers_at_end_in_bf16", b"layers_at_end_in_bf16", "layers_at_start_in_bf16", b"layers_at_start_in_bf16", "parameter_gather", b"parameter_gather"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16", "_layers_at_start_in_bf16", b"_layers_at_start_in_bf16", "fast_accumulation", b"fast_accumulation", "format", b"format", "layers_at_end_in_bf16", b"layers_at_end_in_bf16", "layers_at_start_in_bf16", b"layers_at_start_in_bf16", "parameter_gather", b"parameter_gather"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16"]) -> typing.Literal["layers_at_end_in_bf16"] | None: ...
     @typing.overload

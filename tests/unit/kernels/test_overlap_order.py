@@ -215,13 +215,15 @@ def _fp8_gather(
     products: CollectiveMatmuls, gemms: Fp8Gemms, size: int, per: Per = "tensor"
 ) -> None:
     weight = quantize(torch.ones(8, 8)).over_columns()
-    product, gathered = gemms.all_gather_matmul(quantize(torch.ones(6, 8), per=per), weight)
+    part = quantize(torch.ones(6, 8), per=per)
+    product, gathered = gemms.all_gather_matmul(part, weight, fast=True)
     torch.mm(transpose(gathered).over_rows().data.float(), product.float())
 
 
 def _fp8_scatter(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
     x, weight = (quantize(torch.ones(rows, 8)).over_columns() for rows in (6 * size, 8))
-    gemms.matmul_reduce_scatter(x, weight, partial(torch.sum, x.data.float())).add_(1.0)
+    meanwhile = partial(torch.sum, x.data.float())
+    gemms.matmul_reduce_scatter(x, weight, meanwhile, fast=True).add_(1.0)
 
 
 def _fp8_largest(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:

@@ -36,12 +36,12 @@ from megascale_common.job.stored import ADDED, stored_values
 __all__ = [
     "TRAINER_SECTIONS", "BlendRule", "Block", "CheckpointConfig", "CheckpointInterval",
     "CheckpointLoad", "CodeConfig", "DataConfig", "DataSkip", "DataSource", "Decay",
-    "DivergenceAction", "EvaluationConfig", "Fp8Config", "Fp8Format", "JobConfig", "Kernels",
-    "LambConfig", "LossConfig", "Mlp", "ModelConfig", "Norm", "OptimizerConfig",
-    "OverlapConfig", "ParallelismConfig", "ParameterGather", "PipelineSchedule", "Positions",
-    "Precision", "Recompute", "RecoveryConfig", "RopeScalingConfig", "RopeScalingKind",
-    "ScheduleConfig", "Shuffle", "SpareRule", "TelemetryConfig", "TokenizerConfig",
-    "TokenizerKind", "TrainingConfig",
+    "DivergenceAction", "EvaluationConfig", "FastAccumulation", "Fp8Config", "Fp8Format",
+    "JobConfig", "Kernels", "LambConfig", "LossConfig", "Mlp", "ModelConfig", "Norm",
+    "OptimizerConfig", "OverlapConfig", "ParallelismConfig", "ParameterGather",
+    "PipelineSchedule", "Positions", "Precision", "Recompute", "RecoveryConfig",
+    "RopeScalingConfig", "RopeScalingKind", "ScheduleConfig", "Shuffle", "SpareRule",
+    "TelemetryConfig", "TokenizerConfig", "TokenizerKind", "TrainingConfig",
     "from_accepted", "from_json", "from_mapping", "to_json", "to_mapping",
 ]
 # fmt: on
@@ -68,6 +68,7 @@ RopeScalingKind = Literal["none", "linear", "llama3"]
 Precision = Literal["bf16", "fp32", "fp8"]
 Fp8Format = Literal["hybrid", "e4m3"]
 ParameterGather = Literal["bf16", "fp8"]
+FastAccumulation = Literal["forward", "all", "none"]
 Recompute = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["1f1b", "zero_bubble"]
 Kernels = Literal["torch", "triton", "auto"]
@@ -194,12 +195,14 @@ class Fp8Config:
     ``format`` hybrid: gradients in e5m2 with one scale for each tensor; e4m3: gradients in e4m3
     with one for each token. All else is in e4m3 with one for each tensor. ``parameter_gather``: in
     which format weights travel over dp after an update, with the same numbers.
+    ``fast_accumulation``: which products a GPU may sum with fewer bits; without effect on CPUs.
     """
 
     format: Fp8Format = "hybrid"
     layers_at_start_in_bf16: int = 0
     layers_at_end_in_bf16: int = 0
     parameter_gather: ParameterGather = field(default="bf16", metadata=ADDED)
+    fast_accumulation: FastAccumulation = field(default="forward", metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,6 +85,8 @@ def fp8_of(
         weights,
         tp.weight_gradients,
         by_row=config.training.fp8.format == "e4m3",
+        fast_forward=config.training.fp8.fast_accumulation != "none",
+        fast_backward=config.training.fp8.fast_accumulation == "all",
     )
     return Fp8(
         config.fp8_layers,
@@ -112,15 +114,22 @@ class _Counted:
     def __init__(self, group: Group, gemms: OverlappedFp8Gemms) -> None:
         self._group, self._gemms = group, gemms
 
-    def all_gather_matmul(self, part: Operand, factor: Factor) -> tuple[torch.Tensor, Operand]:
+    def all_gather_matmul(
+        self, part: Operand, factor: Factor, *, fast: bool
+    ) -> tuple[torch.Tensor, Operand]:
         with self._group.operation(part.data):
-            return self._gemms.all_gather_matmul(part, factor)
+            return self._gemms.all_gather_matmul(part, factor, fast=fast)
 
     def matmul_reduce_scatter(
-        self, x: Factor, factor: Factor, meanwhile: Callable[[], None] | None = None
+        self,
+        x: Factor,
+        factor: Factor,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        fast: bool,
     ) -> torch.Tensor:
         with self._group.operation(x.data):
-            return self._gemms.matmul_reduce_scatter(x, factor, meanwhile)
+            return self._gemms.matmul_reduce_scatter(x, factor, meanwhile, fast=fast)
 
     def largest(self, amax: torch.Tensor) -> torch.Tensor:
         with self._group.operation(amax):

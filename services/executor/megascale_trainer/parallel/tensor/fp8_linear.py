@@ -35,6 +35,8 @@ class Fp8Linears:
         gemms: the GEMMs with their transfers.
         by_row: gradients are e4m3 with one scale for each row (token); else e5m2 with one for the
             tensor, on which the ranks agree where rows are gathered.
+        fast_forward, fast_backward: whether the GEMMs of the forward, and those of both gradients,
+            are summed with fewer bits than float32 has.
     """
 
     def __init__(
@@ -47,9 +49,12 @@ class Fp8Linears:
         weight_gradients: WeightGradients,
         *,
         by_row: bool,
+        fast_forward: bool,
+        fast_backward: bool,
     ) -> None:
         self.size, self.gemms, self.casts = size, gemms, casts
         self.weight_gradients = weight_gradients
+        self.fast_forward, self.fast_backward = fast_forward, fast_backward
         self._gemm, self._weights, self._by_row = gemm, weights, by_row
 
     def column_parallel(self, x: Fp8Activation, weight: Weight) -> torch.Tensor:
@@ -88,7 +93,7 @@ class Fp8Linears:
 
     def accumulate(self, main_grad: torch.Tensor, left: Factor, right: Factor) -> None:
         """``main_grad`` += left @ right^T."""
-        self._gemm.multiply(left, right, main_grad, accumulate=True)
+        self._gemm.multiply(left, right, main_grad, accumulate=True, fast=self.fast_backward)
 
     def rehearse(
         self, rows: int, columns: int, tokens: int, device: torch.device, *, column: bool
@@ -102,14 +107,14 @@ class Fp8Linears:
         dtype = E4M3 if self._by_row else E5M2
         x_width, d_width = (columns, rows) if column else (rows, columns)
         for height in self.gemms.rows_at_once(tokens):
-            for width, out, kind, by_row in (
-                (x_width, d_width, E4M3, False),
-                (d_width, x_width, dtype, self._by_row),
+            for width, out, kind, by_row, fast in (
+                (x_width, d_width, E4M3, False, self.fast_forward),
+                (d_width, x_width, dtype, self._by_row, self.fast_backward),
             ):
                 left = _random(height, width, kind, device, by_row=by_row)
                 right = _random(out, width, E4M3, device)
                 result = torch.empty(height, out, dtype=torch.bfloat16, device=device)
-                self._gemm.multiply(left, right, result)
+                self._gemm.multiply(left, right, result, fast=fast)
         x, d = (
             _random(width, tokens, kind, device)
             for width, kind in ((x_width, E4M3), (d_width, dtype))
@@ -136,7 +141,9 @@ class _Column(torch.autograd.Function):
         main_grad: torch.Tensor,
         linears: Fp8Linears,
     ) -> torch.Tensor:
-        y, gathered = linears.gemms.all_gather_matmul(part, weight.over_columns())
+        y, gathered = linears.gemms.all_gather_matmul(
+            part, weight.over_columns(), fast=linears.fast_forward
+        )
         if ctx.needs_input_grad[0]:
             kept = linears.with_transposed(gathered).over_rows()
             ctx.save_for_backward(kept.data, kept.scale)
@@ -153,6 +160,7 @@ class _Column(torch.autograd.Function):
             d.over_columns(),
             ctx.weight.over_rows(),
             partial(linears.weight_gradients.run, accumulate),
+            fast=linears.fast_backward,
         )
         return d_x.view(-1, d_y.shape[1], d_x.shape[1]), None, None, None, None
 
@@ -204,7 +212,7 @@ class _Row(torch.autograd.Function):
         linears: Fp8Linears,
     ) -> torch.Tensor:
         ctx.weight, ctx.gradient, ctx.linears = weight, gradient, linears
-        y = linears.gemms.matmul_reduce_scatter(x, weight.over_rows())
+        y = linears.gemms.matmul_reduce_scatter(x, weight.over_rows(), fast=linears.fast_forward)
         return y.view(-1, standing.shape[1], y.shape[1])
 
     @staticmethod
@@ -212,7 +220,9 @@ class _Row(torch.autograd.Function):
         linears: Fp8Linears = ctx.linears
         alone = linears.size == 1  # then there is nothing to gather before the transposed copy
         part = linears.gradient(d_part, gathered=True, transposed=alone)
-        d_x, gathered = linears.gemms.all_gather_matmul(part, ctx.weight.over_columns())
+        d_x, gathered = linears.gemms.all_gather_matmul(
+            part, ctx.weight.over_columns(), fast=linears.fast_backward
+        )
         # The weight needs the gathered gradient too: _RowInput's backward runs next and takes it.
         ctx.gradient.gathered = linears.with_transposed(gathered)
         return d_x.view(-1, d_part.shape[1], d_x.shape[1]), None, None, None, None
