@@ -73,7 +73,8 @@ def test_a_queued_job_says_what_is_missing() -> None:
     desk = Desk()
     desk.submit()
     assert desk.job().reason == (
-        "waiting for nodes (it needs 8 devices, and no node has joined yet)"
+        "waiting for nodes (it needs 8 devices, and no node may be used yet: `megascale nodes` "
+        "has those that joined)"
     )
     desk.hello("n1")
     desk.report("n1", AttemptPhase.IDLE)

@@ -476,7 +476,7 @@ def test_a_job_that_its_quota_can_never_admit_again_keeps_no_survivors() -> None
 
 def test_what_is_missing_is_a_clause() -> None:
     assert why(decide(view([job("a", 4)], {})), "a") == (
-        "it needs 4 devices, and no node has joined yet"
+        "it needs 4 devices, and no node may be used yet: `megascale nodes` has those that joined"
     )
     plan = decide(view([job("a", 8, tp=8)], nodes("n")))
     assert why(plan, "a") == (

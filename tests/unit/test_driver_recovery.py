@@ -571,11 +571,13 @@ def test_a_request_is_carried_out_once(desk: Desk) -> None:
 
 
 def test_cancel_stops_at_once_and_for_good(desk: Desk) -> None:
-    desk.feed(CancelRequested(desk.now_s, "a", "enough", "me"))
+    assert desk.feed(CancelRequested(desk.now_s, "a", "enough", "me")) == ""
     assert all(desk.state.nodes[name].desired.phase is DesiredPhase.IDLE for name in ("n1", "n2"))
+    assert desk.feed(CancelRequested(desk.now_s, "a", "while it stops", "me")) == ""
     desk.stop()
     assert desk.job().phase is JobPhase.CANCELLED and "enough" in desk.job().reason
-    assert desk.feed(CancelRequested(desk.now_s, "a", "again", "me")) == "JOB_ENDED"
+    assert desk.feed(CancelRequested(desk.now_s, "a", "when it has ended", "me")) == ""
+    assert [line.reason for line in desk.audit].count("CANCEL_REQUESTED") == 1
     desk.wait(1.0)
     assert desk.job().attempt == 1
 

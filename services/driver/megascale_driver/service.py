@@ -103,9 +103,8 @@ class DriverService(
         """Stop a job for good; a job that is cancelled already is returned as it is."""
         reason = required_reason(request.reason)
         job = self._job(request.name)
-        if job.phase is not JobPhase.CANCELLED:
-            key, now_s = request_key(request, request.request_id), self.engine.clock.now_s()
-            await self._call(CancelRequested(now_s, job.name, reason, actor_of(context), key))
+        key, now_s = request_key(request, request.request_id), self.engine.clock.now_s()
+        await self._call(CancelRequested(now_s, job.name, reason, actor_of(context), key))
         return driver_pb2.CancelJobResponse(job=self._message(self._job(request.name)))
 
     @answers

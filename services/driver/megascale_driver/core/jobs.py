@@ -91,10 +91,13 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
 
 
 def cancel(draft: Draft, event: CancelRequested) -> None:
-    """Stop the job's workers at once; a job that has ended stays as it is."""
+    """Stop the job's workers at once; a job that is or will be cancelled stays as it is."""
     job = draft.jobs.get(event.job)
     if job is None:
         draft.refuse_unknown_job(event.job)
+        return
+    asked_before = job.phase is JobPhase.STOPPING and job.after_stop is JobPhase.CANCELLED
+    if asked_before or job.phase is JobPhase.CANCELLED:
         return
     if job.terminal:
         draft.refuse("JOB_ENDED")

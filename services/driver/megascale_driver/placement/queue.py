@@ -103,7 +103,8 @@ class _Round:
         """What all known nodes lack for the job, as a clause."""
         needs = _need(job)
         if not self._view.known:
-            return f"it needs {_devices(job)}, and no node has joined yet"
+            joined = "`megascale nodes` has those that joined"  # some may be cordoned, or away
+            return f"it needs {_devices(job)}, and no node may be used yet: {joined}"
         largest = self._known.largest()
         if job.tp > largest:
             return (

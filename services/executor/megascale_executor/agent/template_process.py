@@ -65,6 +65,21 @@ class ForkedProcess:
         """Send SIGKILL; nothing happens when it has ended."""
         self.send_signal(signal.SIGKILL)
 
+    def end(self) -> None:
+        """Send SIGKILL, where no template tells of the end: ``exited`` is set when it has gone.
+
+        A process with much memory, or a device, takes a while to go.
+        """
+        self.kill()
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().add_reader(self._pidfd, self._gone)
+        else:
+            self._gone()
+
+    def _gone(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(-signal.SIGKILL)
+
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal; nothing happens when it has ended."""
         if self._pidfd >= 0:
@@ -73,6 +88,7 @@ class ForkedProcess:
 
     def _close(self) -> None:
         if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
 
@@ -197,9 +213,7 @@ class TemplateProcess:
         # Their parent-death signals kill them too, but only when the template has ended: one that
         # hangs is still alive here.
         for process in self._running.values():
-            process.kill()
-            if not process.exited.done():
-                process.exited.set_result(-signal.SIGKILL)
+            process.end()
         self._running.clear()
 
     async def close(self) -> None:
