@@ -53,6 +53,7 @@ async def disturbed(cluster: PodCluster, disturb: Callable[[JobFollower], Awaita
         held = cluster.job("cut", STEPS, held_from_step=HELD_FROM_STEP)
         async with JobFollower(client, held, cluster.folder) as run:
             await run.until_step(DISTURBED_AT_STEP)
+            await run.until_committed()
             before = {name: cluster.pod(name) for name in run.job.nodes}
             name = await disturb(run)
             await run.until(lambda: run.job.attempt >= 2, "another attempt")
@@ -228,15 +229,24 @@ async def test_a_leading_driver_is_a_pod_that_may_be_deleted(tmp_path: Path) -> 
             }
 
         async with cluster.client() as client:
-            async with JobFollower(client, cluster.job("cut", STEPS), cluster.folder) as run:
+
+            async def leads() -> str:
+                """The pod of the leading driver."""
+                return drivers().get((await client.cluster_info()).leader.partition(":")[0], "")
+
+            held = cluster.job("cut", STEPS, held_from_step=HELD_FROM_STEP)
+            async with JobFollower(client, held, cluster.folder) as run:
                 await run.until_step(DISTURBED_AT_STEP)
-                leads = (await client.cluster_info()).leader.partition(":")[0]
-                gone = drivers()[leads]
+                gone = await leads()
                 cluster.api.store.delete(("pods", NAMESPACE, gone), {})
+
+                async def followed() -> bool:
+                    return await leads() not in ("", gone)
+
+                await eventually(followed, "the next leader", cluster.moves, story=cluster.story)
+                cluster.release()
                 job = await run.until_ended()
             assert (job.phase, job.attempt) == (types_pb2.JOB_PHASE_SUCCEEDED, 1), run.story()
-            after = (await client.cluster_info()).leader.partition(":")[0]
-            assert drivers()[after] != gone
 
             def ready() -> bool:
                 found = cluster.machines.ready_addresses("megascale-driver")

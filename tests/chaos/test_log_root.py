@@ -16,13 +16,17 @@ from megascale.v1 import types_pb2
 NVLINK = "RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution"
 CLOSED = "NCCL WARN socketProgress: Connection closed by remote peer node2<42830>"
 TIMEOUT = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9) ran for 9 ms"
+# Until the job was asked for the cause, which it no longer has once it has succeeded, each step of
+# the next attempt takes so long.
+HELD_S = 0.5
 FAILS = f"""
+import time
 from pathlib import Path
 
 import torch.distributed as dist
 from megascale_trainer.optimizer.adamw import AdamW
 
-ONCE = Path(__file__).with_name("failed")
+ONCE, ASKED = Path(__file__).with_name("failed"), Path(__file__).with_name("asked")
 
 class Failing(AdamW):
     def update(self, gradients, parameters, control, learning_rate, number):
@@ -32,6 +36,9 @@ class Failing(AdamW):
         if number >= 13 and dist.get_rank() == 1 and not ONCE.exists():
             ONCE.touch()
             raise {NVLINK.partition(":")[0]}({NVLINK.partition(": ")[2]!r})
+        end_s = time.monotonic() + {HELD_S}
+        while ONCE.exists() and not ASKED.exists() and time.monotonic() < end_s:
+            time.sleep(0.01)
         super().update(gradients, parameters, control, learning_rate, number)
 """
 
@@ -56,6 +63,7 @@ async def test_the_line_that_explains_a_failure_is_named_with_its_rank_and_node(
                 found = await run.until_event("LOG_ROOT_FOUND")
                 node = found.subject.removeprefix("nodes/")
                 root = (await client.explain("roots")).log_root
+                (packages / "asked").touch()
                 job = await run.until_ended()
                 story = run.story()
             nodes = {one.name: one async for one in client.nodes()}

@@ -21,6 +21,17 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
         yield ready
 
 
+async def until_it_trains(followed: JobFollower) -> None:
+    """Its first steps may be known before all its nodes have reported that they run."""
+    await followed.until(
+        lambda: (
+            followed.job.phase == types_pb2.JOB_PHASE_RUNNING
+            and len(followed.losses.get(1, {})) > 5
+        ),
+        "it trains",
+    )
+
+
 def goes_on_after(followed: JobFollower, step: int) -> bool:
     """Whether attempt 2 has begun with the step behind ``step``, and gone some further."""
     steps = sorted(followed.losses.get(2, {}))
@@ -34,7 +45,7 @@ async def test_a_suspended_job_frees_its_nodes_and_goes_on_at_the_next_step(
     cluster = clusters()
     spec = cluster.job("long", steps=STEPS, interval_steps=STEPS // 2)
     async with cluster.client() as client, cluster.follow(client, spec) as followed:
-        await followed.until(lambda: len(followed.losses.get(1, {})) > 5, "it trains")
+        await until_it_trains(followed)
         answer = await client.suspend("long", reason="maintenance", validate_only=True)
         assert "saves its state" in answer.consequence
         assert (await client.get("long")).phase == JobPhase.RUNNING
@@ -76,7 +87,7 @@ async def test_a_higher_priority_displaces_a_running_job_which_comes_back(
     high = cluster.job("high", steps=5, interval_steps=5)
     high.priority = 1
     async with cluster.client() as client, cluster.follow(client, low) as followed:
-        await followed.until(lambda: len(followed.losses.get(1, {})) > 5, "it trains")
+        await until_it_trains(followed)
         async with cluster.follow(client, high) as winner:
             await winner.until_ended()
         assert (await client.get("high")).phase == JobPhase.SUCCEEDED
@@ -98,7 +109,7 @@ async def test_a_job_that_cannot_save_trains_on(clusters: Callable[[], ChaosClus
     (folder / "attempts").mkdir(parents=True)
     (folder / "attempts" / "attempt-000001").write_text("in the way")
     async with cluster.client() as client, cluster.follow(client, spec) as followed:
-        await followed.until(lambda: len(followed.losses.get(1, {})) > 5, "it trains")
+        await until_it_trains(followed)
         job = (await client.get("stuck")).proto
         await client.suspend("stuck", reason="maintenance")
         await followed.until(

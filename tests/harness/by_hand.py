@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 from tests.harness import program_start
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.local_cluster import MARK_VARIABLE, processes_marked
-from tests.harness.paced import paced, python_path
+from tests.harness.paced import HELD_S, paced, python_path
 from tests.harness.waiting import log_bytes, until
 
 STEPS = 12
@@ -55,9 +56,13 @@ def write_job(folder: Path, job: dict[str, Any], name: str = "job.json") -> Path
     return path
 
 
-def held(from_step: int) -> dict[str, Any]:
-    """Section ``optimizer`` of a job whose steps wait from there on for :meth:`HandRun.release`."""
-    return {**paced(0.0, held_from_step=from_step), "learning_rate": 3e-3}
+def held(from_step: int, held_s: float = HELD_S) -> dict[str, Any]:
+    """Section ``optimizer`` of a job whose steps wait from there on, each for ``held_s`` at most.
+
+    They go on with :func:`tests.harness.paced.release`.
+    """
+    paused = paced(0.0, held_from_step=from_step, held_s=held_s)
+    return {**paused, "learning_rate": 3e-3}
 
 
 class HandRun:
@@ -173,7 +178,8 @@ class HandRun:
     def close(self) -> None:
         """End all that is left."""
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def _moves(self) -> object:

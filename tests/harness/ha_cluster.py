@@ -68,16 +68,20 @@ class Trio:
             member.kill()
 
     async def leader(self) -> str:
-        """The name of the member that leads."""
+        """The name of the member that leads; waits while they elect one."""
         ids: dict[str, int] = {}
-        for name, member in self.members.items():
-            async with EtcdClient([member.endpoint], timeout_s=5.0) as client:
-                with contextlib.suppress(Exception):
-                    status = await client.status()
-                    ids[name] = status.leader_id
-                    if status.leader_id == status.member_id:
-                        return name
-        raise AssertionError(f"no member leads: {ids}")
+
+        async def find() -> str:
+            for name, member in self.members.items():
+                async with EtcdClient([member.endpoint], timeout_s=5.0) as client:
+                    with contextlib.suppress(Exception):
+                        status = await client.status()
+                        ids[name] = status.leader_id
+                        if status.leader_id == status.member_id:
+                            return name
+            return ""
+
+        return str(await eventually(find, "a member that leads", story=lambda: str(ids)))
 
 
 class HaCluster:

@@ -202,7 +202,8 @@ def openings(rank: int, world_size: int, folder: Path) -> int:
     config = from_accepted(tiny_job(parallelism={"pp": world_size}))
     store = FileStore(str(folder / "store"), world_size)
     store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
-    groups = create_groups(config.layout, rank, store, torch.device("cpu"), timeout_s=10.0)
+    device = torch.device("cpu")
+    groups = create_groups(config.layout, rank, store, device, timeout_s=GROUP_TIMEOUT_S)
     before, after = groups.edges.activation_in, groups.edges.activation_out
     pairs = sorted(
         (low % 2, low, edge)
@@ -215,7 +216,7 @@ def openings(rank: int, world_size: int, folder: Path) -> int:
         number = next(opened)
         keys = [f"{group.group_name}/{number}/{peer}" for peer in range(group.size())]
         meeting.set(keys[group.rank()], "")
-        meeting.wait(keys, timedelta(seconds=3.0))
+        meeting.wait(keys, timedelta(seconds=GROUP_TIMEOUT_S))
         return number
 
     memories = SimpleNamespace(empty_strided_p2p=lambda *_: torch.empty(0))

@@ -99,13 +99,17 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
     async def ReportSteps(
         self, request_iterator: AsyncIterator[link_pb2.ReportStepsRequest], context: Any
     ) -> link_pb2.ReportStepsResponse:
-        """Accept all records, or refuse them with the status ``refusal``."""
+        """Accept all records, or refuse them with the status ``refusal``; known ones are dropped.
+
+        A link that breaks, as on a machine that stands still, has records sent again.
+        """
         if self.refusal is not None:
             self.refused += 1
             await context.abort(self.refusal, "refused by the test")
         taken = [record async for request in request_iterator for record in request.records]
         async with self._news:
-            self.steps += taken
+            known = {(record.attempt, record.step) for record in self.steps}
+            self.steps += [each for each in taken if (each.attempt, each.step) not in known]
             self._news.notify_all()
         return link_pb2.ReportStepsResponse(accepted=len(taken))
 

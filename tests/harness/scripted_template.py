@@ -2,9 +2,10 @@
 
 Run by an agent through ``--template-command``. Its workers speak
 :mod:`megascale_common.node.messages`, keep a status page and write a log; instead of training they
-sleep. Labels of the job: ``steps`` and ``interval_s``; ``fail_rank`` with ``fail`` = exit | vanish
-| watchdog (of NCCL) | a kind of error | finish_early (status 0 without Finished) | peer_absent
-(OTHER, after the timeout in an operation) | linger (OTHER, and does not end), and ``fail_step``.
+sleep. Labels of the job: ``steps`` and ``interval_s``; ``go``, a file without which no step begins;
+``fail_rank`` with ``fail`` = exit | vanish | watchdog (of NCCL) | a kind of error | finish_early
+(status 0 without Finished) | peer_absent (OTHER, after the timeout in an operation) | linger
+(OTHER, and does not end), and ``fail_step``.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[i
     )
     _print(f"rank {rank} of attempt {assignment['attempt']} has {len(descriptors)} descriptors")
     framing.send(agent, {"kind": "running", "step": done})
+    while "go" in labels and not Path(labels["go"]).exists():
+        time.sleep(0.01)
     for step in range(done + 1, int(labels.get("steps", "1000000")) + 1):
         time.sleep(float(labels.get("interval_s", "0.05")))
         if labels.get("fail_rank") == str(rank) and step >= int(labels.get("fail_step", "1")):
@@ -140,6 +143,7 @@ def _fail(agent: socket.socket, how: str) -> int:
         agent, {"kind": "failed", "error_kind": how, "error": f"scripted {how}", "detail": detail}
     )
     if lingers:
+        _print("the failure is reported")
         time.sleep(60)
     return 1
 

@@ -20,7 +20,7 @@ from megascale.v1 import link_pb2
 from megascale_common.job.config import from_accepted
 
 # A first step on a device loads and compiles kernels, on one rank later than on the other.
-TIMEOUT_S = {"cpu": 4.0, "cuda": 15.0}
+TIMEOUT_S = {"cpu": 6.0, "cuda": 15.0}
 _STALLED_RANK = 1
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.waiting import CALL_TIMEOUT_S, until
 from torch._C._distributed_c10d import FileStore
 
 from megascale_common.job.config import JobConfig, from_accepted
@@ -332,19 +332,21 @@ def page_of_a_busy_device(
 
 
 def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank: the last stalls before its first step; the others report their wait."""
+    """Program of one rank: the last stalls until the others have ended, who report their wait."""
     config = from_accepted(job)
     groups = _groups(config, rank, folder, timeout_s=2.0)
     trainer = Trainer(config, rank, groups, device_of(rank))
     trainer.initialise()
     begin, error = time.monotonic(), ""
+    ended = [folder / f"ended-{other}" for other in range(world_size - 1)]
     if rank == world_size - 1:
-        time.sleep(6.0)
+        until(lambda: all(path.exists() for path in ended), "the others' ends")
     else:
         try:
             step(trainer, rank).read()
         except RuntimeError as failure:
             error = str(failure)
+        ended[rank].touch()
     return {"waited_s": time.monotonic() - begin, "error": error}
 
 

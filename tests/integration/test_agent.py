@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -105,12 +106,17 @@ async def test_hello_then_heartbeats_with_clock_readings(
     driver: RecordingDriver, agent: AgentProcess
 ) -> None:
     await driver.until_joined()
-    await driver.until(lambda: len(driver.beats) >= 3)
+    await driver.until(
+        lambda: len(driver.beats) >= 3 and driver.beats[-1].HasField("ack_received_at")
+    )
     hello = driver.hellos[-1]
     assert (hello.node, dict(hello.topology)) == ("n0", {"switch": "s0"})
     assert [device.index for device in hello.devices] == [0, 1]
     assert hello.checkpoint_endpoint and hello.executor_endpoint and hello.incarnation
-    assert [beat.seq for beat in driver.beats] == list(range(1, len(driver.beats) + 1))
+    numbers = [beat.seq for beat in driver.beats]
+    assert numbers == sorted(set(numbers))
+    # A link that ends, as when the daemon came late, may take its last heartbeat along.
+    assert driver.connections > 1 or numbers == list(range(1, len(numbers) + 1))
     last = driver.beats[-1]
     assert last.phase == link_pb2.ATTEMPT_PHASE_IDLE and last.epoch_seen == driver.epoch
     moments = [
@@ -128,7 +134,10 @@ async def test_attempt_runs_to_its_end(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     await driver.until_joined()
-    given = assignment(tmp_path, uri=str(tmp_path / "checkpoints"), steps="12", interval_s="0.05")
+    go = tmp_path / "go"
+    given = assignment(
+        tmp_path, uri=str(tmp_path / "checkpoints"), steps="12", interval_s="0.05", go=str(go)
+    )
     version = driver.want(PREPARE, given)
     prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
     assert prepared.desired_version == version
@@ -155,6 +164,7 @@ async def test_attempt_runs_to_its_end(
     driver.want(START, given)
     running = await driver.until_phase(link_pb2.ATTEMPT_PHASE_RUNNING)
     assert [worker.state for worker in running.workers] == [link_pb2.WORKER_STATE_RUNNING] * 2
+    go.touch()
     finished = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FINISHED)
     assert [(worker.exit_status, worker.step, worker.phase) for worker in finished.workers] == [
         (0, 12, "DONE")
@@ -199,12 +209,15 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
         )
         failed = await run_attempt(driver, given, link_pb2.ATTEMPT_PHASE_FAILED)
         culprit = failed.workers[1]
-        assert (culprit.exit_status, culprit.error_kind) == (status, kind)
+        # One that has reported its error is killed if it has not ended a second later.
+        slow = status == 1 and culprit.exit_status == -9
+        assert (culprit.exit_status, culprit.error_kind) == (-9 if slow else status, kind)
         assert "rank 1" in failed.failure
         if how == "CHECKPOINT_CORRUPT":
             assert culprit.error == "/checkpoints/rank-00001.safetensors"
         if how == "peer_absent":
-            assert "in group tp was in progress for 1." in culprit.error
+            waited = re.search(r"in group tp was in progress for (\S+) s", culprit.error)
+            assert waited is not None and float(waited[1]) >= 1.0
         await driver.until(
             lambda: driver.beats[-1].workers[0].state == link_pb2.WORKER_STATE_EXITED
         )
@@ -225,11 +238,13 @@ async def test_a_failure_that_the_stop_overtakes_is_reported_with_it(
 ) -> None:
     """A peer reported first: the order to stop comes while the culprit is about to end."""
     await driver.until_joined()
-    given = assignment(tmp_path, fail_rank="1", fail="linger", fail_step="3")
+    go = tmp_path / "go"
+    given = assignment(tmp_path, fail_rank="1", fail="linger", fail_step="3", go=str(go))
     began_s = time.time()
     await run_attempt(driver, given, link_pb2.ATTEMPT_PHASE_RUNNING)
+    go.touch()
     log = agent.node_folder / "jobs/demo/attempt-000001/rank-00001.log"
-    await eventually(lambda: "scripted failure" in log.read_text(), "the culprit's error")
+    await eventually(lambda: "the failure is reported" in log.read_text(), "the culprit's error")
     version = driver.want(IDLE)
     await driver.until(
         lambda: driver.beats[-1].desired_version == version and driver.beats[-1].attempt == 0
@@ -282,7 +297,7 @@ async def test_idle_kills_workers_and_a_newer_attempt_supersedes(
     assert driver.beats[-1].phase == link_pb2.ATTEMPT_PHASE_IDLE
     roles = ["agent", "checkpoint", "template"]
     await eventually(lambda: sorted(pids_of(agent)) == roles, "the processes of an idle node")
-    assert sorted(agent.group()) == sorted(pids_of(agent).values())
+    await eventually(lambda: sorted(agent.group()) == sorted(pids_of(agent).values()), "no others")
 
 
 async def test_template_death_fails_the_attempt_and_the_next_one_works(
@@ -482,13 +497,27 @@ async def test_real_training_resumes_from_the_memory_of_its_node(
     agent = start_agent(tmp_path, template="")
     try:
         await driver.until_joined()
-        given = assignment(tmp_path, 1, steps_of_training=500, uri=str(tmp_path / "checkpoints"))
+        # So many steps that the job does not end before its worker is killed.
+        uri, steps = str(tmp_path / "checkpoints"), 20_000
+        given = assignment(tmp_path, 1, steps_of_training=steps, uri=uri)
         running = await open_and_start(driver, given)
-        await driver.until(lambda: bool(driver.steps) and driver.steps[-1].step > 11)
+        await driver.until(
+            lambda: (
+                bool(driver.steps)
+                and driver.steps[-1].step > 11
+                and bool(sealed_by_all(driver.beats[-1], given))
+            )
+        )
         os.kill(running.workers[1].pid, signal.SIGKILL)
-        failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
+        await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
+        await driver.until(
+            lambda: all(
+                worker.state == link_pb2.WORKER_STATE_EXITED for worker in driver.beats[-1].workers
+            )
+        )
+        failed = driver.beats[-1]
         assert [worker.exit_status for worker in failed.workers if not worker.error_kind] == [-9]
-        again = assignment(tmp_path, 2, steps_of_training=500, uri=str(tmp_path / "checkpoints"))
+        again = assignment(tmp_path, 2, steps_of_training=steps, uri=uri)
         await open_and_start(driver, again)
         assert again.restore.source == types_pb2.RESTORE_SOURCE_MEMORY
         assert again.restore.step >= 5 and again.restore.step % 5 == 0
@@ -530,17 +559,22 @@ async def measured_spans(driver: RecordingDriver, ranks: int) -> None:
     )
 
 
+def sealed_by_all(beat: link_pb2.Heartbeat, given: link_pb2.AttemptAssignment) -> set[int]:
+    """Steps whose snapshots all ranks have sealed."""
+    steps = [
+        {s.step for p in beat.checkpoints for s in p.sealed if s.rank == rank}
+        for rank in given.ranks
+    ]
+    return set.intersection(*steps)
+
+
 async def open_and_start(
     driver: RecordingDriver, given: link_pb2.AttemptAssignment
 ) -> link_pb2.Heartbeat:
     """PREPARE, OpenAttempt with what the node holds sealed, START; until RUNNING."""
     driver.want(PREPARE, given)
     prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, attempt=given.attempt)
-    steps = [
-        {s.step for p in prepared.checkpoints for s in p.sealed if s.rank == rank}
-        for rank in given.ranks
-    ]
-    common = max(set.intersection(*steps), default=0)
+    common = max(sealed_by_all(prepared, given), default=0)
     given.store_endpoint, given.committer_endpoint = (
         prepared.store_endpoint,
         driver.hellos[-1].checkpoint_endpoint,
@@ -609,7 +643,8 @@ async def test_node_status_and_following_a_log(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     await driver.until_joined()
-    given = assignment(tmp_path, steps="30", interval_s="0.03")
+    go = tmp_path / "go"
+    given = assignment(tmp_path, steps="30", interval_s="0.03", go=str(go))
     await run_attempt(driver, given, link_pb2.ATTEMPT_PHASE_RUNNING)
     channel = open_channel(driver.hellos[0].executor_endpoint, TOKEN)
     try:
@@ -618,11 +653,13 @@ async def test_node_status_and_following_a_log(
             executor_pb2.GetNodeStatusRequest(), timeout=CALL_TIMEOUT_S
         )
         assert (status.hello.node, status.heartbeat.job) == ("n0", "demo")
-        assert status.pids[0] == agent.process.pid and set(status.pids) == set(agent.group())
+        assert status.pids[0] == agent.process.pid
+        await eventually(lambda: set(status.pids) == set(agent.group()), "its processes, no others")
         request = executor_pb2.TailWorkerLogsRequest(job="demo", rank=1, follow=True)
-        lines = [
-            response.line async for response in stub.TailWorkerLogs(request, timeout=CALL_TIMEOUT_S)
-        ]
+        lines = []
+        async for response in stub.TailWorkerLogs(request, timeout=CALL_TIMEOUT_S):
+            lines.append(response.line)
+            go.touch()
         assert lines[1:] == [
             f"step {step}" for step in range(1, 31)
         ]  # ends by itself with the attempt
@@ -642,6 +679,7 @@ async def test_node_status_and_following_a_log(
 async def test_step_records_wait_for_a_driver_that_takes_them(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
+    driver.interval_s = 30.0  # a new link, as after a silence of six intervals, sends records again
     await driver.until_joined()
     driver.refusal = grpc.StatusCode.UNAVAILABLE  # as of a driver that has just lost its etcd
     await run_attempt(

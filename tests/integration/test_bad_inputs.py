@@ -54,9 +54,13 @@ def before(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     before = jobs()
     yield before
     assert {name: phase for name, phase in jobs().items() if name in before} == before
+    until(both_nodes_live, "both nodes alive")  # one that is slow is suspected for a moment
+
+
+def both_nodes_live() -> bool:
     nodes = command("nodes", "--json").objects
     assert [node["disposition"] for node in nodes] == ["NODE_DISPOSITION_SCHEDULABLE"] * 2, nodes
-    assert [node["liveness"] for node in nodes] == ["NODE_LIVENESS_ALIVE"] * 2, nodes
+    return [node["liveness"] for node in nodes] == ["NODE_LIVENESS_ALIVE"] * 2
 
 
 def jobs() -> dict[str, str]:
@@ -267,7 +271,7 @@ def test_a_full_disk_is_no_success(cluster: Path) -> None:
         checkpoint = {
             "uri": str(place / "checkpoints"),
             "interval_steps": 2,
-            "final_timeout_s": 1,
+            "final_timeout_s": 3,  # within which the write has to fail
         }
         job = changed(good_job("full", cluster / "corpus"), {"checkpoint": checkpoint})
         answer = submitted(job, "--watch")

@@ -24,7 +24,6 @@ from megascale_common.etcd.server import EtcdServer
 
 __all__ = ["etcd_server"]
 
-ENTRY_POINT_TIMEOUT_S = 30.0  # to start Python, and to report within 5 s that etcd is away
 RETRY_FOR_S = 0.2  # of every command here, so that each case is short
 COMMANDS = (
     "jobs", "nodes", "cluster", "job a", "watch a", "explain a", "events", "logs a", "profile a",
@@ -34,16 +33,16 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def free_port() -> int:
-    """A port of this machine on which nothing listens."""
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port of this machine on which nothing listens: it is taken, or another test may get it."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
+        yield held.getsockname()[1]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_port: int) -> Path:
     """A run folder as a killed cluster leaves it: token and address, and no driver."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGASCALE_RUN_FOLDER", str(tmp_path / "runs"))
@@ -55,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "token").write_text("a-token-of-some-length\n")
-    (tmp_path / "runs" / "driver.address").write_text(f"127.0.0.1:{free_port()}\n")
+    (tmp_path / "runs" / "driver.address").write_text(f"127.0.0.1:{silent_port}\n")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(good_job("good")))
     return tmp_path
 
@@ -139,7 +138,7 @@ def entry_point(*arguments: str | Path, **environment: str) -> subprocess.Comple
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=ENTRY_POINT_TIMEOUT_S,
+        timeout=CALL_TIMEOUT_S,
         check=False,
     )
 
@@ -206,8 +205,8 @@ def test_a_driver_with_a_bad_option_names_it(
 
 
 @pytest.mark.slow
-def test_an_etcd_out_of_reach_is_named(folder: Path) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
+def test_an_etcd_out_of_reach_is_named(folder: Path, silent_port: int) -> None:
+    endpoint = f"127.0.0.1:{silent_port}"
     is_one_sentence(driver(folder, endpoint), "etcd", endpoint)
     options = ("--etcd-endpoints", endpoint, "--nodes", "1", "--device", "cpu")
     done = entry_point("megascale_cli", "up", "--run-folder", folder / "new", *options)

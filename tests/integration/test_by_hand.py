@@ -18,6 +18,8 @@ from megascale_client import Client, load_job
 from megascale_driver.analysis.spans import recorded
 
 Start = Callable[..., HandRun]
+# A step that waits for a kill or a cancel: as long as they may take, and no job hangs by then.
+LONG_S = 30.0
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
     tmp_path: Path, start: Start, whole: dict[int, float]
 ) -> None:
     two = {"dp": 2}
-    job = write_job(tmp_path, small_job(tmp_path, parallelism=two, optimizer=held(7)))
+    job = write_job(tmp_path, small_job(tmp_path, parallelism=two, optimizer=held(7, LONG_S)))
     killed = start(job, 2)
     killed.await_step(6)
     killed.await_commit(4)
@@ -225,13 +227,13 @@ def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(
     tmp_path: Path, start: Start, whole: dict[int, float]
 ) -> None:
     two = {"parallelism": {"dp": 2}, "checkpoint": {"interval_steps": 2}}
-    first = start(write_job(tmp_path, small_job(tmp_path, **two, optimizer=held(4))), 2)
+    first = start(write_job(tmp_path, small_job(tmp_path, **two, optimizer=held(4, LONG_S))), 2)
     first.await_step(3)
     first.await_commit(2)
     first.kill()
     cluster = tmp_path / "cluster"
     with UpProcess(cluster, "--nodes", "1", "--devices-per-node", "2", "--device", "cpu") as up:
-        paused = small_job(tmp_path, **two, optimizer=held(8))
+        paused = small_job(tmp_path, **two, optimizer=held(8, LONG_S))
         job = write_job(tmp_path, paused)
         with Client.from_run_folder(cluster) as client:
             client.submit(load_job(job))

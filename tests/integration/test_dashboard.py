@@ -40,14 +40,28 @@ class Browser:
         return found
 
 
-def _succeeded(browser: Browser, path: str) -> dict[str, Any] | None:
-    """The page of a job that has succeeded; None before, and where the page is not yet there."""
+def _complete(browser: Browser, path: str) -> dict[str, Any]:
+    """The page of a job that has succeeded, with all its steps; empty before that.
+
+    The first look at it begins to read the steps' records, and waits for them half a second.
+    """
     try:
         page = browser.twin(path)
     except urllib.error.HTTPError as missing:
         assert missing.code == 404, missing
-        return None
-    return page if page["phase"] == "succeeded" else None
+        return {}
+    whole = len(page["curves"]["step"]) == page["steps"]
+    return page if page["phase"] == "succeeded" and whole else {}
+
+
+def _timeline(browser: Browser, path: str, steps: int) -> dict[str, Any]:
+    """The page of a timeline of so many steps; empty while their spans are on the way."""
+    try:
+        page = browser.twin(f"{path}?steps={steps}")
+    except urllib.error.HTTPError as missing:
+        assert missing.code == 409, missing
+        return {}
+    return page if len(page["steps"]) == steps else {}
 
 
 def test_pages_of_a_real_cluster(tmp_path: Path) -> None:
@@ -58,8 +72,10 @@ def test_pages_of_a_real_cluster(tmp_path: Path) -> None:
 
         fleet = browser.twin("/fleet.json")
         assert [each["name"] for each in fleet["switches"]] == ["s0", "s1"]
-        assert fleet["states"] == {"idle": 2}
-        assert browser.twin("/now.json")["sentence"] == "All is well: no jobs run, on 2 nodes."
+        # A node that stands still for seconds is a suspect for a while.
+        until(lambda: browser.twin("/fleet.json")["states"] == {"idle": 2}, "two idle nodes")
+        well = "All is well: no jobs run, on 2 nodes."
+        until(lambda: browser.twin("/now.json")["sentence"] == well, well)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             browser.twin("/jobs/pages.json")
         with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -71,7 +87,7 @@ def test_pages_of_a_real_cluster(tmp_path: Path) -> None:
             client.submit(parse_job(good_job("pages", corpus, steps=6)))
             assert client.wait("pages").phase.name == "SUCCEEDED"
         # The answer to the question above, that there is no such job, is kept for a second.
-        job = until(lambda: _succeeded(browser, "/jobs/pages.json"), "the job's page")
+        job = until(lambda: _complete(browser, "/jobs/pages.json"), "the job's page")
         assert job["step"] == job["steps"] == 6
         assert [each["attempt"] for each in job["attempts"]] == [1]
         assert job["attempts"][0]["running_s"] and job["attempts"][0]["ended_s"]
@@ -87,7 +103,7 @@ def test_pages_of_a_real_cluster(tmp_path: Path) -> None:
         assert [each["name"] for each in heat["nodes"]] == ["n1"]
 
         # One rank's spans on one clock, from the driver's files to the page.
-        lines = browser.twin("/jobs/pages/timeline.json?steps=2")
+        lines = until(lambda: _timeline(browser, "/jobs/pages/timeline.json", 2), "two steps")
         assert [each["rank"] for each in lines["rows"]] == [0]
         assert lines["rows"][0]["node"] == "n1" and lines["rows"][0]["computes"] > 0
         assert len(lines["steps"]) == 2 and "forward" in lines["names"]

@@ -7,6 +7,7 @@ watches with compaction and restart, elections with a fence, lost replies settle
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
@@ -89,12 +90,12 @@ async def subject(
         server = FakeEtcd(progress_s=0.2)
         cut = Connection(server, "cut off")
         async with FakeEtcdClient([Connection(server)], prefix=etcd_prefix) as etcd:
-            async with FakeEtcdClient([cut], prefix=etcd_prefix, timeout_s=1.0) as other:
+            async with FakeEtcdClient([cut], prefix=etcd_prefix) as other:
                 yield Fake(etcd, other, cut, server)
         return
     async with CuttableProxy(etcd_server.endpoint) as proxy:
         async with EtcdClient([etcd_server.endpoint], prefix=etcd_prefix) as etcd:
-            async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=1.0) as other:
+            async with EtcdClient([proxy.endpoint], prefix=etcd_prefix) as other:
                 await other.get("connected")
                 yield Real(etcd, other, proxy, etcd_server)
 
@@ -229,7 +230,7 @@ async def test_an_unknown_outcome_is_settled_exactly_once(subject: Subject, lost
 
 
 async def test_a_write_without_a_reply_is_unknown_and_a_read_unavailable(subject: Subject) -> None:
-    subject.cut.swallow_replies = True
+    subject.cut.swallow_replies, subject.cut_off.timeout_s = True, 1.0
     with pytest.raises(UnknownOutcome):
         await subject.cut_off.put("k", b"")
     with pytest.raises(EtcdUnavailable):
@@ -262,21 +263,22 @@ async def test_an_owner_cut_off_loses_its_lease_before_its_key_is_deleted(
     created = await subject.cut_off.put("owner", b"", lease_id=lease.lease_id)
     async with Watch(subject.etcd, "owner", created + 1, prefix=False) as watch:
         subject.cut.swallow_requests = True
-        gone = asyncio.create_task(take(watch, 1))
-        await asyncio.wait_for(lease.lost.wait(), CALL_TIMEOUT_S)
-        assert not gone.done() and "not renewed" in lease.lost_reason
-        [event] = await gone
+        [event] = await take(watch, 1)
+        # By the clock: after a pause of this process both news come at once.
+        assert lease.remaining_s() == 0.0
         assert event.deleted and event.kv.key == "owner"
+        await asyncio.wait_for(lease.lost.wait(), CALL_TIMEOUT_S)
+        assert "not renewed" in lease.lost_reason
     subject.cut.reset()
     await lease.close()
 
 
 async def test_a_kept_lease_outlives_its_ttl_and_a_restart(subject: Subject) -> None:
-    lease = await Lease.grant(subject.etcd, 3)
+    ttl_s, begun_s = 5, time.monotonic()
+    lease = await Lease.grant(subject.etcd, ttl_s)
     await subject.etcd.put("owner", b"", lease_id=lease.lease_id)
-    await asyncio.sleep(1.0)
-    await subject.restart()
-    await asyncio.sleep(3.0)
+    await subject.restart()  # at once: most of the lease's time is left for a slow machine
+    await asyncio.sleep(begun_s + ttl_s + 0.5 - time.monotonic())
     assert not lease.lost.is_set() and await subject.etcd.get("owner") is not None
     await lease.close()
 

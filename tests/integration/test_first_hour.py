@@ -292,7 +292,10 @@ def trained(hour: Hour) -> Hour:
         with Client.from_run_folder(hour.folder / "runs" / "current") as client:
             return client.get(JOB).step
 
-    until(lambda: steps() >= STEPS_BEFORE_ORDERS, "the first steps", steps)
+    def moves() -> tuple[int, int]:
+        return steps(), log_bytes(hour.folder / "runs")
+
+    until(lambda: steps() >= STEPS_BEFORE_ORDERS, "the first steps", moves)
     orders, watching = re.split("^(?=megascale watch)", block(*MEANWHILE).code, flags=re.M)
     shown = hour.shell(orders).stdout
     release(hour.site)

@@ -123,6 +123,29 @@ class Cluster:
     def runs_on(self, node: str) -> bool:
         return self.is_in(types_pb2.JOB_PHASE_RUNNING) and list(self.known().nodes) == [node]
 
+    def profiled(self) -> dict[str, Any]:
+        """What the driver answers to a request whose trace is then written.
+
+        A request that reaches its rank late is skipped, and made again.
+        """
+        while True:
+            asked = self.one("driver/profile_job.sh", "demo", "1", REASON="why so slow")["profile"]
+            until(lambda: self.trace().state != types_pb2.TRACE_STATE_PENDING, "a trace", self.step)
+            trace = self.trace()
+            if trace.state == types_pb2.TRACE_STATE_WRITTEN:
+                return dict(asked)
+            assert "the request arrived before step" in trace.detail
+
+    def trace(self) -> driver_pb2.Trace:
+        """The trace of the newest profile."""
+        (trace,) = self.known().profile.traces
+        return trace
+
+    def timeline(self) -> str:
+        """A trace of the newest steps; "" before their spans have arrived."""
+        done = self.run("driver/get_timeline.sh", "demo")
+        return str(json.loads(done.stdout)["data"]) if done.returncode == 0 else ""
+
     def step(self) -> object:
         """What moves while the job trains."""
         return self.known().step
@@ -189,15 +212,16 @@ def test_jobs_are_shown_followed_and_explained(cluster: Cluster) -> None:
     assert explained["explanation"].startswith("job demo runs attempt 1 on n1")
     assert {event["reason"] for event in explained["events"]} >= {"CHECKPOINT_COMMITTED"}
     assert explained["text"].startswith(explained["explanation"]) and "cause" not in explained
+    assert until(cluster.timeline, "spans").startswith("H4sI")  # gzip
     heat = cluster.one("driver/get_heat_map.sh", "demo")
     assert heat["rank_nodes"] == ["n1"] and heat["attempt"] == "1", heat
     topology = cluster.one("driver/get_topology.sh", "demo")
     assert topology["ranks"][0]["node"] == "n1" and topology["rank_count"] == 1, topology
     why = cluster.one("driver/get_mfu_decline.sh", "demo")
-    # A machine that became busier computes slower, which is what a throttled one does.
-    causes = ("none", "unknown", "throttle")
+    # A machine that became busier is as one that is throttled, or pauses longer for anything; what
+    # needs other nodes to compare with it is not.
+    causes = ("none", "unknown", "throttle", "data_wait", "garbage_collection", "checkpoint")
     assert why["attempt"] == "1" and why["cause"] in causes and why["sentence"], why
-    assert cluster.one("driver/get_timeline.sh", "demo")["data"].startswith("H4sI")  # gzip
     info = cluster.one("driver/get_cluster_info.sh")
     address = (cluster.run_folder / "driver.address").read_text().strip()
     assert (info["cluster"], info["leader"], info["nodes_alive"], info["jobs_running"]) == (
@@ -223,19 +247,15 @@ def test_logs_come_from_the_driver_and_from_the_node(cluster: Cluster) -> None:
 
 
 def test_a_profile_is_asked_for_and_shown_with_the_job(cluster: Cluster) -> None:
-    asked = cluster.one("driver/profile_job.sh", "demo", "1", REASON="why so slow")["profile"]
+    asked = cluster.profiled()
     assert asked["first_step"] == asked["last_step"] and asked["not_after"]
     (trace,) = asked["traces"]
     assert (trace.get("rank", 0), trace["node"], trace["state"]) == (0, "n1", "TRACE_STATE_PENDING")
-    until(
-        lambda: cluster.known().profile.traces[0].state == types_pb2.TRACE_STATE_WRITTEN,
-        "a trace",
-        cluster.step,
-    )
     shown = cluster.job()["profile"]
     assert (shown["id"], shown["traces"][0]["state"]) == (asked["id"], "TRACE_STATE_WRITTEN")
     assert Path(trace["path"]).read_bytes()[:2] == b"\x1f\x8b", "it lies where the answer said"
-    ahead = str(int(cluster.job()["step"]) + 5000)
+    # Within an hour at the pace of the newest step, even if the machine has just stood still.
+    ahead = str(int(cluster.job()["step"]) + 1000)
     assert cluster.one("driver/profile_job.sh", "demo", "1", "0", ahead)["profile"]["traces"]
     given_up = cluster.one("driver/cancel_profile.sh", "demo", "too far ahead")["profile"]
     assert given_up["traces"][0]["state"] == "TRACE_STATE_SKIPPED"

@@ -13,6 +13,7 @@ from tests.harness import etcd as etcd_harness
 from tests.harness import journal
 from tests.harness.journal import WatchedEtcd, leader
 from tests.harness.simulated_cluster import demo_job
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.job import config as job_config
@@ -27,7 +28,8 @@ ROWS = Path(__file__).parents[1] / "harness" / "rows_of_an_earlier_build.json"
 
 @pytest_asyncio.fixture
 async def etcd(etcd_server: EtcdServer, etcd_prefix: str) -> AsyncIterator[WatchedEtcd]:
-    async with WatchedEtcd([etcd_server.endpoint], prefix=etcd_prefix) as client:
+    endpoints = [etcd_server.endpoint]
+    async with WatchedEtcd(endpoints, prefix=etcd_prefix, timeout_s=CALL_TIMEOUT_S) as client:
         yield client
 
 

@@ -208,7 +208,12 @@ async def test_a_driver_lives_on_with_an_unreadable_job(
         await driver.start()
         listed = await driver.stub.ListJobs(driver_pb2.ListJobsRequest(), timeout=CALL_TIMEOUT_S)
         assert not listed.jobs
-        events = [e for e in await driver.events("") if e.reason == "ROW_UNREADABLE"]
+
+        async def reported() -> list[types_pb2.Event]:
+            return [e for e in await driver.events("") if e.reason == "ROW_UNREADABLE"]
+
+        # It leads before the lines with which its term begins are stored.
+        events = await eventually(reported, "the lines about the rows", story=driver.log)
         assert [event.subject for event in events] == ["jobs/a", "jobs/good"]
         assert "Job.phase" in events[0].message and "name is held" in events[0].outcome
         with pytest.raises(Exception, match="cannot be read"):
@@ -216,6 +221,17 @@ async def test_a_driver_lives_on_with_an_unreadable_job(
         assert (await driver.submit(small_job("c"))).phase == types_pb2.JOB_PHASE_QUEUED
     finally:
         await driver.close()
+
+
+async def until_known(driver: DriverProcess, *jobs: str) -> None:
+    """Wait until the driver knows which job each node runs: it acknowledges a heartbeat before."""
+
+    async def known() -> bool:
+        request = driver_pb2.ListNodesRequest()
+        listed = (await driver.stub.ListNodes(request, timeout=CALL_TIMEOUT_S)).nodes
+        return tuple(node.job for node in listed) == jobs
+
+    await eventually(known, f"the nodes run {jobs}", story=driver.log)
 
 
 async def test_workers_of_a_job_that_cannot_be_read_go_on(
@@ -249,8 +265,7 @@ async def test_workers_of_a_job_that_cannot_be_read_go_on(
             assert [node.job for node in nodes] == ["a", "a"]
             assert [len(node.history) for node in nodes] == ordered, "no order at all"
             assert (await driver.job("b")).phase == types_pb2.JOB_PHASE_QUEUED
-            listed = (await driver.stub.ListNodes(driver_pb2.ListNodesRequest())).nodes
-            assert [node.job for node in listed] == ["a", "a"]
+            await until_known(driver, "a", "a")
             for call in (
                 driver.stub.GetJob(driver_pb2.GetJobRequest(name="a")),
                 driver.stub.CancelJob(driver_pb2.CancelJobRequest(name="a", reason="r")),
@@ -269,6 +284,7 @@ async def test_workers_of_a_job_that_cannot_be_read_go_on(
                 evict = driver_pb2.EvictNodeRequest(name="n2", reason="r")
                 assert "of job a" in (await driver.stub.EvictNode(evict)).consequence
                 await eventually(lambda: not nodes[1].job, "n2 stops")
+                await until_known(driver, "a", "")
                 assert (nodes[0].job, len(nodes[0].history)) == ("a", ordered[0])
                 await driver.stub.UncordonNode(
                     driver_pb2.UncordonNodeRequest(name="n2", reason="r")

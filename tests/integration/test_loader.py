@@ -152,11 +152,12 @@ def test_all_readers_of_a_rank_get_the_same_packed_batches(
                 batches.append(client.next_step())
                 time.sleep(0.003 * reader)
             assert client.consumed_samples == steps * GLOBAL_BATCH
+            together.wait(timeout=TIMEOUT_S)  # now the others have opened theirs
             assert loader.rings() == 2
-            finished.wait(timeout=TIMEOUT_S)
+            together.wait(timeout=TIMEOUT_S)
             return batches
 
-    finished = threading.Barrier(4)
+    together = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:
         futures = {
             (rank, reader): pool.submit(read, rank, reader) for rank in (0, 1) for reader in (0, 1)
@@ -214,8 +215,8 @@ def test_a_killed_loader_is_an_error_in_bounded_time(start: StartLoader, job: Jo
 
 def test_a_stopped_loader_is_an_error_after_the_timeout(start: StartLoader, job: JobConfig) -> None:
     loader = start(job)
-    loader.client().close()  # waits until the loader listens, however long its start takes
-    with loader.client(timeout_s=1.5) as client:
+    with loader.client() as client:  # which waits for its start and its answer, however long
+        client._timeout_s = 1.5
         loader.process.send_signal(signal.SIGSTOP)
         try:
             began = time.monotonic()

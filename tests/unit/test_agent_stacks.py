@@ -41,7 +41,7 @@ def test_the_stack_of_the_training_thread_and_the_state_of_a_stopped_one(tmp_pat
         start = stacks.log_end(log)
         process.send_signal(STACKS_SIGNAL)
         found = until(lambda: stacks.stack_since(log, start), "a stack in the log")
-        until(lambda: "outer" in stacks.stack_since(log, start), "all of it")
+        until(lambda: "<module>" in stacks.stack_since(log, start), "all of it")
         found = stacks.stack_since(log, start)
         folder = tmp_path.name
         assert found.startswith(f"inner ({folder}/train.py:8) < outer ({folder}/train.py:10) < ")

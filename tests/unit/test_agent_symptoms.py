@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common.node.status_page import GroupRow, Phase, Status, StatusPageWriter
+from megascale_common.node.status_page import (
+    GroupRow,
+    Phase,
+    Status,
+    StatusPageWriter,
+    read_status_page,
+)
 from megascale_executor.agent.symptoms import STOPPED, overdue, stands_still, waited_in_vain
 
 ABORTED = -int(signal.SIGABRT)
@@ -60,7 +66,9 @@ def test_a_rank_stands_still_when_its_page_is_old(tmp_path: Path) -> None:
     page = tmp_path / "page"
     assert not stands_still(page, time.monotonic_ns()), "it has not begun"
     writer = StatusPageWriter(page, rank=0, attempt=1)
-    written_ns = time.monotonic_ns()
+    found = read_status_page(page)
+    assert found is not None
+    written_ns = found.updated_ns
     assert not stands_still(page, written_ns)
     assert stands_still(page, written_ns + 3 * 10**9)
     writer.close()

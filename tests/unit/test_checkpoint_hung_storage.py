@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import pytest
 from tests.harness.checkpoint_files import image_of, registration_of
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
+from megascale_checkpoint import rank_snapshots
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import Jobs
+from megascale_checkpoint.persist import Progress
 from megascale_checkpoint.rank_snapshots import RankSnapshots
 from megascale_checkpoint.staging import StagingFolder
 from megascale_checkpoint.storage import SCHEMES, FileStorage
@@ -40,6 +43,16 @@ class HungDisk(SystemDisk):
         return super().write(descriptor, data)
 
 
+@pytest.fixture
+def silent_in_the_disk(disk: HungDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread counts as silent from its write on: one that is given up before is not left."""
+
+    def still_s(progress: Progress) -> float:
+        return time.monotonic() - progress.moved_s if disk.asked.is_set() else 0.0
+
+    monkeypatch.setattr(Progress, "still_s", property(still_s))
+
+
 class Owner:
     """A worker's connection; ``serial`` counts them in the order in which they were accepted."""
 
@@ -62,7 +75,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDisk]:
 
 
 @pytest.fixture
-async def jobs(tmp_path: Path) -> AsyncIterator[Jobs]:
+async def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Jobs]:
+    monkeypatch.setattr(rank_snapshots, "STOP_S", CALL_TIMEOUT_S)
     pools, staging = Pools(), StagingFolder(tmp_path / "staging", "c", "n", "i1")
     yield Jobs(staging, pools, CommitterClient("token"))
     pools.close()
@@ -114,7 +128,7 @@ async def test_a_hung_storage_of_one_job_does_not_hold_up_another(
 async def test_closing_does_not_wait_for_a_hung_storage(
     jobs: Jobs, disk: HungDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megascale_checkpoint.rank_snapshots.STOP_S", 0.1)
+    monkeypatch.setattr(rank_snapshots, "STOP_S", 0.1)
     snapshots = await register(jobs, "job", f"hung://{tmp_path}/a")
     seal(snapshots, 10)
     await eventually(disk.asked.is_set, "the write")
@@ -123,15 +137,16 @@ async def test_closing_does_not_wait_for_a_hung_storage(
     assert bytes(snapshots.memories[0].view[:4]) == bytes(4), "its slot is still mapped"
 
 
+@pytest.mark.usefixtures("silent_in_the_disk")
 async def test_a_slot_that_a_storage_holds_is_given_back(
     jobs: Jobs, disk: HungDisk, tmp_path: Path
 ) -> None:
     """Without it both slots stay lost, and every snapshot from then on is skipped."""
     snapshots = await register(jobs, "job", f"hung://{tmp_path}/checkpoints")
-    # Long enough for a thread to reach the disk: one that is given up before ends, and is not left.
-    snapshots.given_up_s = 0.4
+    snapshots.given_up_s = 0.1
     job = jobs.job("job")
     for step in (10, 20):
+        disk.asked.clear()
         seal(snapshots, step)
         await eventually(
             lambda step=step: job.failure is not None and job.failure.step == step,
@@ -149,13 +164,14 @@ async def test_a_slot_that_a_storage_holds_is_given_back(
     await eventually(lambda: job.persists.count == 1, "the storage has answered")
     seal(snapshots, 40)
     await eventually(lambda: job.persists.count == 2, "and takes the next step")
+    await eventually(lambda: not snapshots._left_alone, "the threads that were given up have ended")
     assert await jobs.close(0.0)
 
 
+@pytest.mark.usefixtures("silent_in_the_disk")
 async def test_memory_that_a_storage_holds_is_free_for_another_job(
-    jobs: Jobs, disk: HungDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, disk: HungDisk, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("megascale_checkpoint.rank_snapshots.STOP_S", 0.1)
     snapshots = await register(jobs, "job", f"hung://{tmp_path}/a")
     snapshots.given_up_s = 0.05
     seal(snapshots, 10)

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_checkpoint import commit_writer, concurrency
 from megascale_checkpoint.commit_writer import LogWriters
@@ -15,14 +16,19 @@ from megascale_common.service.errors import UnavailableError
 
 
 async def test_what_has_begun_is_finished_and_what_waits_may_be_given_up() -> None:
-    lane, go_on, order = Lane("lane"), threading.Event(), []
+    lane, begun, go_on, order = Lane("lane"), threading.Event(), threading.Event(), []
 
     def first() -> None:
+        begun.set()
         go_on.wait()
         order.append("first")
 
+    waiting = asyncio.create_task(lane.run(first, 0.05))
+    await asyncio.sleep(0)
+    # The loop stands still meanwhile, so the time is not up before the work has begun.
+    assert begun.wait(CALL_TIMEOUT_S)
     with pytest.raises(UnavailableError, match="lane: the storage has not answered for 0 s"):
-        await lane.run(first, 0.05)
+        await waiting
     with pytest.raises(UnavailableError):
         await lane.run(lambda: order.append("given up"), 0.05)
     last = asyncio.create_task(lane.run(lambda: order.append("last")))

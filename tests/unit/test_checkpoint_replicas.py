@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
@@ -193,16 +194,14 @@ async def test_a_flipped_bit_at_the_peer_is_found_once_and_not_offered_again(
             await asyncio.to_thread(fetch, *arguments)
 
 
-async def test_bytes_that_change_on_the_way_back_are_found_by_the_reader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "SILENCE_S", 2.0)  # further streams are never taken
+async def test_bytes_that_change_on_the_way_back_are_found_by_the_reader() -> None:
     state, image = state_of(10)
     image[5] ^= 4
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             with Connection(listener.accept()[0], Cancellation()) as connection:
+                listener.close()  # further streams are refused
                 connection.accept(TOKEN)
                 connection.receive()
                 connection.send({"verb": "state", "state": state.to_mapping()})
@@ -328,7 +327,7 @@ async def test_a_stranger_is_refused_before_anything_is_read(tmp_path: Path) -> 
 
         def shout() -> bytes:
             host, _, port = peer.endpoint.rpartition(":")
-            with socket.create_connection((host, int(port)), 5.0) as sock:
+            with socket.create_connection((host, int(port)), CALL_TIMEOUT_S) as sock:
                 sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 return sock.recv(4096)
 

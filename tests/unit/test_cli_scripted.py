@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.harness.cli_process import run, start
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.exits import FAILED, INTERRUPTED, NOT_FOUND, OK, REFUSED, USAGE
@@ -165,7 +165,12 @@ async def test_a_shell_completes_the_clusters_names(
     monkeypatch.setenv("_MEGASCALE_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"megascale {words}")
     monkeypatch.setenv("COMP_CWORD", "2")
-    assert (await run())[1].split() == names
+
+    async def completed() -> bool:
+        """A shell waits for a second, and shows nothing if the answer comes later."""
+        return (await run())[1].split() == names
+
+    await eventually(completed, "the names")
     await driver.server.stop(0)
     assert (await run())[1].split() == []
 

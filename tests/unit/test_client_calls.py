@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2_grpc, job_pb2, types_pb2
 from megascale_client import (
@@ -88,7 +89,7 @@ async def test_a_wrong_token_is_not_allowed(driver: ScriptedDriver) -> None:
 
 async def test_a_mutation_is_repeated_with_the_same_request_id(driver: ScriptedDriver) -> None:
     driver.errors = [of_code("UNAVAILABLE", "", "not yet")] * 2
-    async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
+    async with AsyncClient(driver.address, TOKEN, retry_for_s=CALL_TIMEOUT_S) as client:
         await client.submit(job_pb2.JobSpec(name="one"))
         await client.submit(job_pb2.JobSpec(name="two"))
     first, second, third, fourth = (request.request_id for request in driver.requests)
@@ -100,7 +101,7 @@ async def test_a_call_goes_to_the_leader_that_a_standby_reports(driver: Scripted
     leader = await start_driver()
     hint = {"leader": leader.address}
     driver.errors = [of_code("UNAVAILABLE", "NOT_LEADER", "standby", metadata=hint)]
-    async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
+    async with AsyncClient(driver.address, TOKEN, retry_for_s=CALL_TIMEOUT_S) as client:
         assert (await client.get("x")).spec.name == "x"
         assert (len(driver.requests), len(leader.requests)) == (1, 1)
     await leader.server.stop(0)
@@ -144,7 +145,7 @@ async def test_a_driver_with_tls_is_reached_by_its_certificate_only(tmp_path: Pa
     driver_pb2_grpc.add_DriverServiceServicer_to_server(ScriptedDriver(), server.server)  # type: ignore[abstract]
     address = await server.start("127.0.0.1:0", ["megascale.v1.DriverService"])
     async with AsyncClient(
-        address, TOKEN, root_certificate=tls.certificate, retry_for_s=5
+        address, TOKEN, root_certificate=tls.certificate, retry_for_s=CALL_TIMEOUT_S
     ) as client:
         assert (await client.get("x")).spec.name == "x"
     async with AsyncClient(address, TOKEN, retry_for_s=0.2) as client:
@@ -167,7 +168,7 @@ async def test_a_watch_resumes_after_the_last_update_at_the_new_address(
     driver.updates = successor.updates = [1, 2, 3, 4]
     driver.break_after = 2
     seen = []
-    async with AsyncClient.from_run_folder(tmp_path, retry_for_s=5) as client:
+    async with AsyncClient.from_run_folder(tmp_path, retry_for_s=CALL_TIMEOUT_S) as client:
         async for update in client.watch("job"):
             seen.append(update.step.step)
             if len(seen) == 2:
@@ -182,7 +183,7 @@ async def test_a_watch_resumes_after_the_last_update_at_the_new_address(
 async def test_a_stream_that_ends_before_the_job_is_opened_again(driver: ScriptedDriver) -> None:
     driver.updates, driver.phase = [1, 2], types_pb2.JOB_PHASE_RUNNING
     seen = []
-    async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
+    async with AsyncClient(driver.address, TOKEN, retry_for_s=CALL_TIMEOUT_S) as client:
         async for update in client.watch("job"):
             seen.append(update.step.step)
             if len(seen) == 2:
@@ -195,7 +196,7 @@ async def test_a_stream_that_ends_before_the_job_is_opened_again(driver: Scripte
 async def test_updates_that_a_new_driver_repeats_are_yielded_once(driver: ScriptedDriver) -> None:
     driver.updates, driver.break_after = [1, 2, 3, 4], 3
     driver.forgets_tokens = True
-    async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
+    async with AsyncClient(driver.address, TOKEN, retry_for_s=CALL_TIMEOUT_S) as client:
         assert [update.step.step async for update in client.watch("job")] == [1, 2, 3, 4]
 
 

@@ -93,7 +93,7 @@ async def in_thread(driver: ScriptedDriver, action: Callable[[Client], Result]) 
     """What ``action`` returns, called in a thread of its own with a client of the driver."""
 
     def run() -> Result:
-        with Client(driver.address, TOKEN, retry_for_s=5) as client:
+        with Client(driver.address, TOKEN, retry_for_s=CALL_TIMEOUT_S) as client:
             return action(client)
 
     return await asyncio.to_thread(run)
@@ -103,6 +103,12 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(CALL_TIMEOUT_S):
         while not condition():  # noqa: ASYNC110 - a state without an event
             await asyncio.sleep(0.01)
+
+
+def waits(client: Client) -> bool:
+    """Whether a thread waits for the next item of an iterator of this client."""
+    tasks = asyncio.all_tasks(client._loop._loop)
+    return any(getattr(task.get_coro(), "__name__", "") == "_next" for task in tasks)
 
 
 def public(cls: type) -> set[str]:
@@ -207,7 +213,7 @@ async def test_closing_ends_a_call_of_another_thread_and_leaves_no_thread(
     lines = client.logs("x", rank=0, lines=1, follow=True)
     assert await asyncio.to_thread(next, lines) == "line 0"
     waiting = asyncio.create_task(asyncio.to_thread(next, lines, None))
-    await asyncio.sleep(0.2)  # so that it waits for a line that never comes
+    await until(lambda: waits(client))  # for a line that never comes
     await asyncio.to_thread(client.close)
     with pytest.raises(RuntimeError, match="closed while"):
         await waiting
@@ -227,7 +233,7 @@ async def test_it_works_where_the_callers_thread_runs_a_loop(driver: ScriptedDri
     second.start()
     try:
         await until(lambda: bool(started))
-        with Client(started[0], TOKEN, retry_for_s=5) as client:
+        with Client(started[0], TOKEN, retry_for_s=CALL_TIMEOUT_S) as client:
             assert client.get("x").spec.name == "x"
     finally:
         done.set()

@@ -22,7 +22,7 @@ from megascale_common.node.link_limits import (
 )
 from megascale_common.service import status
 from megascale_common.service.channel import open_channel
-from megascale_common.service.clock import SystemClock
+from megascale_common.service.clock import VirtualClock
 from megascale_common.service.errors import NotLeaderError, UnavailableError
 from megascale_common.service.server import RpcServer
 from megascale_driver import leadership, link_service
@@ -83,7 +83,8 @@ async def test_a_standby_says_when_to_dial_again_and_the_agent_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Over real gRPC: a thousand nodes were refused before this one."""
-    engine = Engine(Policy(), SystemClock(), TOKEN, "here")
+    # The queue of those before is not shorter after a pause of the machine: its time stands still.
+    engine = Engine(Policy(), VirtualClock(), TOKEN, "here")
     standby: Any = SimpleNamespace(beginning=None, not_leading=lambda: NotLeaderError("no term"))
     service, server = LinkService(engine, standby, "test"), RpcServer(TOKEN)
     service.add_to(server.server)

@@ -183,9 +183,11 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in the background
 from megascale_checkpoint.export import hugging_face, stored
 opened = stored.open_checkpoint(sys.argv[1])
+seen = []
 def progress(done, total):
     print(done, flush=True)
-    time.sleep(0.05)
+    seen.append(done)
+    time.sleep(0 if len(seen) < 5 else 60)  # until it is ended
 hugging_face.export_hugging_face(
     opened, stored.model_of(opened, None), Path(sys.argv[2]), "bf16", progress
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.harness.waiting import until
+from tests.harness.waiting import CALL_TIMEOUT_S, until
 from tests.unit.test_flight_recorder import inside
 
 from megascale_common.node.attempt_files import AttemptFolder
@@ -31,7 +31,8 @@ async def test_ranks_that_are_asked_write_what_the_analysis_reads(tmp_path: Path
         assert await flight_dumps.arrived(asked, wait_s=60.0) == asked
     found = flight_recorder.verdict(flight_recorder.read_folder(tmp_path))
     assert found.culprits == (3,)
-    assert flight_recorder.verdict(list((await flight_dumps.read(asked)).values())) == found
+    records = await flight_dumps.read(asked, limit_s=CALL_TIMEOUT_S)
+    assert flight_recorder.verdict(list(records.values())) == found
 
 
 async def test_nobody_waits_for_a_rank_that_cannot_answer(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ async def test_what_cannot_be_read_is_left_out_and_the_time_is_bounded(tmp_path:
     good.write_bytes(inside(4))
     bad.write_bytes(b"{}")
     dumps = {0: bad, 1: good, 2: tmp_path / "absent"}
-    found = await flight_dumps.read(dumps)
+    found = await flight_dumps.read(dumps, limit_s=CALL_TIMEOUT_S)
     assert list(found) == [1] and found[1].groups[0].waits_in == 4
     assert await flight_dumps.read(dumps, limit_s=0.0) == {}
     assert flight_dumps.READ_S <= 2.0  # it delays the restart

@@ -15,6 +15,7 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2
 from megascale_common.service import status
@@ -142,7 +143,7 @@ def serial_at(address: str, shown: Certificates) -> str:
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
     with (
-        socket.create_connection((host, int(port)), timeout=10.0) as plain,
+        socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S) as plain,
         context.wrap_socket(plain, server_hostname=host) as encrypted,
     ):
         return str((encrypted.getpeercert() or {})["serialNumber"])
@@ -150,7 +151,7 @@ def serial_at(address: str, shown: Certificates) -> str:
 
 async def check_health(channel: grpc.aio.Channel) -> int:
     stub = health_pb2_grpc.HealthStub(channel)
-    return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=5.0)).status)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)).status)
 
 
 async def test_new_files_count_and_open_connections_go_on(
@@ -226,7 +227,7 @@ async def test_a_message_and_metadata_are_bounded() -> None:
             try:
                 # A field that the message does not have, and a name of a service that is unknown.
                 field = b"\x7a" + _varint(size) + bytes(size)
-                await call(field, metadata=(("x-long", "y" * header),), timeout=10.0)
+                await call(field, metadata=(("x-long", "y" * header),), timeout=CALL_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 return error.code()
         return None
@@ -261,7 +262,7 @@ async def test_a_request_that_cannot_be_read_gets_a_clear_answer(shape: str) -> 
     try:
         async with open_channel(address, TOKEN) as channel:
             sent = iter([b"\xff"]) if shape == "stream_stream" else b"\xff"
-            call = getattr(channel, shape)(name)(sent, timeout=5.0)
+            call = getattr(channel, shape)(name)(sent, timeout=CALL_TIMEOUT_S)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 if shape == "unary_unary":
                     await call

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.harness.local_cluster import MARK_VARIABLE, processes_marked
 from tests.harness.waiting import eventually
 from tests.unit.test_counters import H200
 
@@ -79,19 +81,19 @@ class Crashes(NodeTest):
 class Hangs(NodeTest):
     name = "gemm"
     timeout_s = 1.0
-    command = ("sh", "-c", "echo $$ > pid; exec sleep 60")
+    command = ("sh", "-c", "exec sleep 600")
 
 
 async def test_a_process_that_fails_or_hangs_is_a_failure_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK_VARIABLE, mark)
     # Status 1 with no answer is no result of a test.
     crashed, hung = await run_diagnostics([Crashes(), Hangs()], node(tmp_path))
     assert crashed.verdict == "FAIL" and "status 1: the device is gone" in crashed.detail
     assert (hung.verdict, hung.detail) == ("FAIL", "no result within 1 s")
-    pid = int((tmp_path / "pid").read_text())
-    await eventually(lambda: not Path(f"/proc/{pid}").exists(), "the process is gone")
+    await eventually(lambda: not processes_marked(mark), "the processes are gone")
 
 
 def test_an_answer_with_a_wrong_result_fails_and_one_of_another_form_is_refused() -> None:

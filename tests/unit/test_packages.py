@@ -91,7 +91,7 @@ def knows(**advisories: str) -> Answer:
 
 
 def outcome(capsys: pytest.CaptureFixture[str], address: str) -> tuple[int, dict[str, Any], str]:
-    status = audit.main(["--source", address, "--timeout-s", "5"])
+    status = audit.main(["--source", address, "--timeout-s", "60"])
     captured = capsys.readouterr()
     return status, json.loads(captured.out.splitlines()[-1]), captured.err
 

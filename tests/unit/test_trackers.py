@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +150,16 @@ def test_a_tracker_that_cannot_follow_loses_records_and_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trackers, "MOST_WAITING", 2)
-    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 0.0)
-    code = "import time\nclass Settings:\n    def __init__(self, **o): pass\n"
-    install(tmp_path, monkeypatch, code + "def init(**o): time.sleep(2)\n")
+    code = "class Settings:\n    def __init__(self, **o): pass\n"
+    install(tmp_path, monkeypatch, code + "def init(**o): raise OSError(GO.wait())\n")
+    go = threading.Event()
+    monkeypatch.setattr(importlib.import_module("wandb"), "GO", go, raising=False)
     found = Trackers(job(wandb=True), tmp_path, 0)
     for step in range(5):
         found.add({**RECORD, "step": step})
     assert capsys.readouterr().out.count("records are dropped") == 1
+    go.set()
+    found.close()
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
