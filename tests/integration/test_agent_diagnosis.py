@@ -128,7 +128,8 @@ async def test_a_diagnosis_gives_way_to_an_attempt(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     asking = asyncio.create_task(refused(agent, "compute"))
-    await asyncio.sleep(0.5)
+    log = agent.node_folder / "self-check.log"  # of the probe that hangs
+    await eventually(log.exists, "the check runs", story=agent.log)
     assert not asking.done()
     driver.want(PREPARE, assignment(tmp_path))
     code, message = await asking
@@ -170,9 +171,11 @@ async def test_agent_and_daemon_show_metrics(agent: AgentProcess) -> None:
 
     async def while_linked() -> str:
         found = await asyncio.to_thread(page, "metrics.address")
-        return found if "megascale_link_connected 1.0" in found else ""
+        # Threads read the counters, and a peak takes two samples.
+        read = 'counter="process_cpu_seconds_total"' in found and "peak_bytes_per_second{" in found
+        return found if read and "megascale_link_connected 1.0" in found else ""
 
-    of_agent = await eventually(while_linked, "the agent's page while it is linked")
+    of_agent = await eventually(while_linked, "the agent's page while it is linked, with counters")
     for line in (
         "megascale_step_records_pending 0.0",
         'megascale_attempt_phase{phase="idle"} 1.0', 'service="executor"',

@@ -156,7 +156,8 @@ async def test_failover_past_a_dead_and_a_silent_endpoint(
     dead = f"127.0.0.1:{free_port('127.0.0.1')}"
     async with CuttableProxy(etcd_server.endpoint) as silent:
         endpoints = [dead, silent.endpoint, etcd_server.endpoint]
-        async with EtcdClient(endpoints, prefix=etcd_prefix, timeout_s=3.0) as client:
+        # Each of them gets a third of it.
+        async with EtcdClient(endpoints, prefix=etcd_prefix, timeout_s=6.0) as client:
             await client.put("k", b"1")
             silent.swallow_replies = True
             stored = await client.get("k")
@@ -172,7 +173,8 @@ async def test_failover_past_an_endpoint_that_never_finishes_connecting(
     async with CuttableProxy(etcd_server.endpoint) as silent:
         silent.swallow_requests = silent.swallow_replies = True
         endpoints = [silent.endpoint, etcd_server.endpoint]
-        async with EtcdClient(endpoints, prefix=etcd_prefix, timeout_s=1.0) as client:
+        # An attempt to connect ends after two seconds, and leaves the other endpoint the rest.
+        async with EtcdClient(endpoints, prefix=etcd_prefix, timeout_s=20.0) as client:
             await client.put("k", b"1")
         async with EtcdClient([silent.endpoint], prefix=etcd_prefix, timeout_s=0.3) as client:
             with pytest.raises(EtcdUnavailable):
@@ -191,9 +193,10 @@ async def test_nothing_sent_is_another_error_than_no_answer(
         with pytest.raises(EtcdUnavailable):
             await client.get("k")
     async with CuttableProxy(etcd_server.endpoint) as proxy:
-        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=0.5) as client:
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix) as client:
             await client.get("k")
             proxy.swallow_replies = True
+            client.timeout_s = 0.5
             with pytest.raises(UnknownOutcome):
                 await client.put("k", b"")
 
@@ -245,7 +248,7 @@ async def test_an_unknown_outcome_is_settled_exactly_once(
     txn_id = str(uuid.uuid4())
     before = await etcd.put("head", b"old")
     async with CuttableProxy(etcd_server.endpoint) as proxy:
-        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=2.0) as client:
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=20.0) as client:
             await client.get("head")  # connected
             proxy.swallow_replies = fault != "request lost"
             proxy.swallow_requests = fault == "request lost"
@@ -297,7 +300,7 @@ async def test_an_overwritten_marker_leaves_the_outcome_unknown(
     before = await etcd.put("head", b"old")
     txn_id = str(uuid.uuid4())
     async with CuttableProxy(etcd_server.endpoint) as proxy:
-        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=2.0) as client:
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=20.0) as client:
             await client.get("head")
             proxy.swallow_replies = True
             settling = asyncio.create_task(

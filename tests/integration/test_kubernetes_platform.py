@@ -248,6 +248,7 @@ async def test_pods_are_added_while_jobs_lack_nodes_and_up_to_a_bound(
         await eventually(lambda: replicas(server) == 2, "a second pod")
         desk.lack = (9, 8)
         await eventually(lambda: replicas(server) == 3, "the third one is the last")
+        await eventually(lambda: len(said) == 2, "both are reported")
         server.refuse(403, times=10**6, reason="Forbidden", concerns=lambda c: c.verb == "patch")
         desk.lack = (2, 1)
         await asyncio.sleep(0.2)

@@ -93,8 +93,10 @@ async def test_a_ring_that_cannot_be_right_is_left_alone(tmp_path: Path) -> None
 
 def test_the_offset_leads_to_unix_time() -> None:
     offset_ns, error_ns = unix_offset()
-    assert abs(time.monotonic_ns() + offset_ns - time.time_ns()) < 1e8
     assert 0 <= error_ns < 1e8
+    # This process may stand still between any two readings.
+    before_ns, now_ns, after_ns = time.time_ns(), time.monotonic_ns() + offset_ns, time.time_ns()
+    assert before_ns - 1e8 < now_ns < after_ns + 1e8
 
 
 @pytest.fixture
@@ -107,8 +109,10 @@ async def driver(tmp_path: Path) -> RecordingDriver:
 
 
 async def test_a_driver_that_reads_spans_slowly_gets_its_beats_in_time(
-    tmp_path: Path, driver: RecordingDriver
+    tmp_path: Path, driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # At ten beats a second a process that stands still for 0.6 s would dial again.
+    monkeypatch.setattr("megascale_executor.agent.link._SILENT_INTERVALS", 600)
     ring = SpanRingWriter(tmp_path / "0", rank=0, attempt=3)
     spans = SpanReports("n0")
     spans.watch(KEY, {0: tmp_path / "0"})
@@ -132,7 +136,7 @@ async def test_a_driver_that_reads_spans_slowly_gets_its_beats_in_time(
         first = len(driver.beats)
         await driver.until(lambda: len(driver.beats) >= first + 20)
         gaps = [b - a for a, b in itertools.pairwise(driver.beat_times[first:])]
-        assert sorted(gaps)[len(gaps) // 2] < 0.3, "beats have kept their interval"
+        assert sorted(gaps)[len(gaps) // 2] < 1.0, "beats have kept their interval, and not 5 s"
         assert driver.connections == 1 and not driver.spans
         driver.reads_spans.set()
         await driver.until(lambda: len(spans) == 0 and bool(driver.spans))

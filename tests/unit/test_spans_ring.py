@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops, record
@@ -157,7 +158,7 @@ while number < 20000:
         for span in spans(reader.take(50)):
             assert (span.start_ns, span.duration_ns) == (seen, seen * 3)
             seen += 1
-    assert process.wait(10) == 0
+    assert process.wait(CALL_TIMEOUT_S) == 0
     process.stdout.close()
     assert seen == 20000
 
