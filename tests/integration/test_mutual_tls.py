@@ -295,8 +295,9 @@ async def test_a_job_trains_and_only_its_nodes_report_its_steps(
     """And all certificates are replaced under it."""
     stranger = authority.issue(folder, cluster.name, Role.EXECUTOR, "n9")
     async with cluster.client() as client:
-        # Held until a copy has come with the new certificates: the job cannot end before.
-        held = paced(held_from_step=12)
+        # Slow until a copy has come with the new certificates, so that the job does not end before.
+        # The watch shows copies with the next commit, which is of step 20.
+        held = paced(held_from_step=12, held_s=0.3)
         spec = cluster.job("private", steps=40, interval_steps=10, optimizer=held)
         spec.checkpoint.replicas = 1  # which the daemons send to each other, by new connections
         spec.checkpoint.snapshot_interval_steps = 1
