@@ -11,10 +11,10 @@ INSTALL ?= 1
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Many tests wait for a timeout of the services, so four processes keep two cores busy, and so on up
-# to eight (tests/conftest.py has the lanes of tests that start many processes).
+# Many tests wait for a timeout of the services: of two cores three processes kept 1.4 busy and four
+# 1.8, and so on up to eight (tests/conftest.py has the lanes of tests that start many processes).
 # (nproc counts OMP_NUM_THREADS, which is 1 below, as cores; a newer make passes it on.)
-TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 6 ? n + 2 : 8)))
+TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 2 ? 2 : n < 6 ? n + 2 : 8)))
 # Of `make crash`: how many cases, from which number they follow, and how many processes share them.
 CASES ?= 200
 SEED ?= 0

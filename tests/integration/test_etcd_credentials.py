@@ -21,7 +21,7 @@ from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.peers import Role
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
-# The lease outlives a machine that stands still; its keeper is told less, and renews it more often.
+# The keeper renews the lease as if it ended after TOLD_S, so that a pause of it does not end it.
 TTL_S, TOLD_S = 120, 6
 
 

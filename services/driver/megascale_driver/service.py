@@ -100,7 +100,7 @@ class DriverService(
     async def CancelJob(
         self, request: driver_pb2.CancelJobRequest, context: Context
     ) -> driver_pb2.CancelJobResponse:
-        """Stop a job for good; a job that is cancelled already is returned as it is."""
+        """Stop a job for good; one that is or will be cancelled is returned as it is."""
         reason = required_reason(request.reason)
         job = self._job(request.name)
         key, now_s = request_key(request, request.request_id), self.engine.clock.now_s()
