@@ -5,6 +5,7 @@
         --steps 16000 --layers 4 --hidden 256 --head-size 64 --sequence 128 --batch 8 --limit-s 400
     python benchmarks/convergence.py --study fp8 --folder out          # bf16, FP8 in both formats
     python benchmarks/convergence.py --study algorithm --folder out --read --plot out.png
+    python benchmarks/convergence.py --study fp8 --folder out --steps 3200 --branch-at 1600
     python benchmarks/convergence.py --study fp8 --folder out --quick  # a dry run on a CPU
 
 The trainer itself, on one rank for each run. Runs of a seed begin with the same values and read the
@@ -13,7 +14,10 @@ that of --against); a run beside it changes nothing but the rounding or the orde
 how far runs part by that alone. Runs with a larger batch read the same tokens in fewer steps. The
 text is Python source, byte by byte, and no byte is read twice unless the corpus is too small
 ("epochs" above 1). With --limit-s runs end where they are, and pairs are compared up to the tokens
-that both have read. The last line of stdout is one JSON object; exit status 1 if a run failed.
+that both have read. With --branch-at the first run trains alone until that step, and all runs go on
+from its state: what parts runs early, by steps gained or lost on the way to a sudden fall of the
+loss, is out of the difference then, and so is what a change does early. The last line of stdout is
+one JSON object; exit status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -56,22 +60,20 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     study = STUDIES[options.study]
     against = options.against or next(iter(study.runs))
-    refusal = cannot_draw() if options.plot else ""
-    if against not in study.runs:
-        refusal = f"--against {against!r}: give one of {', '.join(study.runs)}"
+    refusal = _refusal(options, against)
     if refusal:
         print(f"convergence.py: {refusal}", file=sys.stderr)
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.only:
-        train(options.only, options)
+        train(options.only, options, trunk=options.trunk)
         return 0
     failed, tokens = 0, None
     if not options.read:
         limit = _QUICK_TOKENS if options.quick else options.corpus_tokens
         tokens = write_corpus(options.folder, options.text, limit)
         if not options.corpus_only:
-            failed = _train_all(options, arguments, begin)
+            failed = _train_all(options, arguments, begin, against)
     curves = _curves(options)
     rows = rows_of(curves, against, study.noise)
     print(table(rows), file=sys.stderr)
@@ -84,21 +86,48 @@ def main(arguments: Sequence[str]) -> int:
     return int(failed > 0)
 
 
-def _train_all(options: argparse.Namespace, arguments: Sequence[str], begin: float) -> int:
+def _refusal(options: argparse.Namespace, against: str) -> str:
+    """What is wrong with the options, with a remedy; empty if nothing is."""
+    runs = STUDIES[options.study].runs
+    if against not in runs:
+        return f"--against {against!r}: give one of {', '.join(runs)}"
+    if options.branch_at and not 0 < options.branch_at < options.steps:
+        return f"--branch-at {options.branch_at}: give a step from 1 to {options.steps - 1}"
+    if options.branch_at and any(runs[name].batch != 1 for name in _chosen(options)):
+        return "--branch-at: a run of another batch counts other steps; leave it out with --runs"
+    return cannot_draw() if options.plot else ""
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    names = STUDIES[options.study].runs
+    return [name for name in names if any(part in name for part in options.runs.split(","))]
+
+
+def _train_all(
+    options: argparse.Namespace, arguments: Sequence[str], begin: float, against: str
+) -> int:
     """How many runs failed; ``--at-once`` of them run on each device, those of most steps first."""
     runs = STUDIES[options.study].runs
-    chosen = [
-        (name, seed)
-        for seed in options.seeds
-        for name in runs
-        if any(part in name for part in options.runs.split(","))
-    ]
+    chosen = [(name, seed) for seed in options.seeds for name in _chosen(options)]
     chosen.sort(key=lambda run: runs[run[0]].batch)
     for run in chosen:
         _path(options, *run).unlink(missing_ok=True)
+    deadline = begin + options.limit_s if options.limit_s else None
+    failed = 0
+    if options.branch_at:
+        trunks = [(against, seed) for seed in options.seeds]
+        failed = _in_slots(options, [*arguments, "--trunk"], trunks, deadline)
+    return failed or _in_slots(options, arguments, chosen, deadline)
+
+
+def _in_slots(
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    chosen: list[tuple[str, int]],
+    deadline: float | None,
+) -> int:
     devices = max(1, torch.cuda.device_count())
     slots: list[subprocess.Popen[bytes] | None] = [None] * (devices * options.at_once)
-    deadline = begin + options.limit_s if options.limit_s else None
     failed = 0
     while chosen or any(slots):
         if deadline and time.time() > deadline:
@@ -121,8 +150,11 @@ def _train_all(options: argparse.Namespace, arguments: Sequence[str], begin: flo
     return failed
 
 
-def train(name: str, options: argparse.Namespace) -> None:
-    """Train as ``name`` says from the first of the seeds, and write the losses step by step."""
+def train(name: str, options: argparse.Namespace, *, trunk: bool = False) -> None:
+    """Train as ``name`` says from the first of the seeds, and write the losses step by step.
+
+    A ``trunk`` trains until ``--branch-at`` and keeps its state, from which other runs go on.
+    """
     (seed,) = options.seeds
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -132,25 +164,42 @@ def train(name: str, options: argparse.Namespace) -> None:
     set_determinism(config, device)
     groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
     trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
-    trainer.initialise()
+    state = options.folder / f"state-{seed}.pt"
+    if options.branch_at and not trunk:
+        trainer.load_from(torch.load(state, map_location=device))
+        trainer.finish_load(options.branch_at)
+    else:
+        trainer.initialise()
+    last = min(config.training.steps, options.stop_after or config.training.steps)
+    path = _path(options, "trunk" if trunk else name, seed)
+    begin, first = time.monotonic(), trainer.step
+    reached = _steps(trainer, batches, path, options.branch_at if trunk else last)
+    taken = time.monotonic() - begin
+    if trunk:
+        slot = torch.empty(trainer.shard_layout().slot_bytes, dtype=torch.uint8, device=device)
+        trainer.state_copy_to(slot)
+        torch.save(slot, state)
+    text = f"{reached} steps, {taken:.0f} s, {1e3 * taken / (reached - first):.2f} ms a step"
+    print(f"{path.stem}: {text}", file=sys.stderr, flush=True)
+    destroy_groups()
+
+
+def _steps(trainer: Trainer, batches: Batches, path: Path, last: int) -> int:
+    """Train until step ``last`` or the deadline; returns the step that was reached."""
     deadline = float(os.environ.get("CONVERGENCE_DEADLINE", "inf"))
+    config = trainer.config
     tokens = config.training.global_batch_size * config.model.sequence_length
-    begin, previous = time.monotonic(), None
-    with _path(options, name, seed).open("w") as file:
-        last = min(config.training.steps, options.stop_after or config.training.steps)
-        for step in range(last):
+    previous = None
+    with path.open("w") as file:
+        while trainer.step < last:
             result = trainer.train_step(batches.step(trainer.step))
             if previous is not None:
-                _write(file, step, tokens, previous)
+                _write(file, trainer.step - 1, tokens, previous)
             previous = result
             if time.time() > deadline:
-                last = step + 1
                 break
-        _write(file, last, tokens, previous)
-    taken = time.monotonic() - begin
-    text = f"{last} steps, {taken:.0f} s, {1e3 * taken / last:.2f} ms a step"
-    print(f"{name}, {seed}: {text}", file=sys.stderr, flush=True)
-    destroy_groups()
+        _write(file, trainer.step, tokens, previous)
+    return trainer.step
 
 
 def _write(file: Any, step: int, tokens: int, result: Any) -> None:
@@ -206,6 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--corpus-only", action="store_true", help="write FOLDER/corpus and train nothing")
     add("--steps", type=int, default=600, help="of the study's batch")
     add("--stop-after", type=int, default=0, help="end runs after so many of their --steps")
+    add("--branch-at", type=int, default=0, help="all runs go on from the first run's state there")
     add("--limit-s", type=float, default=0.0, help="end all runs so many seconds after the start")
     add("--layers", type=int, default=12)
     add("--hidden", type=int, default=1024)
@@ -219,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--against", default="", help="the run that others are compared with (default: the first)")
     add("--plot", type=Path, help="curves with bands as a picture, and as CSV (extra plot)")
     add("--only", help=argparse.SUPPRESS)
+    add("--trunk", action="store_true", help=argparse.SUPPRESS)
     add("--quick", action="store_true", help="a tiny model: a dry run")
     return parser
 

@@ -122,12 +122,13 @@ def _at_larger_batch(name: str, rate: float) -> str:
     return f"{name} {rate * math.sqrt(_LARGER):g}, {_LARGER} times the batch"
 
 
-def _fp8(kind: str, *, ends_in_bf16: int = 0, fast: str = "forward") -> Variant:
+def _fp8(kind: str, *, first: int = 0, last: int = 0, fast: str = "forward") -> Variant:
+    """``first`` and ``last``: layers in bf16."""
     fp8 = {
         "format": kind,
         "fast_accumulation": fast,
-        "layers_at_start_in_bf16": ends_in_bf16,
-        "layers_at_end_in_bf16": ends_in_bf16,
+        "layers_at_start_in_bf16": first,
+        "layers_at_end_in_bf16": last,
     }
     return Variant(training={"precision": "fp8", "fp8": fp8})
 
@@ -175,7 +176,9 @@ STUDIES: Mapping[str, Study] = {
             "fp8, hybrid": _fp8("hybrid"),
             "fp8, hybrid, all sums fast": _fp8("hybrid", fast="all"),
             "fp8, e4m3": _fp8("e4m3"),
-            "fp8, hybrid, ends in bf16": _fp8("hybrid", ends_in_bf16=1),
+            "fp8, hybrid, ends in bf16": _fp8("hybrid", first=1, last=1),
+            "fp8, hybrid, first layer in bf16": _fp8("hybrid", first=1),
+            "fp8, hybrid, last layer in bf16": _fp8("hybrid", last=1),
         },
         noise="bf16, other sums",
         data={"shuffle": "samples"},  # as above: files would raise the noise

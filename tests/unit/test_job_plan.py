@@ -78,6 +78,19 @@ def test_weights_that_travel_in_fp8_are_one_byte_of_six_less() -> None:
     assert terms[1] == pytest.approx(terms[0] * 5 / 6)
 
 
+def test_a_step_takes_longer_with_every_product_that_is_summed_in_float32() -> None:
+    """Two of a layer's three products are gradients'."""
+    seconds = {}
+    for fast in ("all", "forward", "none"):
+        config = job()
+        fp8 = replace(config.training.fp8, fast_accumulation=fast)
+        config = replace(config, training=replace(config.training, precision="fp8", fp8=fp8))
+        seconds[fast] = plan_of(config, "NVIDIA H200", 8, {}).terms["compute"]
+    assert 1.01 < seconds["forward"] / seconds["all"] < 1.05
+    longer = seconds["none"] - seconds["all"]
+    assert longer == pytest.approx(1.5 * (seconds["forward"] - seconds["all"]))
+
+
 @pytest.mark.parametrize(
     ("device", "calibrations", "named"),
     [

@@ -124,6 +124,16 @@ def test_a_picture_has_its_figures_beside_it(tmp_path: Path) -> None:
     assert [float(row["highest_difference"]) for row in rows] == [0.5, 0.5]
 
 
+def test_a_picture_of_runs_that_go_on_begins_where_they_do(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tokens = np.array([700.0, 800.0, 900.0])
+    own = {1: Curve(tokens, np.array([3.0, 2.0, 1.0]))}
+    draw({"own": own, "other": own}, "own", tmp_path / "x.png")
+    rows = list(csv.DictReader((tmp_path / "x.csv").open()))
+    found = [(row["tokens"], float(row["mean_loss"])) for row in rows if row["run"] == "other"]
+    assert found == [("650", 3.0), ("750", 2.0), ("850", 1.0)]
+
+
 def test_losses_stand_beside_their_noise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ def test_a_row_that_the_fit_did_not_see_is_predicted_as_well(name: str) -> None:
     pairs = FITTED[name]
     for held in range(len(pairs)):
         share = rows.fitted_share(pairs[:held] + pairs[held + 1 :])
-        (error,) = rows.errors([pairs[held]], share)
+        (error,) = rows.errors([pairs[held]], kernel_share=share)
         assert abs(error) <= 0.06, (name, held, error)
 
 

@@ -38,6 +38,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 # 40 GB) have other rates.
 _NAMES = (("H200", "h200"), ("H100 80GB HBM3", "h100"), ("A100-SXM4-80GB", "a100-80g"))
 _BALANCE_GPU = "h100"
+# Of a layer's FP8 products by ``fp8.fast_accumulation``, over the gradients' two of three.
+_SUMMED_IN_FLOAT32 = {"all": 0.0, "forward": 1.0, "none": 1.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +150,14 @@ def by_device(texts: Mapping[str, str]) -> dict[str, str]:
 def _system(config: JobConfig) -> System:
     """This project's trainer as the job has it run."""
     ours, overlap = SYSTEMS["ours"], config.parallelism.overlap
+    summed = _SUMMED_IN_FLOAT32[config.training.fp8.fast_accumulation]
     return replace(
         ours,
         hidden_tp=ours.hidden_tp if overlap.tp else 0.0,
         hidden_pp=ours.hidden_pp if overlap.pp else 0.0,
         hidden_dp=ours.hidden_dp if overlap.dp else 0.0,
         gather_bytes=ours.gather_bytes / 2 if config.gathers_fp8 else ours.gather_bytes,
+        fp8_sums=1 + summed * (ours.fp8_sums - 1),
     )
 
 

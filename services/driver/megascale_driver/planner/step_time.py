@@ -189,7 +189,7 @@ def _layer_gemm_s(points: Points, gpu: Gpu, system: System) -> Array:
     if not gpu.peak_fp8_flops:
         return seconds
     faster = gpu.peak_flops * gpu.gemm_share / (gpu.peak_fp8_flops * gpu.gemm_fp8_share)
-    return where(points.fp8 > 0, seconds * faster, seconds)
+    return where(points.fp8 > 0, seconds * faster * system.fp8_sums, seconds)
 
 
 def mean_keys(points: Points) -> Array:
