@@ -163,6 +163,10 @@ class HandRun:
         """SIGKILL to the process that was started alone; all others end with it."""
         self.process.kill()
         self.process.wait()
+        self.await_none()
+
+    def await_none(self) -> None:
+        """Until the last process of this run has ended."""
         until(lambda: not self.processes(), "no process is left", self.processes)
 
     def processes(self) -> list[int]:

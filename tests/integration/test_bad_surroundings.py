@@ -21,6 +21,8 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale_cli.exits import REFUSED, UNAVAILABLE
 from megascale_client import AsyncClient
 from megascale_common.etcd.server import EtcdServer
+from megascale_common.service.identity import authority
+from megascale_common.service.identity.peers import Role
 
 __all__ = ["etcd_server"]
 
@@ -183,10 +185,6 @@ def test_a_driver_whose_port_is_in_use_names_it(folder: Path, etcd_server: EtcdS
             for case in (
                 (("--bind", "0.0.0.0:0"), "--tls-key"),
                 (("--bind", "127.0.0.1:x"), "127.0.0.1:x"),
-                (
-                    ("--bind", "192.0.2.1:0", "--tls-key", "k", "--tls-certificate", "c"),
-                    "192.0.2.1",
-                ),
                 (("--metrics-bind", "127.0.0.1"), "--metrics-bind"),
                 (("--token-file", "nowhere"), "nowhere"),
                 (("--cluster", "A_B"), "A_B"),
@@ -202,6 +200,17 @@ def test_a_driver_with_a_bad_option_names_it(
     options: tuple[str, ...], word: str, folder: Path, etcd_server: EtcdServer
 ) -> None:
     is_one_sentence(driver(folder, etcd_server.endpoint, *options), word)
+
+
+@pytest.mark.slow
+def test_a_driver_on_an_address_of_another_host_names_it(
+    folder: Path, etcd_server: EtcdServer
+) -> None:
+    authority.create(folder / "tls", "bad")
+    tls = authority.issue(folder / "tls", "bad", Role.DRIVER, "one")
+    files = ("--tls-key", str(tls.key), "--tls-certificate", str(tls.certificate))
+    found = driver(folder, etcd_server.endpoint, "--bind", "192.0.2.1:0", *files)
+    is_one_sentence(found, "192.0.2.1")
 
 
 @pytest.mark.slow

@@ -143,7 +143,8 @@ def test_two_torchruns_as_two_hosts_train_and_commit_together(tmp_path: Path) ->
         # Each has a loader and a daemon of its own, and rank 0's is the committer.
         logs = {path.name for path in (tmp_path / "runs/jobs/hand").glob("*.log")}
         assert logs == {"loader.log", "loader-1.log", "checkpoint.log", "checkpoint-1.log"}
-        assert not any(run.processes() for run in runs)
+        for run in runs:
+            run.await_none()
     finally:
         for run in runs:
             run.close()
@@ -190,7 +191,8 @@ def test_hosts_that_share_no_loopback_commit_together_on_an_insecure_network(
             (first,) = (run for run in trusting if run.events("end"))
             assert list(first.losses()) == list(range(1, STEPS + 1))
             first.await_commit(STEPS)
-            assert not any(run.processes() for run in trusting)
+            for run in trusting:
+                run.await_none()
         finally:
             for run in trusting:
                 run.close()
