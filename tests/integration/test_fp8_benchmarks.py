@@ -84,15 +84,3 @@ def test_branches_go_on_from_the_state_of_the_first_run(tmp_path: Path) -> None:
     for other in others:
         assert [step for step, _loss in other] == list(range(7, 13))
         assert 0 < abs(other[0][1] - found["bf16-1234"][0][1]) < 0.01, "the state, other rounding"
-
-
-def test_a_branch_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    for options, text in (
-        (("--study", "fp8", "--steps", "8", "--branch-at", "8"), "give a step from 1 to 7"),
-        (("--study", "lamb", "--branch-at", "8"), "leave it out with --runs"),
-    ):
-        command = ("benchmarks/convergence.py", "--folder", str(tmp_path), *options)
-        ended = subprocess.run(
-            [sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, check=False
-        )
-        assert ended.returncode == 2 and text in ended.stderr, ended.stderr

@@ -91,6 +91,17 @@ def test_a_step_takes_longer_with_every_product_that_is_summed_in_float32() -> N
     assert longer == pytest.approx(1.5 * (seconds["forward"] - seconds["all"]))
 
 
+def test_layers_that_a_job_keeps_in_bf16_take_longer() -> None:
+    seconds = []
+    for ends in (0, 1, 2):
+        config = job()
+        fp8 = replace(config.training.fp8, layers_at_end_in_bf16=ends)
+        config = replace(config, training=replace(config.training, precision="fp8", fp8=fp8))
+        seconds.append(plan_of(config, "NVIDIA H200", 8, {}).terms["compute"])
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
+
+
 @pytest.mark.parametrize(
     ("device", "calibrations", "named"),
     [

@@ -224,3 +224,17 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(
     assert "--read" in capsys.readouterr().err
     assert convergence.main([*options[:4], "--against", "SGD"]) == 2
     assert "AdamW 0.0005" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--study", "fp8", "--steps", "8", "--branch-at", "8"), "give a step from 1 to 7"),
+        (("--study", "lamb", "--branch-at", "8"), "leave it out with --runs"),
+    ],
+)
+def test_a_branch_that_cannot_be_is_refused(
+    options: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convergence.main([*options, "--folder", str(tmp_path / "out")]) == 2
+    assert text in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -76,3 +76,16 @@ def test_sums_in_float32_take_the_time_that_was_measured() -> None:
         slower = rows.predicted([row]).step_time_s[0]
         slower /= rows.predicted([row], fp8_sums=1.0).step_time_s[0]
         assert slower == pytest.approx(fast / exact, abs=0.004)
+
+
+def test_layers_in_bf16_lie_between_the_two_precisions() -> None:
+    row = rows.own("7b", 16, TP2_PP2, 32)
+    bf16, none, half, every = (
+        rows.predicted([{**row, **more}])
+        for more in ({}, FP8, {**FP8, "bf16_layers": 8}, {**FP8, "bf16_layers": 16})
+    )
+    assert every.step_time_s == pytest.approx(bf16.step_time_s)
+    assert every.memory_bytes == pytest.approx(bf16.memory_bytes)
+    for name in ("step_time_s", "memory_bytes"):
+        ends = [getattr(found, name)[0] for found in (none, bf16)]
+        assert getattr(half, name)[0] == pytest.approx(sum(ends) / 2)

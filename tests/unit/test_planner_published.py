@@ -147,6 +147,8 @@ def test_a_line_has_the_promised_keys_and_the_defaults_that_were_taken() -> None
         ('"system": "theirs"', "system"),
         ('"hidden": 2047', "heads"),
         ('"precision": "fp8", "gpu": "a100-80g"', "precision"),
+        ('"precision": "fp8", "bf16_layers": 999', "bf16_layers: 999 of"),
+        ('"precision": "fp8", "bf16_layers": -1', "bf16_layers: -1"),
         ('"widht": 3', "widht"),
         ('"heads": "16"', "heads"),
         ('"layers": -1', "layers"),

@@ -30,9 +30,10 @@ class Points:
     """Configurations, each field an array [n] of float64, or one number each.
 
     ``vpp`` are chunks of a rank, ``window`` tokens (0: none), ``recompute`` a value of RECOMPUTE;
-    ``parallel_block``, ``swiglu``, ``fp8`` and ``zero_bubble`` are 0 or 1; batches are in
-    sequences. ``first_layers``, ``middle_layers`` and ``last_layers`` are those of the first, the
-    fullest of the middle (0: there is none) and the last pipeline stage; one stage is all of them.
+    ``parallel_block``, ``swiglu`` and ``zero_bubble`` are 0 or 1, ``fp8`` is the share of the
+    layers that are in FP8, taken to be the same on every stage; batches are in sequences.
+    ``first_layers``, ``middle_layers`` and ``last_layers`` are those of the first, the fullest of
+    the middle (0: there is none) and the last pipeline stage; one stage is all of them.
     """
 
     layers: Array

@@ -189,7 +189,8 @@ def _layer_gemm_s(points: Points, gpu: Gpu, system: System) -> Array:
     if not gpu.peak_fp8_flops:
         return seconds
     faster = gpu.peak_flops * gpu.gemm_share / (gpu.peak_fp8_flops * gpu.gemm_fp8_share)
-    return where(points.fp8 > 0, seconds * faster * system.fp8_sums, seconds)
+    mean: Array = seconds * (1 + points.fp8 * (faster * system.fp8_sums - 1))
+    return mean
 
 
 def mean_keys(points: Points) -> Array:

@@ -16,6 +16,7 @@ _SWIGLU_MULTIPLE = 256
 _MOST = 10**9  # of any number in a row
 _POINT_FIELDS = tuple(field.name for field in fields(Points))
 _REQUIRED = ("layers", "hidden", "heads")
+_FROM_ZERO = ("window", "bf16_layers")
 _COUNTS = (
     *_REQUIRED,
     *("kv_heads", "ffn", "sequence", "vocab", "gpus", "tp", "pp", "vpp", "dp"),
@@ -41,6 +42,7 @@ class Workload:
     """A model on devices; names as in the rows of ``predict``, batches in sequences.
 
     ``stage_layers``: layers of each virtual stage in the order of the model; () for an even split.
+    ``bf16_layers``: of a model in FP8.
     """
 
     system: str
@@ -66,6 +68,7 @@ class Workload:
     precision: str
     schedule: str
     stage_layers: tuple[int, ...] = ()
+    bf16_layers: int = 0
 
 
 _NAMES = tuple(field.name for field in fields(Workload))
@@ -76,9 +79,10 @@ def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
 
     Absent keys: ``system`` ours, ``gpu`` h100, ``sequence`` 2048, ``vocab`` 51200, ``tp``, ``pp``,
     ``vpp``, ``micro_batch`` 1, ``kv_heads`` as heads, ``mlp`` gelu, ``precision`` bf16,
-    ``schedule`` 1f1b, ``stage_layers`` even; ``ffn`` 4 hidden, with swiglu 8/3 hidden rounded up to
-    256; ``dp`` from ``gpus`` or the other way round; ``global_batch`` one micro-batch for each
-    stage and replica; ``block``, ``window`` and ``recompute`` what the system ran.
+    ``schedule`` 1f1b, ``stage_layers`` even, ``bf16_layers`` 0; ``ffn`` 4 hidden, with swiglu 8/3
+    hidden rounded up to 256; ``dp`` from ``gpus`` or the other way round; ``global_batch`` one
+    micro-batch for each stage and replica; ``block``, ``window`` and ``recompute`` what the system
+    ran.
 
     Raises:
         Refused: a key is missing, of the wrong kind, or the configuration cannot run.
@@ -94,14 +98,14 @@ def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
-    unknown = set(given) - {"id", "window", "stage_layers", *_COUNTS, *_CHOICES}
+    unknown = set(given) - {"id", "stage_layers", *_FROM_ZERO, *_COUNTS, *_CHOICES}
     if unknown:
         raise Refused(f"{', '.join(sorted(unknown))}: unknown; see docs/planner.md for the keys")
     for name in _REQUIRED:
         if name not in given:
             raise Refused(f"{name}: missing")
-    for name in (*_COUNTS, "window"):
-        value, least = given.get(name, 1), 0 if name == "window" else 1
+    for name in (*_COUNTS, *_FROM_ZERO):
+        value, least = given.get(name, 1), 0 if name in _FROM_ZERO else 1
         whole = isinstance(value, int | float) and not isinstance(value, bool)
         if not whole or not least <= value <= _MOST or value != int(value):
             shown = repr(value)[:40]
@@ -130,8 +134,9 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "mlp": "gelu",
         "precision": "bf16",
         "schedule": "1f1b",
+        "bf16_layers": 0,
         **{
-            key: int(value) if key in (*_COUNTS, "window") else value
+            key: int(value) if key in (*_COUNTS, *_FROM_ZERO) else value
             for key, value in given.items()
         },
     }
@@ -192,6 +197,7 @@ def illegal(w: Workload, gpu: Gpu | None = None) -> str:
             w.precision == "fp8" and not device.peak_fp8_flops,
             f"precision: {w.gpu} has no fp8",
         ),
+        (w.bf16_layers > w.layers, f"bf16_layers: {w.bf16_layers} of {w.layers} layers"),
     )
     return next((text for holds, text in problems if holds), "")
 
@@ -215,9 +221,13 @@ def _numbers(w: Workload) -> tuple[float, ...]:
         *(w.layers, w.hidden, w.heads, w.kv_heads, w.ffn, w.sequence, w.vocab),
         *(w.tp, w.pp, w.vpp, w.dp, w.micro_batch, w.global_batch),
         *(RECOMPUTE[w.recompute], w.window, w.block == "parallel"),
-        *(w.mlp == "swiglu", w.precision == "fp8", w.schedule == "zero_bubble"),
+        *(w.mlp == "swiglu", _fp8_share(w), w.schedule == "zero_bubble"),
         *_end_layers(w),
     )
+
+
+def _fp8_share(w: Workload) -> float:
+    return 1 - w.bf16_layers / w.layers if w.precision == "fp8" else 0.0
 
 
 def _end_layers(w: Workload) -> tuple[float, float, float]:
