@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.only:
-        train(options.only, options, trunk=options.trunk)
+        train(options.only, options)
         return 0
     failed, tokens = 0, None
     if not options.read:
@@ -91,11 +91,16 @@ def _refusal(options: argparse.Namespace, against: str) -> str:
     runs = STUDIES[options.study].runs
     if against not in runs:
         return f"--against {against!r}: give one of {', '.join(runs)}"
-    if options.branch_at and not 0 < options.branch_at < options.steps:
-        return f"--branch-at {options.branch_at}: give a step from 1 to {options.steps - 1}"
+    last = _last(options, options.steps)
+    if options.branch_at and not 0 < options.branch_at < last:
+        return f"--branch-at {options.branch_at}: give a step from 1 to {last - 1}"
     if options.branch_at and any(runs[name].batch != 1 for name in _chosen(options)):
         return "--branch-at: a run of another batch counts other steps; leave it out with --runs"
     return cannot_draw() if options.plot else ""
+
+
+def _last(options: argparse.Namespace, steps: int) -> int:
+    return min(steps, options.stop_after or steps)
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
@@ -106,7 +111,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 def _train_all(
     options: argparse.Namespace, arguments: Sequence[str], begin: float, against: str
 ) -> int:
-    """How many runs failed; ``--at-once`` of them run on each device, those of most steps first."""
+    """How many runs failed; those of most steps run first, and trunks before them."""
     runs = STUDIES[options.study].runs
     chosen = [(name, seed) for seed in options.seeds for name in _chosen(options)]
     chosen.sort(key=lambda run: runs[run[0]].batch)
@@ -126,6 +131,7 @@ def _in_slots(
     chosen: list[tuple[str, int]],
     deadline: float | None,
 ) -> int:
+    """How many of ``chosen`` failed; ``--at-once`` of them run on each device."""
     devices = max(1, torch.cuda.device_count())
     slots: list[subprocess.Popen[bytes] | None] = [None] * (devices * options.at_once)
     failed = 0
@@ -150,10 +156,10 @@ def _in_slots(
     return failed
 
 
-def train(name: str, options: argparse.Namespace, *, trunk: bool = False) -> None:
+def train(name: str, options: argparse.Namespace) -> None:
     """Train as ``name`` says from the first of the seeds, and write the losses step by step.
 
-    A ``trunk`` trains until ``--branch-at`` and keeps its state, from which other runs go on.
+    With ``--trunk`` until ``--branch-at``, and its state is kept, from which the runs go on.
     """
     (seed,) = options.seeds
     device = torch.device("cpu")
@@ -165,17 +171,17 @@ def train(name: str, options: argparse.Namespace, *, trunk: bool = False) -> Non
     groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
     trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
     state = options.folder / f"state-{seed}.pt"
-    if options.branch_at and not trunk:
+    if options.branch_at and not options.trunk:
         trainer.load_from(torch.load(state, map_location=device))
         trainer.finish_load(options.branch_at)
     else:
         trainer.initialise()
-    last = min(config.training.steps, options.stop_after or config.training.steps)
-    path = _path(options, "trunk" if trunk else name, seed)
+    last = options.branch_at if options.trunk else _last(options, config.training.steps)
+    path = _path(options, "trunk" if options.trunk else name, seed)
     begin, first = time.monotonic(), trainer.step
-    reached = _steps(trainer, batches, path, options.branch_at if trunk else last)
+    reached = _steps(trainer, batches, path, last)
     taken = time.monotonic() - begin
-    if trunk:
+    if options.trunk:
         slot = torch.empty(trainer.shard_layout().slot_bytes, dtype=torch.uint8, device=device)
         trainer.state_copy_to(slot)
         torch.save(slot, state)

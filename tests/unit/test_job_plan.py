@@ -67,13 +67,17 @@ def test_the_plan_of_a_job_is_the_planners_prediction_by_the_terms_of_its_spans(
         assert plan.terms[term] == pytest.approx((1 - hidden) * plain.terms[term])
 
 
+def fp8_job(**fp8: Any) -> JobConfig:
+    config = job(dp=False)
+    changed = replace(config.training.fp8, **fp8)
+    return replace(config, training=replace(config.training, precision="fp8", fp8=changed))
+
+
 def test_weights_that_travel_in_fp8_are_one_byte_of_six_less() -> None:
     """Four bytes of gradients and two of parameters, or one."""
     terms = []
     for gather in ("bf16", "fp8"):
-        config = job(dp=False)
-        fp8 = replace(config.training.fp8, parameter_gather=gather)
-        config = replace(config, training=replace(config.training, precision="fp8", fp8=fp8))
+        config = fp8_job(parameter_gather=gather)
         terms.append(plan_of(config, "NVIDIA H200", 8, {}).terms["data_parallel"])
     assert terms[1] == pytest.approx(terms[0] * 5 / 6)
 
@@ -82,9 +86,7 @@ def test_a_step_takes_longer_with_every_product_that_is_summed_in_float32() -> N
     """Two of a layer's three products are gradients'."""
     seconds = {}
     for fast in ("all", "forward", "none"):
-        config = job()
-        fp8 = replace(config.training.fp8, fast_accumulation=fast)
-        config = replace(config, training=replace(config.training, precision="fp8", fp8=fp8))
+        config = fp8_job(fast_accumulation=fast)
         seconds[fast] = plan_of(config, "NVIDIA H200", 8, {}).terms["compute"]
     assert 1.01 < seconds["forward"] / seconds["all"] < 1.05
     longer = seconds["none"] - seconds["all"]
@@ -94,9 +96,7 @@ def test_a_step_takes_longer_with_every_product_that_is_summed_in_float32() -> N
 def test_layers_that_a_job_keeps_in_bf16_take_longer() -> None:
     seconds = []
     for ends in (0, 1, 2):
-        config = job()
-        fp8 = replace(config.training.fp8, layers_at_end_in_bf16=ends)
-        config = replace(config, training=replace(config.training, precision="fp8", fp8=fp8))
+        config = fp8_job(layers_at_end_in_bf16=ends)
         seconds.append(plan_of(config, "NVIDIA H200", 8, {}).terms["compute"])
     assert seconds[0] < seconds[1] < seconds[2]
     assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])

@@ -230,6 +230,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(
     ("options", "text"),
     [
         (("--study", "fp8", "--steps", "8", "--branch-at", "8"), "give a step from 1 to 7"),
+        (("--study", "fp8", "--stop-after", "9", "--branch-at", "9"), "give a step from 1 to 8"),
         (("--study", "lamb", "--branch-at", "8"), "leave it out with --runs"),
     ],
 )

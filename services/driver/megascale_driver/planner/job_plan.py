@@ -192,7 +192,7 @@ def _workload(config: JobConfig, gpu: Gpu) -> Workload:
         precision="fp8" if training.precision == "fp8" else "bf16",
         schedule=sizes.pipeline_schedule,
         stage_layers=split if len(set(split)) > 1 else (),
-        bf16_layers=model.layers - len(config.fp8_layers) if training.precision == "fp8" else 0,
+        bf16_layers=model.layers - len(config.fp8_layers),
     )
     problem = illegal(found, gpu)
     if problem:
