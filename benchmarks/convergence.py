@@ -6,6 +6,7 @@
     python benchmarks/convergence.py --study fp8 --folder out          # bf16, FP8 in both formats
     python benchmarks/convergence.py --study algorithm --folder out --read --plot out.png
     python benchmarks/convergence.py --study fp8 --folder out --steps 3200 --branch-at 1600
+    python benchmarks/convergence.py --study fp8 --folder out --branch-at 1600 --evaluate 32
     python benchmarks/convergence.py --study fp8 --folder out --quick  # a dry run on a CPU
 
 The trainer itself, on one rank for each run. Runs of a seed begin with the same values and read the
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         if not options.corpus_only:
             failed = _train_all(options, arguments, begin, against)
     curves = _curves(options)
-    rows = rows_of(curves, against, study.noise)
+    rows = rows_of(curves, against, study.noise, evaluated=options.evaluate > 0)
     print(table(rows), file=sys.stderr)
     if options.plot is not None and curves:
         draw(curves, against, options.plot)
@@ -92,6 +93,10 @@ def _refusal(options: argparse.Namespace, against: str) -> str:
     if against not in runs:
         return f"--against {against!r}: give one of {', '.join(runs)}"
     last = _last(options, options.steps)
+    if options.evaluate and not 0 < options.branch_at <= last - options.evaluate:
+        return (
+            f"--evaluate {options.evaluate}: give --branch-at, from 1 to {last - options.evaluate}"
+        )
     if options.branch_at and not 0 < options.branch_at < last:
         return f"--branch-at {options.branch_at}: give a step from 1 to {last - 1}"
     if options.branch_at and any(runs[name].batch != 1 for name in _chosen(options)):
@@ -179,7 +184,10 @@ def train(name: str, options: argparse.Namespace) -> None:
     last = options.branch_at if options.trunk else _last(options, config.training.steps)
     path = _path(options, "trunk" if options.trunk else name, seed)
     begin, first = time.monotonic(), trainer.step
-    reached = _steps(trainer, batches, path, last)
+    if options.evaluate and not options.trunk:
+        reached = _evaluations(trainer, batches, path, options.evaluate)
+    else:
+        reached = _steps(trainer, batches, path, last)
     taken = time.monotonic() - begin
     if options.trunk:
         slot = torch.empty(trainer.shard_layout().slot_bytes, dtype=torch.uint8, device=device)
@@ -208,6 +216,18 @@ def _steps(trainer: Trainer, batches: Batches, path: Path, last: int) -> int:
     return trainer.step
 
 
+def _evaluations(trainer: Trainer, batches: Batches, path: Path, number: int) -> int:
+    """Write the losses of the next ``number`` batches, none of which is trained on."""
+    size = trainer.config.training.global_batch_size * trainer.config.model.sequence_length
+    last = trainer.step + number
+    with path.open("w") as file:
+        for step in range(trainer.step, last):
+            loss = trainer.evaluate([batches.step(step)])
+            line = {"step": step, "tokens": (step - trainer.step + 1) * size, "loss": loss}
+            file.write(json.dumps(line) + "\n")
+    return last
+
+
 def _write(file: Any, step: int, tokens: int, result: Any) -> None:
     record = result.read()
     line = {"step": step, "tokens": step * tokens, "loss": record.loss}
@@ -228,7 +248,8 @@ def write_corpus(folder: Path, text: Path, limit: int) -> int:
 def _job(options: argparse.Namespace, name: str, seed: int) -> JobConfig:
     study = STUDIES[options.study]
     given = {key: getattr(options, key) for key in QUICK if key != "window"}
-    sizes = Sizes(steps=options.steps, **(QUICK if options.quick else given))
+    chosen = QUICK if options.quick else given
+    sizes = Sizes(steps=options.steps, learning_rate=options.learning_rate, **chosen)
     return job_of(study, study.runs[name], sizes, seed, str(options.folder.absolute() / "corpus"))
 
 
@@ -262,12 +283,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=600, help="of the study's batch")
     add("--stop-after", type=int, default=0, help="end runs after so many of their --steps")
     add("--branch-at", type=int, default=0, help="all runs go on from the first run's state there")
+    add(
+        "--evaluate", type=int, default=0, help="with --branch-at: batches to read, not to train on"
+    )
     add("--limit-s", type=float, default=0.0, help="end all runs so many seconds after the start")
     add("--layers", type=int, default=12)
     add("--hidden", type=int, default=1024)
     add("--head-size", type=int, default=128)
     add("--sequence", type=int, default=1024, help="tokens of a sequence")
     add("--batch", type=int, default=16, help="sequences a step")
+    add("--learning-rate", type=float, help="of runs whose name has none (default: the study's)")
     add("--seeds", type=_seeds, default=[1234], help="of initial values and samples: 1,2,3")
     add("--at-once", type=int, default=1, help="runs beside each other on a device")
     add("--runs", default="", help="those runs whose names contain one of these, by commas")

@@ -25,15 +25,20 @@ def read_curve(path: Path) -> Curve | None:
     )
 
 
-def rows_of(curves: Curves, against: str, noise: str) -> list[dict[str, Any]]:
+def rows_of(
+    curves: Curves, against: str, noise: str, *, evaluated: bool = False
+) -> list[dict[str, Any]]:
     """Each run beside the run ``against``, seed by seed.
 
     Two runs are compared up to the tokens that both have read. ``last_tenth`` is the mean loss over
     the last tenth of these; a difference below 0 means that the run learnt more. ``within_noise``
     says that the mean difference is at most the largest distance, of any seed, between ``against``
-    and the run ``noise``; None where one of these is missing.
+    and the run ``noise``; None where one of these is missing. Of ``evaluated`` runs, which do not
+    learn, the mean (``loss`` for ``last_tenth``) is over all batches, and so is the standard error
+    of the difference.
     """
-    found = {name: _row(name, curves[name], curves.get(against, {})) for name in curves}
+    row = _evaluated if evaluated else _row
+    found = {name: row(name, curves[name], curves.get(against, {})) for name in curves}
     apart = found[noise]["differences"] if noise in found else []
     bound = max(map(abs, apart), default=None)
     for row in found.values():
@@ -72,6 +77,26 @@ def _row(name: str, found: Mapping[int, Curve], reference: Mapping[int, Curve]) 
     }
 
 
+def _evaluated(
+    name: str, found: Mapping[int, Curve], reference: Mapping[int, Curve]
+) -> dict[str, Any]:
+    pairs = [seed for seed in found if seed in reference]
+    apart = {seed: found[seed].losses - reference[seed].losses for seed in pairs}
+    batches = [float(each) for seed in pairs for each in apart[seed]]
+    first = next(iter(found.values()))
+    return {
+        "run": name,
+        "seeds": list(found),
+        "steps": len(first.losses),
+        "tokens": first.length,
+        "loss": statistics.mean(float(curve.losses.mean()) for curve in found.values()),
+        "loss_by_seed": [float(curve.losses.mean()) for curve in found.values()],
+        "difference": statistics.mean(batches) if batches else None,
+        "differences": [float(apart[seed].mean()) for seed in pairs],
+        "standard_error": _standard_error(batches),
+    }
+
+
 def _standard_error(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
@@ -88,10 +113,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             row["run"],
             f"{row['steps']:,}",
             f"{row['tokens'] / 1e6:.1f}",
-            ", ".join(f"{end:.4f}" for end in row["last_tenth_by_seed"]),
-            "" if not apart else f"{row['difference']:+.4f}",
-            ", ".join(f"{difference:+.4f}" for difference in apart),
-            "" if error is None else f"{error:.4f}",
+            ", ".join(f"{end:.4f}" for end in row.get("loss_by_seed") or row["last_tenth_by_seed"]),
+            "" if not apart else f"{row['difference']:+.5f}",
+            ", ".join(f"{difference:+.5f}" for difference in apart),
+            "" if error is None else f"{error:.5f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

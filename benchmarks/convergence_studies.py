@@ -56,7 +56,10 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a study's model and batch: ``sequence`` in tokens, ``batch`` in sequences a step."""
+    """Of a study's model and batch: ``sequence`` in tokens, ``batch`` in sequences a step.
+
+    ``learning_rate``, where given, takes the place of the study's; variants may have their own.
+    """
 
     steps: int
     layers: int
@@ -65,6 +68,7 @@ class Sizes:
     sequence: int
     batch: int
     window: int = 128
+    learning_rate: float | None = None
 
 
 QUICK = {"layers": 3, "hidden": 64, "head_size": 16, "sequence": 32, "batch": 2, "window": 8}
@@ -91,11 +95,14 @@ def job_of(study: Study, variant: Variant, sizes: Sizes, seed: int, corpus: str)
         **variant.training,
     }
     sources = [{"prefix": corpus}]
+    optimizer = {"name": "adamw", **study.optimizer}
+    if sizes.learning_rate is not None:
+        optimizer["learning_rate"] = sizes.learning_rate
     values: dict[str, Any] = {
         "name": "convergence",
         "model": model,
         "training": training,
-        "optimizer": {"name": "adamw", **study.optimizer, **variant.optimizer},
+        "optimizer": {**optimizer, **variant.optimizer},
         "schedule": {"warmup_steps": max(1, int(sizes.steps * study.warmup))},
         "data": {"seed": seed, "document_attention": False, "sources": sources, **study.data},
     }
@@ -122,7 +129,7 @@ def _at_larger_batch(name: str, rate: float) -> str:
     return f"{name} {rate * math.sqrt(_LARGER):g}, {_LARGER} times the batch"
 
 
-def _fp8(kind: str, *, first: int = 0, last: int = 0, fast: str = "forward") -> Variant:
+def _fp8(kind: str, *, first: int = 0, last: int = 0, fast: str = "input_projections") -> Variant:
     """``first`` and ``last``: layers in bf16."""
     fp8 = {
         "format": kind,
@@ -175,6 +182,8 @@ STUDIES: Mapping[str, Study] = {
             "bf16, other sums": Variant(micro_batches=2),
             "fp8, hybrid": _fp8("hybrid"),
             "fp8, hybrid, all sums fast": _fp8("hybrid", fast="all"),
+            "fp8, hybrid, forward sums fast": _fp8("hybrid", fast="forward"),
+            "fp8, hybrid, no sums fast": _fp8("hybrid", fast="none"),
             "fp8, e4m3": _fp8("e4m3"),
             "fp8, hybrid, ends in bf16": _fp8("hybrid", first=1, last=1),
             "fp8, hybrid, first layer in bf16": _fp8("hybrid", first=1),

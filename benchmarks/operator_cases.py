@@ -1,7 +1,7 @@
 """The operators that are measured: the ways to compute each, and what it costs at least.
 
 An operator is a function here that returns its :class:`Case` for a shape of training. ``CASES``
-lists them by name.
+lists them by name; updates of optimizers are in :mod:`benchmarks.operator_updates`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
 from megascale_kernels.attention import attention_mask
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 from megascale_kernels.documents import documents_of
@@ -387,67 +386,6 @@ def loss(shape: Shape) -> Case:
     return Case(f"{shape.tokens} x {columns}", _costs(size, 2 * size), ways)
 
 
-def update(shape: Shape) -> Case:
-    """AdamW of one layer's parameters over tp and 8 replicas."""
-    size = 12 * shape.hidden**2 // shape.tp // 8
-    numbers = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
-    wide = [shape.random(size, seed=seed, dtype=torch.float32) for seed in (1, 2, 3, 4)]
-    wide[2] = wide[2].square()
-    scale = apply = torch.ones((), device=shape.device)
-    number = torch.tensor(float(numbers.number), device=shape.device)
-
-    def way(load: Callable[[], AdamWKernel], dtype: torch.dtype) -> dict[str, Operation]:
-        exact = dtype == torch.float64
-        kernel, states = load(), torch.stack(wide[:3]).to(dtype if exact else torch.float32)
-        gradient, parameters = (
-            wide[3].to(states.dtype, copy=True),
-            torch.empty(size, dtype=dtype, device=shape.device),
-        )
-
-        def run() -> Tensors:
-            kernel(states, gradient, parameters, scale, apply, numbers)
-            return states.unbind()  # not the parameters: their rounding would hide any error
-
-        return {"update": run}
-
-    def of_torch(
-        states: torch.Tensor,
-        gradient: torch.Tensor,
-        parameters: torch.Tensor,
-        *rest: torch.Tensor | AdamWUpdate,
-    ) -> None:
-        master, mean, square = ([row] for row in states)
-        torch._fused_adamw_(
-            *(master, [gradient], mean, square, [], [number]),
-            lr=numbers.learning_rate,
-            beta1=numbers.beta1,
-            beta2=numbers.beta2,
-            weight_decay=numbers.weight_decay,
-            eps=numbers.epsilon,
-            amsgrad=False,
-            maximize=False,
-        )
-        parameters.copy_(states[0])
-
-    def fused() -> AdamWKernel:
-        from megascale_kernels.fused import adamw as module
-
-        return module.adamw
-
-    def compiled() -> AdamWKernel:
-        torch.compiler.reset()
-        return torch.compile(adamw, dynamic=False)
-
-    loads = {
-        REFERENCE: lambda: adamw,
-        "compile": compiled,
-        "torch_fused": lambda: of_torch,
-        "fused": fused,
-    }
-    ways = {name: partial(way, load) for name, load in loads.items()}
-    return Case(f"{size}", {"update": Cost(size * (7 * 4 + shape.dtype.itemsize))}, ways)
-
-
 def weight_gradient(shape: Shape) -> Case:
     """float32 main_grad += d_y^T x of the merged input projection."""
     rows = 7 * shape.hidden // shape.tp
@@ -493,6 +431,5 @@ CASES: Mapping[str, Callable[[Shape], Case]] = {
     "documents": partial(masked, kind="documents"),
     "window": partial(masked, kind="window"),
     "cross_entropy": loss,
-    "adamw": update,
     "weight_gradient": weight_gradient,
 }

@@ -34,7 +34,9 @@ if not torch.cuda.is_available():
 
 from benchmarks.operator_cases import CASES, REFERENCE, Case, Operation, Shape, Tensors
 from benchmarks.operator_timing import Meter
+from benchmarks.operator_updates import UPDATES
 
+OPERATORS = {**CASES, **UPDATES}
 HEADS = {4096: 32, 5120: 40, 7168: 56, 12288: 96}  # hidden size to heads: 7B, 13B, 30B, 175B
 SEQUENCE, MICRO_BATCH, VOCABULARY = 2048, 4, 51200
 WAYS = (
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         for shape in _shapes(options, device, dtype):
             if time.monotonic() > end:
                 break
-            case = CASES[name](shape)
+            case = OPERATORS[name](shape)
             if case.shape in done:
                 continue
             done.add(case.shape)
@@ -231,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     lists = {
-        "only": list(CASES),
+        "only": list(OPERATORS),
         "ways": list(WAYS),
         "hidden": [str(hidden) for hidden in HEADS],
         "tp": ["1", "2", "8"],

@@ -121,10 +121,11 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fast-accumulation",
-        choices=["forward", "all", "none"],
-        default="forward",
+        choices=["input_projections", "forward", "all", "none"],
+        default="input_projections",
         help="which FP8 products are summed with fewer bits",
     )
+    parser.add_argument("--optimizer", choices=["adamw", "lamb"], default="adamw")
     parser.add_argument(
         "--steps",
         type=_steps,

@@ -77,7 +77,8 @@ class Run:
     precision: str = ""
     fp8_format: str = "hybrid"
     parameter_gather: str = "bf16"
-    fast_accumulation: str = "forward"
+    fast_accumulation: str = "input_projections"
+    optimizer: str = "adamw"
     steps: int = 10
     data: str = ""
     initial: str = "device"
@@ -156,6 +157,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "bucket_mib": run.bucket_mib,
                 "kernels": run.kernels,
             },
+            "optimizer": {"name": run.optimizer},
             "schedule": {"warmup_steps": run.steps // 10},
             "telemetry": {} if run.trackers == "none" else {run.trackers: True},
             "data": {

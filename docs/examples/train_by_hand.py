@@ -126,7 +126,7 @@ def steps_of(name: str, options: argparse.Namespace, kill_at: int = 0) -> Iterat
     """The step records of a run, which is killed after step ``kill_at`` (0: never)."""
     _, *words = torchrun(name, options)
     command = [sys.executable, "-m", "torch.distributed.run", *words, "--json"]
-    save_every = SIZES[options.device].save_every
+    save_every, killed = SIZES[options.device].save_every, False
     with (RUN / f"{name}.err").open("ab") as errors:
         run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert run.stdout is not None
@@ -141,12 +141,14 @@ def steps_of(name: str, options: argparse.Namespace, kill_at: int = 0) -> Iterat
             yield event
             if kill_at and event["step"] == kill_at:
                 run.kill()
+                killed = True
                 break
         # The pipe ends with the last process that has it: none is left then.
         run.stdout.read()
         status = run.wait()
-    if status and not kill_at:
-        show((RUN / f"{name}.err").read_text()[-2000:])
+    if status and not killed:
+        show((RUN / f"{name}.err").read_text()[-4000:])  # torchrun says much behind it
+        raise SystemExit(1)
 
 
 def show(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import socket
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from docs.examples import train_by_hand
 from tests.harness.by_hand import STEPS, HandRun, held, small_job, write_job
 from tests.harness.local_cluster import UpProcess, settle
 from tests.harness.networks import two_networks, why_not
@@ -259,3 +261,13 @@ def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(
     assert {**first.losses(), **records, **third.losses()} == whole
     for part in (first.losses(), records):
         assert part.items() <= whole.items()
+
+
+def test_the_example_tells_why_its_run_ended_before_the_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_by_hand, "RUN", tmp_path)  # without the corpus
+    options = argparse.Namespace(device="cpu", ranks=1)
+    with pytest.raises(SystemExit):
+        list(train_by_hand.steps_of("text", options, kill_at=3))
+    assert "corpus" in capsys.readouterr().err

@@ -83,4 +83,9 @@ def test_branches_go_on_from_the_state_of_the_first_run(tmp_path: Path) -> None:
     others = [found[name] for name in ("bf16-other-sums-1234", "fp8-hybrid-ends-in-bf16-1234")]
     for other in others:
         assert [step for step, _loss in other] == list(range(7, 13))
-        assert 0 < abs(other[0][1] - found["bf16-1234"][0][1]) < 0.01, "the state, other rounding"
+        assert abs(other[0][1] - found["bf16-1234"][0][1]) < 0.01, "the state, other rounding"
+    assert others[1][0][1] != found["bf16-1234"][0][1], "FP8"
+    read = losses("--runs", "bf16", "--branch-at", "6", "--evaluate", "3")
+    assert [step for step, _loss in read["bf16-1234"]] == [6, 7, 8]
+    assert read["bf16-1234"][0][1] == pytest.approx(found["bf16-1234"][0][1], abs=1e-6)
+    assert read["bf16-1234"][1][1] != pytest.approx(found["bf16-1234"][1][1], abs=1e-6)

@@ -191,13 +191,20 @@ def test_weights_are_cast_once_for_all_micro_batches(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", ["hybrid", "e4m3"])
 @pytest.mark.parametrize(
-    ("setting", "forward", "backward"),
-    [(None, True, False), ("all", True, True), ("none", False, False)],
+    ("setting", "inputs", "outputs", "gradients"),
+    [
+        (None, True, False, False),
+        ("input_projections", True, False, False),
+        ("forward", True, True, False),
+        ("all", True, True, True),
+        ("none", False, False, False),
+    ],
 )
-def test_gradients_are_summed_in_float32_unless_the_job_asks_for_speed(
+def test_products_are_summed_in_float32_but_for_those_that_the_job_names(
     setting: str | None,
-    forward: bool,
-    backward: bool,
+    inputs: bool,
+    outputs: bool,
+    gradients: bool,
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -221,11 +228,11 @@ def test_gradients_are_summed_in_float32_unless_the_job_asks_for_speed(
     monkeypatch.setattr(Gemm, "multiply", noted)
     monkeypatch.setattr(Fp8Linears, "gradient", begun)
     _run(trainer, 0, 1)
-    calls = 2 * trainer.config.model.layers
+    layers = trainer.config.model.layers
     assert seen == {
-        "forward": [forward] * calls,
-        "dx": [backward] * calls,
-        "dw": [backward] * calls,
+        "forward": [inputs, outputs] * layers,
+        "dx": [gradients] * 2 * layers,
+        "dw": [gradients] * 2 * layers,
     }
 
 

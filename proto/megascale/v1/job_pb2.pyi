@@ -218,6 +218,10 @@ class _FastAccumulationEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     """All."""
     FAST_ACCUMULATION_NONE: _FastAccumulation.ValueType  # 3
     """None."""
+    FAST_ACCUMULATION_INPUT_PROJECTIONS: _FastAccumulation.ValueType  # 4
+    """Those of the forward whose inputs are normalised: of attention's q, k and v, and the first of an
+    MLP. Sums of the others, over outputs of attention and activations, lose more.
+    """
 
 class FastAccumulation(_FastAccumulation, metaclass=_FastAccumulationEnumTypeWrapper):
     """Which FP8 matrix products a GPU may sum with fewer bits than float32 has: faster, and less exact
@@ -231,6 +235,10 @@ FAST_ACCUMULATION_ALL: FastAccumulation.ValueType  # 2
 """All."""
 FAST_ACCUMULATION_NONE: FastAccumulation.ValueType  # 3
 """None."""
+FAST_ACCUMULATION_INPUT_PROJECTIONS: FastAccumulation.ValueType  # 4
+"""Those of the forward whose inputs are normalised: of attention's q, k and v, and the first of an
+MLP. Sums of the others, over outputs of attention and activations, lose more.
+"""
 Global___FastAccumulation: typing_extensions.TypeAlias = FastAccumulation
 
 class _Kernels:
@@ -1171,7 +1179,7 @@ class Fp8Spec(google.protobuf.message.Message):
     default bf16.
     """
     fast_accumulation: Global___FastAccumulation.ValueType
-    """Which products are summed with fewer bits; without effect on CPUs; default forward."""
+    """Which products are summed with fewer bits; without effect on CPUs; default input_projections."""
     def __init__(
         self,
         *,

@@ -24,7 +24,7 @@ from megascale_kernels.operators import LayerOperators, Operators
 from megascale_kernels.overlap.fp8_matmul import Fp8Gemms, OverlappedFp8Gemms, PlainFp8Gemms
 from megascale_kernels.quantize import Factor, Operand
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.tensor.fp8_linear import Fp8Linears
+from megascale_trainer.parallel.tensor.fp8_linear import FastSums, Fp8Linears
 from megascale_trainer.parallel.tensor.fp8_weights import Fp8Weights
 from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
@@ -85,8 +85,7 @@ def fp8_of(
         weights,
         tp.weight_gradients,
         by_row=config.training.fp8.format == "e4m3",
-        fast_forward=config.training.fp8.fast_accumulation != "none",
-        fast_backward=config.training.fp8.fast_accumulation == "all",
+        fast=FastSums.of(config.training.fp8.fast_accumulation),
     )
     return Fp8(
         config.fp8_layers,

@@ -10,11 +10,13 @@ reads transposed copies. They are all that is kept of an input for backward, 1 b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from megascale_common.job.config import FastAccumulation
 from megascale_kernels.casts import Casts
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.gemm import Gemm
@@ -23,6 +25,25 @@ from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand
 from megascale_trainer.parallel.tensor.fp8_weights import Fp8Weights
 from megascale_trainer.parallel.weight_gradients import WeightGradients
 from megascale_trainer.weights import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class FastSums:
+    """Which GEMMs are summed with fewer bits than float32 has.
+
+    ``column``, ``row``: those of the forward, of column-parallel weights (whose inputs are
+    normalised) and of row-parallel ones. ``gradients``: those of both gradients.
+    """
+
+    column: bool
+    row: bool
+    gradients: bool
+
+    @classmethod
+    def of(cls, setting: FastAccumulation) -> FastSums:
+        """What a job's ``fast_accumulation`` says."""
+        forward = setting in ("forward", "all")
+        return cls(forward or setting == "input_projections", forward, setting == "all")
 
 
 class Fp8Linears:
@@ -35,8 +56,7 @@ class Fp8Linears:
         gemms: the GEMMs with their transfers.
         by_row: gradients are e4m3 with one scale for each row (token); else e5m2 with one for the
             tensor, on which the ranks agree where rows are gathered.
-        fast_forward, fast_backward: whether the GEMMs of the forward, and those of both gradients,
-            are summed with fewer bits than float32 has.
+        fast: which GEMMs are summed with fewer bits.
     """
 
     def __init__(
@@ -49,12 +69,10 @@ class Fp8Linears:
         weight_gradients: WeightGradients,
         *,
         by_row: bool,
-        fast_forward: bool,
-        fast_backward: bool,
+        fast: FastSums,
     ) -> None:
         self.size, self.gemms, self.casts = size, gemms, casts
-        self.weight_gradients = weight_gradients
-        self.fast_forward, self.fast_backward = fast_forward, fast_backward
+        self.weight_gradients, self.fast = weight_gradients, fast
         self._gemm, self._weights, self._by_row = gemm, weights, by_row
 
     def column_parallel(self, x: Fp8Activation, weight: Weight) -> torch.Tensor:
@@ -93,7 +111,7 @@ class Fp8Linears:
 
     def accumulate(self, main_grad: torch.Tensor, left: Factor, right: Factor) -> None:
         """``main_grad`` += left @ right^T."""
-        self._gemm.multiply(left, right, main_grad, accumulate=True, fast=self.fast_backward)
+        self._gemm.multiply(left, right, main_grad, accumulate=True, fast=self.fast.gradients)
 
     def rehearse(
         self, rows: int, columns: int, tokens: int, device: torch.device, *, column: bool
@@ -106,10 +124,11 @@ class Fp8Linears:
         """
         dtype = E4M3 if self._by_row else E5M2
         x_width, d_width = (columns, rows) if column else (rows, columns)
+        forward = self.fast.column if column else self.fast.row
         for height in self.gemms.rows_at_once(tokens):
             for width, out, kind, by_row, fast in (
-                (x_width, d_width, E4M3, False, self.fast_forward),
-                (d_width, x_width, dtype, self._by_row, self.fast_backward),
+                (x_width, d_width, E4M3, False, forward),
+                (d_width, x_width, dtype, self._by_row, self.fast.gradients),
             ):
                 left = _random(height, width, kind, device, by_row=by_row)
                 right = _random(out, width, E4M3, device)
@@ -142,7 +161,7 @@ class _Column(torch.autograd.Function):
         linears: Fp8Linears,
     ) -> torch.Tensor:
         y, gathered = linears.gemms.all_gather_matmul(
-            part, weight.over_columns(), fast=linears.fast_forward
+            part, weight.over_columns(), fast=linears.fast.column
         )
         if ctx.needs_input_grad[0]:
             kept = linears.with_transposed(gathered).over_rows()
@@ -160,7 +179,7 @@ class _Column(torch.autograd.Function):
             d.over_columns(),
             ctx.weight.over_rows(),
             partial(linears.weight_gradients.run, accumulate),
-            fast=linears.fast_backward,
+            fast=linears.fast.gradients,
         )
         return d_x.view(-1, d_y.shape[1], d_x.shape[1]), None, None, None, None
 
@@ -212,7 +231,7 @@ class _Row(torch.autograd.Function):
         linears: Fp8Linears,
     ) -> torch.Tensor:
         ctx.weight, ctx.gradient, ctx.linears = weight, gradient, linears
-        y = linears.gemms.matmul_reduce_scatter(x, weight.over_rows(), fast=linears.fast_forward)
+        y = linears.gemms.matmul_reduce_scatter(x, weight.over_rows(), fast=linears.fast.row)
         return y.view(-1, standing.shape[1], y.shape[1])
 
     @staticmethod
@@ -221,7 +240,7 @@ class _Row(torch.autograd.Function):
         alone = linears.size == 1  # then there is nothing to gather before the transposed copy
         part = linears.gradient(d_part, gathered=True, transposed=alone)
         d_x, gathered = linears.gemms.all_gather_matmul(
-            part, ctx.weight.over_columns(), fast=linears.fast_backward
+            part, ctx.weight.over_columns(), fast=linears.fast.gradients
         )
         # The weight needs the gathered gradient too: _RowInput's backward runs next and takes it.
         ctx.gradient.gathered = linears.with_transposed(gathered)
