@@ -58,7 +58,7 @@ _QUICK_TOKENS = 1 << 16
 def main(arguments: Sequence[str]) -> int:
     """Train what was chosen, each run in a process of its own, and compare the curves."""
     begin = time.time()
-    options = _parser().parse_args(arguments)
+    options = parser(__doc__).parse_args(arguments)
     study = STUDIES[options.study]
     against = options.against or next(iter(study.runs))
     refusal = _refusal(options, against)
@@ -171,7 +171,7 @@ def train(name: str, options: argparse.Namespace) -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("CONVERGENCE_DEVICE", "0")))
         torch.cuda.set_device(device)
-    config = _job(options, name, seed)
+    config = job(options, name, seed)
     set_determinism(config, device)
     groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
     trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
@@ -245,7 +245,8 @@ def write_corpus(folder: Path, text: Path, limit: int) -> int:
     return writer.tokens
 
 
-def _job(options: argparse.Namespace, name: str, seed: int) -> JobConfig:
+def job(options: argparse.Namespace, name: str, seed: int) -> JobConfig:
+    """The job of the study's run with that name."""
     study = STUDIES[options.study]
     given = {key: getattr(options, key) for key in QUICK if key != "window"}
     chosen = QUICK if options.quick else given
@@ -270,11 +271,12 @@ def _path(options: argparse.Namespace, name: str, seed: int) -> Path:
     return folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}.jsonl"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options, also those of fp8_gradients.py."""
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add = found.add_argument
     add("--study", choices=STUDIES, required=True)
     add("--folder", type=Path, required=True, help="for the corpus and the curves")
     add("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="Python files")
@@ -302,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", help=argparse.SUPPRESS)
     add("--trunk", action="store_true", help=argparse.SUPPRESS)
     add("--quick", action="store_true", help="a tiny model: a dry run")
-    return parser
+    return found
 
 
 def _seeds(text: str) -> list[int]:

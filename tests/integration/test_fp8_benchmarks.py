@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import fp8_gradients
 from benchmarks.convergence_studies import STUDIES
 from tests.harness.interpreter import interpret_without_cuda
 from tests.harness.ranks import REPOSITORY
@@ -89,3 +90,25 @@ def test_branches_go_on_from_the_state_of_the_first_run(tmp_path: Path) -> None:
     assert [step for step, _loss in read["bf16-1234"]] == [6, 7, 8]
     assert read["bf16-1234"][0][1] == pytest.approx(found["bf16-1234"][0][1], abs=1e-6)
     assert read["bf16-1234"][1][1] != pytest.approx(found["bf16-1234"][1][1], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_gradients_of_one_state_lie_beside_those_of_bf16(tmp_path: Path) -> None:
+    options = ("--study", "fp8", "--folder", str(tmp_path), "--quick", "--steps", "12")
+    options = (*options, "--branch-at", "6", "--evaluate", "2")
+    assert _run("benchmarks/convergence.py", *options, "--runs", "no sums")["failed"] == 0
+    rows = _run("benchmarks/fp8_gradients.py", *options)["rows"]
+    assert isinstance(rows, list) and len(rows) == 6 * 3
+    for row in rows:
+        worst = 0.005 if row["run"] == "bf16, other sums" else 0.2
+        assert max(row["error"]) < worst and len(row["error"]) == 2, row
+        assert (max(row["error"]) > 0.005) == row["run"].endswith("fast"), row
+        assert row["length"] == pytest.approx([1, 1], abs=0.05), row
+
+
+def test_gradients_without_a_state_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--study", "fp8", "--folder", str(tmp_path), "--branch-at", "6", "--evaluate", "2"]
+    assert fp8_gradients.main(options) == 2
+    assert "state-1234.pt: train it with convergence.py --branch-at" in capsys.readouterr().err

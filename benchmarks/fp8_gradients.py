@@ -1,0 +1,147 @@
+"""How far FP8's sums turn and shorten gradients, at one state of a convergence study.
+
+    python benchmarks/convergence.py --study fp8 --folder out --branch-at 500 --evaluate 32
+    python benchmarks/fp8_gradients.py --study fp8 --folder out --branch-at 500 --evaluate 4
+
+The options are the first command's, whose state it reads (state-SEED.pt) and whose text it goes on
+with; --evaluate says how many batches. Nothing is trained: each run computes the gradients of the
+same batches with the same values, and they are compared with those of bf16, by kind of weight. Of
+gradients g and those of bf16, r: *error* is |g - r| / |r|, *length* <g, r> / <r, r>, below 1 where
+sums lose what they should add, or casts round small values to nothing. The last line of stdout is
+one JSON object; exit status 1 if a gradient is not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import convergence
+from benchmarks.batches import Batches
+
+from megascale_trainer.parallel.tensor.fp8_linear import FastSums
+from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.trainer import Trainer, set_determinism
+
+REFERENCE = "bf16"
+# By name: the run of the study, and which products are summed fast, if the run does not say it.
+RUNS: Mapping[str, tuple[str, FastSums | None]] = {
+    REFERENCE: ("bf16", None),
+    "bf16, other sums": ("bf16, other sums", None),
+    "none fast": ("fp8, hybrid, no sums fast", None),
+    "input projections fast": ("fp8, hybrid", None),
+    "input projections and gradients fast": ("fp8, hybrid", FastSums(True, False, True)),
+    "the forward fast": ("fp8, hybrid, forward sums fast", None),
+    "all fast": ("fp8, hybrid, all sums fast", None),
+}
+_KINDS = {
+    **dict.fromkeys(("q", "k", "v", "up", "gate"), "input projections"),
+    **dict.fromkeys(("attention_out", "ffn_out"), "output projections"),
+}
+Gradients = dict[str, list[torch.Tensor]]  # of one batch, by kind of weight
+
+
+class _Kept:
+    """Stands in for the optimizer: keeps gradients, changes nothing."""
+
+    def __init__(self) -> None:
+        self.gradients: list[torch.Tensor] = []
+
+    def update(self, gradients: Sequence[torch.Tensor], *_: object) -> None:
+        """As of :class:`megascale_trainer.optimizer.interface.Optimizer`."""
+        self.gradients = [shard.clone() for shard in gradients]
+
+
+def gradients(name: str, options: argparse.Namespace, seed: int) -> Iterator[Gradients]:
+    """Of each batch: the gradients of a mean loss, float32, by kind of weight."""
+    run, fast = RUNS[name]
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    config = convergence.job(options, run, seed)
+    set_determinism(config, device)
+    groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
+    trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
+    trainer.load_from(torch.load(options.folder / f"state-{seed}.pt", map_location=device))
+    trainer.finish_load(options.branch_at)
+    if fast is not None:
+        assert trainer._fp8 is not None
+        trainer._fp8.linears.fast = fast
+    kept = trainer._optimizer = _Kept()
+    for step in range(options.branch_at, options.branch_at + options.evaluate):
+        trainer.train_step(batches.step(step)).read()
+        yield _by_kind(trainer, kept.gradients)
+    destroy_groups()
+
+
+def _by_kind(trainer: Trainer, shards: Sequence[torch.Tensor]) -> Gradients:
+    table, found = trainer._table, dict[str, list[torch.Tensor]]()
+    numbers = {owned: number for number, owned in enumerate(table.shard_ranges)}
+    for owned, piece, start, stop in table.overlaps():
+        *_, weight, part = ("", *piece.name.split("."))
+        kind = _KINDS.get(weight, "others") if part == "weight" else "others"
+        own = shards[numbers[owned]][start - owned.start : stop - owned.start]
+        found.setdefault(kind, []).append(own)
+    return found
+
+
+def compared(found: Gradients, reference: Gradients) -> dict[str, dict[str, float]]:
+    """``error`` and ``length`` of each kind."""
+    rows = {}
+    for kind, wanted in reference.items():
+        apart = along = size = 0.0
+        for left, right in zip(found[kind], wanted, strict=True):
+            apart += float((left - right).double().square().sum())
+            along += float((left.double() * right.double()).sum())
+            size += float(right.double().square().sum())
+        rows[kind] = {"error": math.sqrt(apart / size), "length": along / size}
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compute, compare, print."""
+    options = convergence.parser(__doc__).parse_args(arguments)
+    states = [options.folder / f"state-{seed}.pt" for seed in options.seeds]
+    missing = [str(path) for path in states if not path.exists()]
+    if missing or options.study != "fp8" or options.evaluate < 1:
+        need = f"no {', '.join(missing)}: train it with convergence.py --branch-at"
+        print(
+            f"fp8_gradients.py: {need if missing else 'give --study fp8, --evaluate'}",
+            file=sys.stderr,
+        )
+        return 2
+    rows: list[dict[str, Any]] = []
+    print(
+        "| seed | run | weights | error | length by batch |\n|---|---|---|---|---|", file=sys.stderr
+    )
+    for seed in options.seeds:
+        reference = list(gradients(REFERENCE, options, seed))
+        for name in list(RUNS)[1:]:
+            each = map(compared, gradients(name, options, seed), reference)
+            rows += list(_rows(seed, name, list(each)))
+    print(json.dumps({"batches": options.evaluate, "rows": rows}), flush=True)
+    return int(not all(math.isfinite(value) for row in rows for value in row["length"]))
+
+
+def _rows(
+    seed: int, name: str, batches: Sequence[Mapping[str, Mapping[str, float]]]
+) -> Iterator[dict[str, Any]]:
+    for kind in batches[0]:
+        error, length = ([batch[kind][of] for batch in batches] for of in ("error", "length"))
+        mean = sum(error) / len(error)
+        shown = ", ".join(f"{each:.5f}" for each in length)
+        print(f"| {seed} | {name} | {kind} | {mean:.5f} | {shown} |", file=sys.stderr, flush=True)
+        yield {"seed": seed, "run": name, "weights": kind, "error": error, "length": length}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
