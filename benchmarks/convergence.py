@@ -94,9 +94,7 @@ def _refusal(options: argparse.Namespace, against: str) -> str:
         return f"--against {against!r}: give one of {', '.join(runs)}"
     last = _last(options, options.steps)
     if options.evaluate and not 0 < options.branch_at <= last - options.evaluate:
-        return (
-            f"--evaluate {options.evaluate}: give --branch-at, from 1 to {last - options.evaluate}"
-        )
+        return f"--evaluate {options.evaluate}: give --branch-at, that many before step {last}"
     if options.branch_at and not 0 < options.branch_at < last:
         return f"--branch-at {options.branch_at}: give a step from 1 to {last - 1}"
     if options.branch_at and any(runs[name].batch != 1 for name in _chosen(options)):

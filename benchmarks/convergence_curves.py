@@ -37,8 +37,8 @@ def rows_of(
     learn, the mean (``loss`` for ``last_tenth``) is over all batches, and so is the standard error
     of the difference.
     """
-    row = _evaluated if evaluated else _row
-    found = {name: row(name, curves[name], curves.get(against, {})) for name in curves}
+    of = _evaluated if evaluated else _row
+    found = {name: of(name, curves[name], curves.get(against, {})) for name in curves}
     apart = found[noise]["differences"] if noise in found else []
     bound = max(map(abs, apart), default=None)
     for row in found.values():
@@ -81,7 +81,10 @@ def _evaluated(
     name: str, found: Mapping[int, Curve], reference: Mapping[int, Curve]
 ) -> dict[str, Any]:
     pairs = [seed for seed in found if seed in reference]
-    apart = {seed: found[seed].losses - reference[seed].losses for seed in pairs}
+    apart = {}
+    for seed in pairs:
+        both = min(len(found[seed].losses), len(reference[seed].losses))
+        apart[seed] = found[seed].losses[:both] - reference[seed].losses[:both]
     batches = [float(each) for seed in pairs for each in apart[seed]]
     first = next(iter(found.values()))
     return {

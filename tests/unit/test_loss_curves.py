@@ -94,16 +94,16 @@ def test_a_difference_is_held_against_the_largest_noise_of_a_seed() -> None:
 def test_runs_that_only_read_are_compared_batch_by_batch() -> None:
     """None learns, so each batch is a pair of its own; learning is the last tenth's difference."""
     curves = {"a": {1: curve([1, 9, 2]), 2: curve([4, 4, 4])}, "empty": {3: curve([1.0])}}
-    curves["b"] = {1: curve([1.3, 9.1, 2.2]), 2: curve([4.1, 4.3, 4.2])}
+    curves["b"] = {1: curve([1.3, 9.1, 2.2]), 2: curve([4.1, 4.3, 4.2, 7])}  # one more
     rows = {row["run"]: row for row in rows_of(curves, "a", "a", evaluated=True)}
-    assert rows["b"]["loss_by_seed"] == pytest.approx([4.2, 4.2])
+    assert rows["b"]["loss_by_seed"] == pytest.approx([4.2, 4.9])
     assert rows["b"]["differences"] == pytest.approx([0.2, 0.2])
     assert rows["b"]["difference"] == pytest.approx(0.2)
     spread = np.std([0.3, 0.1, 0.2, 0.1, 0.3, 0.2], ddof=1)
     assert rows["b"]["standard_error"] == pytest.approx(spread / 6**0.5)
     assert rows["b"]["within_noise"] is False and rows["a"]["within_noise"] is True
     assert rows["empty"]["difference"] is rows["empty"]["standard_error"] is None
-    assert "| b | 3 | 0.0 | 4.2000, 4.2000 | +0.20000 |" in table(list(rows.values()))
+    assert "| b | 3 | 0.0 | 4.2000, 4.9000 | +0.20000 |" in table(list(rows.values()))
 
 
 def test_bins_are_means_of_whole_intervals() -> None:
@@ -247,10 +247,10 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(
         (("--study", "fp8", "--steps", "8", "--branch-at", "8"), "give a step from 1 to 7"),
         (("--study", "fp8", "--stop-after", "9", "--branch-at", "9"), "give a step from 1 to 8"),
         (("--study", "lamb", "--branch-at", "8"), "leave it out with --runs"),
-        (("--study", "fp8", "--evaluate", "4"), "give --branch-at, from 1 to 596"),
+        (("--study", "fp8", "--evaluate", "4"), "give --branch-at, that many before step 600"),
         (
             ("--study", "fp8", "--steps", "9", "--branch-at", "6", "--evaluate", "4"),
-            "give --branch-at, from 1 to 5",
+            "give --branch-at, that many before step 9",
         ),
     ],
 )
