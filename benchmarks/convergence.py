@@ -17,8 +17,10 @@ text is Python source, byte by byte, and no byte is read twice unless the corpus
 ("epochs" above 1). With --limit-s runs end where they are, and pairs are compared up to the tokens
 that both have read. With --branch-at the first run trains alone until that step, and all runs go on
 from its state: what parts runs early, by steps gained or lost on the way to a sudden fall of the
-loss, is out of the difference then, and so is what a change does early. The last line of stdout is
-one JSON object; exit status 1 if a run failed.
+loss, is out of the difference then, and so is what a change does early. With --evaluate as well
+they do not train but read that many of the next batches with the values of that state: what is left
+is what a forward computes otherwise, batch by batch. The last line of stdout is one JSON object;
+exit status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser(__doc__).parse_args(arguments)
     study = STUDIES[options.study]
     against = options.against or next(iter(study.runs))
-    refusal = _refusal(options, against)
+    refusal = refusal_of(options, against)
     if refusal:
         print(f"convergence.py: {refusal}", file=sys.stderr)
         return 2
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(failed > 0)
 
 
-def _refusal(options: argparse.Namespace, against: str) -> str:
+def refusal_of(options: argparse.Namespace, against: str) -> str:
     """What is wrong with the options, with a remedy; empty if nothing is."""
     runs = STUDIES[options.study].runs
     if against not in runs:
@@ -169,17 +171,8 @@ def train(name: str, options: argparse.Namespace) -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("CONVERGENCE_DEVICE", "0")))
         torch.cuda.set_device(device)
-    config = job(options, name, seed)
-    set_determinism(config, device)
-    groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
-    trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
-    state = options.folder / f"state-{seed}.pt"
-    if options.branch_at and not options.trunk:
-        trainer.load_from(torch.load(state, map_location=device))
-        trainer.finish_load(options.branch_at)
-    else:
-        trainer.initialise()
-    last = options.branch_at if options.trunk else _last(options, config.training.steps)
+    trainer, batches = started(options, name, seed, device)
+    last = options.branch_at if options.trunk else _last(options, trainer.config.training.steps)
     path = _path(options, "trunk" if options.trunk else name, seed)
     begin, first = time.monotonic(), trainer.step
     if options.evaluate and not options.trunk:
@@ -190,10 +183,34 @@ def train(name: str, options: argparse.Namespace) -> None:
     if options.trunk:
         slot = torch.empty(trainer.shard_layout().slot_bytes, dtype=torch.uint8, device=device)
         trainer.state_copy_to(slot)
-        torch.save(slot, state)
+        torch.save(slot, state_path(options, seed))
     text = f"{reached} steps, {taken:.0f} s, {1e3 * taken / (reached - first):.2f} ms a step"
     print(f"{path.stem}: {text}", file=sys.stderr, flush=True)
     destroy_groups()
+
+
+def started(
+    options: argparse.Namespace, name: str, seed: int, device: torch.device
+) -> tuple[Trainer, Batches]:
+    """The trainer of a run, with initial values or (``--branch-at``) at the trunk's state.
+
+    Its groups are the process's until ``destroy_groups``.
+    """
+    config = job(options, name, seed)
+    set_determinism(config, device)
+    groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
+    trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
+    if options.branch_at and not options.trunk:
+        trainer.load_from(torch.load(state_path(options, seed), map_location=device))
+        trainer.finish_load(options.branch_at)
+    else:
+        trainer.initialise()
+    return trainer, batches
+
+
+def state_path(options: argparse.Namespace, seed: int) -> Path:
+    """Where the trunk of a seed leaves its state."""
+    return Path(options.folder) / f"state-{seed}.pt"
 
 
 def _steps(trainer: Trainer, batches: Batches, path: Path, last: int) -> int:

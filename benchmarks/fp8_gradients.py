@@ -22,16 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import HashStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import convergence
-from benchmarks.batches import Batches
 
 from megascale_trainer.parallel.tensor.fp8_linear import FastSums
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
-from megascale_trainer.trainer import Trainer, set_determinism
+from megascale_trainer.process.bootstrap import destroy_groups
+from megascale_trainer.trainer import Trainer
 
 REFERENCE = "bf16"
 # By name: the run of the study, and which products are summed fast, if the run does not say it.
@@ -67,12 +65,7 @@ def gradients(name: str, options: argparse.Namespace, seed: int) -> Iterator[Gra
     run, fast = RUNS[name]
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    config = convergence.job(options, run, seed)
-    set_determinism(config, device)
-    groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
-    trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
-    trainer.load_from(torch.load(options.folder / f"state-{seed}.pt", map_location=device))
-    trainer.finish_load(options.branch_at)
+    trainer, batches = convergence.started(options, run, seed, device)
     if fast is not None:
         assert trainer._fp8 is not None
         trainer._fp8.linears.fast = fast
@@ -110,14 +103,8 @@ def compared(found: Gradients, reference: Gradients) -> dict[str, dict[str, floa
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compute, compare, print."""
     options = convergence.parser(__doc__).parse_args(arguments)
-    states = [options.folder / f"state-{seed}.pt" for seed in options.seeds]
-    missing = [str(path) for path in states if not path.exists()]
-    if missing or options.study != "fp8" or options.evaluate < 1:
-        need = f"no {', '.join(missing)}: train it with convergence.py --branch-at"
-        print(
-            f"fp8_gradients.py: {need if missing else 'give --study fp8, --evaluate'}",
-            file=sys.stderr,
-        )
+    if refusal := _refusal(options):
+        print(f"fp8_gradients.py: {refusal}", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
     print(
@@ -130,6 +117,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += list(_rows(seed, name, list(each)))
     print(json.dumps({"batches": options.evaluate, "rows": rows}), flush=True)
     return int(not all(math.isfinite(value) for row in rows for value in row["length"]))
+
+
+def _refusal(options: argparse.Namespace) -> str:
+    if options.study != "fp8" or options.evaluate < 1:
+        return "give --study fp8, and with --evaluate the number of batches"
+    states = [convergence.state_path(options, seed) for seed in options.seeds]
+    missing = ", ".join(str(path) for path in states if not path.exists())
+    if missing:
+        return f"no {missing}: train it with convergence.py --branch-at"
+    return convergence.refusal_of(options, REFERENCE)
 
 
 def _rows(

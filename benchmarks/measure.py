@@ -85,6 +85,8 @@ def describe(session: Session, run: Run) -> dict[str, Any]:
         **sizes(config),
         "stage_layers": list(parallel.stage_layers),
         "precision": training.precision,
+        "fast_accumulation": training.fp8.fast_accumulation if config.fp8_layers else None,
+        "optimizer": config.optimizer.name,
         "block": model.block,
         "mlp": model.mlp,
         "ffn_size": model.ffn_width,

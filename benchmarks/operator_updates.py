@@ -15,25 +15,23 @@ from megascale_kernels.lamb import LambKernel, Segment
 
 _REPLICAS = 8  # that share a layer's update
 _SEGMENTS = 4  # parameters of a layer's share
+_NUMBERS = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
 
 
 def adamw_update(shape: Shape) -> Case:
     """AdamW of one layer's parameters over tp and 8 replicas."""
     size, wide = _values(shape)
-    numbers = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
     scale = apply = torch.ones((), device=shape.device)
-    number = torch.tensor(float(numbers.number), device=shape.device)
+    number = torch.tensor(float(_NUMBERS.number), device=shape.device)
 
     def way(load: Callable[[], AdamWKernel], dtype: torch.dtype) -> dict[str, Operation]:
-        exact = dtype == torch.float64
-        kernel, states = load(), torch.stack(wide[:3]).to(dtype if exact else torch.float32)
-        gradient, parameters = (
-            wide[3].to(states.dtype, copy=True),
-            torch.empty(size, dtype=dtype, device=shape.device),
-        )
+        kernel = load()
+        states = torch.stack(wide[:3]).to(torch.promote_types(dtype, torch.float32))
+        gradient = wide[3].to(states.dtype, copy=True)
+        parameters = torch.empty(size, dtype=dtype, device=shape.device)
 
         def run() -> Tensors:
-            kernel(states, gradient, parameters, scale, apply, numbers)
+            kernel(states, gradient, parameters, scale, apply, _NUMBERS)
             return states.unbind()  # not the parameters: their rounding would hide any error
 
         return {"update": run}
@@ -47,11 +45,11 @@ def adamw_update(shape: Shape) -> Case:
         master, mean, square = ([row] for row in states)
         torch._fused_adamw_(
             *(master, [gradient], mean, square, [], [number]),
-            lr=numbers.learning_rate,
-            beta1=numbers.beta1,
-            beta2=numbers.beta2,
-            weight_decay=numbers.weight_decay,
-            eps=numbers.epsilon,
+            lr=_NUMBERS.learning_rate,
+            beta1=_NUMBERS.beta1,
+            beta2=_NUMBERS.beta2,
+            weight_decay=_NUMBERS.weight_decay,
+            eps=_NUMBERS.epsilon,
             amsgrad=False,
             maximize=False,
         )
@@ -79,7 +77,6 @@ def adamw_update(shape: Shape) -> Case:
 def lamb_update(shape: Shape) -> Case:
     """LAMB of the same parameters, both passes; the ratios between them are given."""
     size, wide = _values(shape)
-    numbers = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
     one = torch.ones((), device=shape.device)
     ends = [size * number // _SEGMENTS for number in range(_SEGMENTS + 1)]
     pieces = [Segment(start, stop, True) for start, stop in pairwise(ends)]
@@ -93,8 +90,8 @@ def lamb_update(shape: Shape) -> Case:
         ratios = torch.full((_SEGMENTS,), 0.5, dtype=states.dtype, device=shape.device)
 
         def run() -> Tensors:
-            runs.direction(states, gradient, one, one, numbers, sums)
-            runs.apply(states, gradient, parameters, ratios, one, numbers.learning_rate)
+            runs.direction(states, gradient, one, one, _NUMBERS, sums)
+            runs.apply(states, gradient, parameters, ratios, one, _NUMBERS.learning_rate)
             return states.unbind()
 
         return {"update": run}

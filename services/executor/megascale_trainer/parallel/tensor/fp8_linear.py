@@ -42,8 +42,7 @@ class FastSums:
     @classmethod
     def of(cls, setting: FastAccumulation) -> FastSums:
         """What a job's ``fast_accumulation`` says."""
-        forward = setting in ("forward", "all")
-        return cls(forward or setting == "input_projections", forward, setting == "all")
+        return cls(setting != "none", setting in ("forward", "all"), setting == "all")
 
 
 class Fp8Linears:
