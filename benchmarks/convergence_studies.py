@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.job.config import Fp8Config, JobConfig, from_accepted
 from megascale_common.sizes.batch_scaling import scaled_batch
 
 VOCABULARY = 257  # bytes, and the end of a file
@@ -129,7 +129,9 @@ def _at_larger_batch(name: str, rate: float) -> str:
     return f"{name} {rate * math.sqrt(_LARGER):g}, {_LARGER} times the batch"
 
 
-def _fp8(kind: str, *, first: int = 0, last: int = 0, fast: str = "input_projections") -> Variant:
+def _fp8(
+    kind: str, *, first: int = 0, last: int = 0, fast: str = Fp8Config().fast_accumulation
+) -> Variant:
     """``first`` and ``last``: layers in bf16."""
     fp8 = {
         "format": kind,
@@ -183,6 +185,7 @@ STUDIES: Mapping[str, Study] = {
             "fp8, hybrid": _fp8("hybrid"),
             "fp8, hybrid, all sums fast": _fp8("hybrid", fast="all"),
             "fp8, hybrid, forward sums fast": _fp8("hybrid", fast="forward"),
+            "fp8, hybrid, input projections fast": _fp8("hybrid", fast="input_projections"),
             "fp8, hybrid, no sums fast": _fp8("hybrid", fast="none"),
             "fp8, e4m3": _fp8("e4m3"),
             "fp8, hybrid, ends in bf16": _fp8("hybrid", first=1, last=1),

@@ -6,14 +6,17 @@
 The options are the first command's, whose state it reads (state-SEED.pt) and whose text it goes on
 with; --evaluate says how many batches. Nothing is trained: each run computes the gradients of the
 same batches with the same values, and they are compared with those of bf16, by kind of weight. Of
-gradients g and those of bf16, r: *error* is |g - r| / |r|, *length* <g, r> / <r, r>, below 1 where
-sums lose what they should add, or casts round small values to nothing. The last line of stdout is
-one JSON object; exit status 1 if a gradient is not finite.
+gradients g and those of bf16, r: *error* is |g - r| / |r|, *direction* the cosine of their angle,
+*length* <g, r> / <r, r>, below 1 where sums lose what they should add, or casts round small values
+to nothing. The row "next batch" has bf16's gradients of the batch after it as g: how far gradients
+lie from each other anyway. The last line of stdout is one JSON object; exit status 1 if a gradient
+is not finite.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import sys
@@ -37,8 +40,10 @@ RUNS: Mapping[str, tuple[str, FastSums | None]] = {
     REFERENCE: ("bf16", None),
     "bf16, other sums": ("bf16, other sums", None),
     "none fast": ("fp8, hybrid, no sums fast", None),
-    "input projections fast": ("fp8, hybrid", None),
-    "input projections and gradients fast": ("fp8, hybrid", FastSums(True, False, True)),
+    "input gradients fast": ("fp8, hybrid", FastSums(False, False, True, False)),
+    "weight gradients fast": ("fp8, hybrid", FastSums(False, False, False, True)),
+    "input projections fast": ("fp8, hybrid, input projections fast", None),
+    "all but output projections fast": ("fp8, hybrid", None),
     "the forward fast": ("fp8, hybrid, forward sums fast", None),
     "all fast": ("fp8, hybrid, all sums fast", None),
 }
@@ -63,12 +68,17 @@ class _Kept:
 def gradients(name: str, options: argparse.Namespace, seed: int) -> Iterator[Gradients]:
     """Of each batch: the gradients of a mean loss, float32, by kind of weight."""
     run, fast = RUNS[name]
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+        gc.collect()  # the run before refers to itself
+        torch.cuda.empty_cache()
     trainer, batches = convergence.started(options, run, seed, device)
     if fast is not None:
         assert trainer._fp8 is not None
         trainer._fp8.linears.fast = fast
+        tokens = trainer.config.training.micro_batch_size * trainer.config.model.sequence_length
+        trainer._fp8.choose_algorithms(trainer._table, tokens, device)
     kept = trainer._optimizer = _Kept()
     for step in range(options.branch_at, options.branch_at + options.evaluate):
         trainer.train_step(batches.step(step)).read()
@@ -88,15 +98,21 @@ def _by_kind(trainer: Trainer, shards: Sequence[torch.Tensor]) -> Gradients:
 
 
 def compared(found: Gradients, reference: Gradients) -> dict[str, dict[str, float]]:
-    """``error`` and ``length`` of each kind."""
+    """``error``, ``direction`` and ``length`` of each kind."""
     rows = {}
     for kind, wanted in reference.items():
-        apart = along = size = 0.0
+        apart = along = own = size = 0.0
         for left, right in zip(found[kind], wanted, strict=True):
             apart += float((left - right).double().square().sum())
             along += float((left.double() * right.double()).sum())
+            own += float(left.double().square().sum())
             size += float(right.double().square().sum())
-        rows[kind] = {"error": math.sqrt(apart / size), "length": along / size}
+        direction = along / math.sqrt(own * size)
+        rows[kind] = {
+            "error": math.sqrt(apart / size),
+            "direction": direction,
+            "length": along / size,
+        }
     return rows
 
 
@@ -108,20 +124,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     rows: list[dict[str, Any]] = []
     print(
-        "| seed | run | weights | error | length by batch |\n|---|---|---|---|---|", file=sys.stderr
+        "| seed | run | weights | error | direction | length |\n|---|---|---|---|---|---|",
+        file=sys.stderr,
     )
     for seed in options.seeds:
         reference = list(gradients(REFERENCE, options, seed))
+        rows += _rows(seed, "next batch", list(map(compared, reference[1:], reference[:-1])))
         for name in list(RUNS)[1:]:
             each = map(compared, gradients(name, options, seed), reference)
-            rows += list(_rows(seed, name, list(each)))
+            rows += _rows(seed, name, list(each))
     print(json.dumps({"batches": options.evaluate, "rows": rows}), flush=True)
     return int(not all(math.isfinite(value) for row in rows for value in row["length"]))
 
 
 def _refusal(options: argparse.Namespace) -> str:
-    if options.study != "fp8" or options.evaluate < 1:
-        return "give --study fp8, and with --evaluate the number of batches"
+    if options.study != "fp8" or options.evaluate < 2:
+        return "give --study fp8, and with --evaluate the number of batches, two at least"
     states = [convergence.state_path(options, seed) for seed in options.seeds]
     missing = ", ".join(str(path) for path in states if not path.exists())
     if missing:
@@ -133,11 +151,10 @@ def _rows(
     seed: int, name: str, batches: Sequence[Mapping[str, Mapping[str, float]]]
 ) -> Iterator[dict[str, Any]]:
     for kind in batches[0]:
-        error, length = ([batch[kind][of] for batch in batches] for of in ("error", "length"))
-        mean = sum(error) / len(error)
-        shown = ", ".join(f"{each:.5f}" for each in length)
-        print(f"| {seed} | {name} | {kind} | {mean:.5f} | {shown} |", file=sys.stderr, flush=True)
-        yield {"seed": seed, "run": name, "weights": kind, "error": error, "length": length}
+        found = {of: [batch[kind][of] for batch in batches] for of in batches[0][kind]}
+        shown = " | ".join(f"{sum(each) / len(each):.5f}" for each in found.values())
+        print(f"| {seed} | {name} | {kind} | {shown} |", file=sys.stderr, flush=True)
+        yield {"seed": seed, "run": name, "weights": kind, **found}
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.presets import OVERLAPS, PRESETS, ConfigurationRefused, Run
+
+from megascale_common.job.config import FastAccumulation, Fp8Config
 
 SILENCED = ("all", "tp", "pp", "dp")
 COMPARED_ROUNDS = 5
@@ -121,8 +123,8 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fast-accumulation",
-        choices=["input_projections", "forward", "all", "none"],
-        default="input_projections",
+        choices=get_args(FastAccumulation),
+        default=Fp8Config().fast_accumulation,
         help="which FP8 products are summed with fewer bits",
     )
     parser.add_argument("--optimizer", choices=["adamw", "lamb"], default="adamw")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.job.config import Fp8Config, JobConfig, from_accepted
 from megascale_common.job.validation import validate
 
 
@@ -77,7 +77,7 @@ class Run:
     precision: str = ""
     fp8_format: str = "hybrid"
     parameter_gather: str = "bf16"
-    fast_accumulation: str = "input_projections"
+    fast_accumulation: str = Fp8Config().fast_accumulation
     optimizer: str = "adamw"
     steps: int = 10
     data: str = ""

@@ -98,12 +98,15 @@ def test_gradients_of_one_state_lie_beside_those_of_bf16(tmp_path: Path) -> None
     options = (*options, "--branch-at", "6", "--evaluate", "2")
     assert _run("benchmarks/convergence.py", *options, "--runs", "no sums")["failed"] == 0
     rows = _run("benchmarks/fp8_gradients.py", *options)["rows"]
-    assert isinstance(rows, list) and len(rows) == 6 * 3
-    for row in rows:
+    assert isinstance(rows, list) and len(rows) == 9 * 3
+    for row in rows[:3]:
+        assert row["run"] == "next batch" and row["direction"][0] < 0.9, row
+    for row in rows[3:]:
         worst = 0.005 if row["run"] == "bf16, other sums" else 0.2
         assert max(row["error"]) < worst and len(row["error"]) == 2, row
         assert (max(row["error"]) > 0.005) == row["run"].endswith("fast"), row
         assert row["length"] == pytest.approx([1, 1], abs=0.05), row
+        assert row["direction"] == pytest.approx([1, 1], abs=0.02), row
 
 
 def test_gradients_without_a_state_are_refused(

@@ -193,7 +193,8 @@ def test_weights_are_cast_once_for_all_micro_batches(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("setting", "inputs", "outputs", "gradients"),
     [
-        (None, True, False, False),
+        (None, True, False, True),
+        ("all_but_output_projections", True, False, True),
         ("input_projections", True, False, False),
         ("forward", True, True, False),
         ("all", True, True, True),

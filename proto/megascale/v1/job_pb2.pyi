@@ -222,6 +222,10 @@ class _FastAccumulationEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     """Those of the forward whose inputs are normalised: of attention's q, k and v, and the first of an
     MLP. Sums of the others, over outputs of attention and activations, lose more.
     """
+    FAST_ACCUMULATION_ALL_BUT_OUTPUT_PROJECTIONS: _FastAccumulation.ValueType  # 5
+    """All but the forward's output projections, those over outputs of attention and activations.
+    Gradients lose nothing by fast sums that their casts do not lose many times over.
+    """
 
 class FastAccumulation(_FastAccumulation, metaclass=_FastAccumulationEnumTypeWrapper):
     """Which FP8 matrix products a GPU may sum with fewer bits than float32 has: faster, and less exact
@@ -238,6 +242,10 @@ FAST_ACCUMULATION_NONE: FastAccumulation.ValueType  # 3
 FAST_ACCUMULATION_INPUT_PROJECTIONS: FastAccumulation.ValueType  # 4
 """Those of the forward whose inputs are normalised: of attention's q, k and v, and the first of an
 MLP. Sums of the others, over outputs of attention and activations, lose more.
+"""
+FAST_ACCUMULATION_ALL_BUT_OUTPUT_PROJECTIONS: FastAccumulation.ValueType  # 5
+"""All but the forward's output projections, those over outputs of attention and activations.
+Gradients lose nothing by fast sums that their casts do not lose many times over.
 """
 Global___FastAccumulation: typing_extensions.TypeAlias = FastAccumulation
 
@@ -1179,7 +1187,9 @@ class Fp8Spec(google.protobuf.message.Message):
     default bf16.
     """
     fast_accumulation: Global___FastAccumulation.ValueType
-    """Which products are summed with fewer bits; without effect on CPUs; default input_projections."""
+    """Which products are summed with fewer bits; without effect on CPUs; default
+    all_but_output_projections.
+    """
     def __init__(
         self,
         *,

@@ -68,7 +68,9 @@ RopeScalingKind = Literal["none", "linear", "llama3"]
 Precision = Literal["bf16", "fp32", "fp8"]
 Fp8Format = Literal["hybrid", "e4m3"]
 ParameterGather = Literal["bf16", "fp8"]
-FastAccumulation = Literal["forward", "all", "none", "input_projections"]
+FastAccumulation = Literal[
+    "forward", "all", "none", "input_projections", "all_but_output_projections"
+]
 Recompute = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["1f1b", "zero_bubble"]
 Kernels = Literal["torch", "triton", "auto"]
@@ -202,7 +204,9 @@ class Fp8Config:
     layers_at_start_in_bf16: int = 0
     layers_at_end_in_bf16: int = 0
     parameter_gather: ParameterGather = field(default="bf16", metadata=ADDED)
-    fast_accumulation: FastAccumulation = field(default="input_projections", metadata=ADDED)
+    fast_accumulation: FastAccumulation = field(
+        default="all_but_output_projections", metadata=ADDED
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

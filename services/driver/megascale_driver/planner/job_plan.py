@@ -40,7 +40,13 @@ _NAMES = (("H200", "h200"), ("H100 80GB HBM3", "h100"), ("A100-SXM4-80GB", "a100
 _BALANCE_GPU = "h100"
 # Of a layer's FP8 products by ``fp8.fast_accumulation``, in twelfths of the forward: output
 # projections are 5 of 12 in a GELU layer. Over the default's.
-_SUMMED_IN_FLOAT32 = {"all": 0 / 29, "forward": 24 / 29, "input_projections": 1.0, "none": 36 / 29}
+_SUMMED_IN_FLOAT32 = {
+    "all": 0 / 5,
+    "all_but_output_projections": 5 / 5,
+    "forward": 24 / 5,
+    "input_projections": 29 / 5,
+    "none": 36 / 5,
+}
 
 
 @dataclass(frozen=True, slots=True)

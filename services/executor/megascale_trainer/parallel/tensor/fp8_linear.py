@@ -32,17 +32,20 @@ class FastSums:
     """Which GEMMs are summed with fewer bits than float32 has.
 
     ``column``, ``row``: those of the forward, of column-parallel weights (whose inputs are
-    normalised) and of row-parallel ones. ``gradients``: those of both gradients.
+    normalised) and of row-parallel ones. ``input_gradients``, ``weight_gradients``: of both kinds
+    of weights.
     """
 
     column: bool
     row: bool
-    gradients: bool
+    input_gradients: bool
+    weight_gradients: bool
 
     @classmethod
     def of(cls, setting: FastAccumulation) -> FastSums:
         """What a job's ``fast_accumulation`` says."""
-        return cls(setting != "none", setting in ("forward", "all"), setting == "all")
+        gradients = setting in ("all", "all_but_output_projections")
+        return cls(setting != "none", setting in ("forward", "all"), gradients, gradients)
 
 
 class Fp8Linears:
@@ -110,7 +113,8 @@ class Fp8Linears:
 
     def accumulate(self, main_grad: torch.Tensor, left: Factor, right: Factor) -> None:
         """``main_grad`` += left @ right^T."""
-        self._gemm.multiply(left, right, main_grad, accumulate=True, fast=self.fast.gradients)
+        fast = self.fast.weight_gradients
+        self._gemm.multiply(left, right, main_grad, accumulate=True, fast=fast)
 
     def rehearse(
         self, rows: int, columns: int, tokens: int, device: torch.device, *, column: bool
@@ -127,7 +131,7 @@ class Fp8Linears:
         for height in self.gemms.rows_at_once(tokens):
             for width, out, kind, by_row, fast in (
                 (x_width, d_width, E4M3, False, forward),
-                (d_width, x_width, dtype, self._by_row, self.fast.gradients),
+                (d_width, x_width, dtype, self._by_row, self.fast.input_gradients),
             ):
                 left = _random(height, width, kind, device, by_row=by_row)
                 right = _random(out, width, E4M3, device)
@@ -178,7 +182,7 @@ class _Column(torch.autograd.Function):
             d.over_columns(),
             ctx.weight.over_rows(),
             partial(linears.weight_gradients.run, accumulate),
-            fast=linears.fast.gradients,
+            fast=linears.fast.input_gradients,
         )
         return d_x.view(-1, d_y.shape[1], d_x.shape[1]), None, None, None, None
 
@@ -239,7 +243,7 @@ class _Row(torch.autograd.Function):
         alone = linears.size == 1  # then there is nothing to gather before the transposed copy
         part = linears.gradient(d_part, gathered=True, transposed=alone)
         d_x, gathered = linears.gemms.all_gather_matmul(
-            part, ctx.weight.over_columns(), fast=linears.fast.gradients
+            part, ctx.weight.over_columns(), fast=linears.fast.input_gradients
         )
         # The weight needs the gathered gradient too: _RowInput's backward runs next and takes it.
         ctx.gradient.gathered = linears.with_transposed(gathered)
