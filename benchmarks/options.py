@@ -16,7 +16,19 @@ from typing import Any, get_args
 
 from benchmarks.presets import OVERLAPS, PRESETS, ConfigurationRefused, Run
 
-from megascale_common.job.config import FastAccumulation, Fp8Config
+from megascale_common.job.config import (
+    Block,
+    FastAccumulation,
+    Fp8Config,
+    Fp8Format,
+    Kernels,
+    Mlp,
+    Norm,
+    ParameterGather,
+    PipelineSchedule,
+    Precision,
+    Recompute,
+)
 
 SILENCED = ("all", "tp", "pp", "dp")
 COMPARED_ROUNDS = 5
@@ -81,12 +93,12 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--global-batch", type=int, default=0, help="sequences in a step over all ranks"
     )
-    parser.add_argument("--block", choices=["parallel", "serial"], default="parallel")
-    parser.add_argument("--mlp", choices=["gelu", "swiglu"], default="gelu")
+    parser.add_argument("--block", choices=get_args(Block), default="parallel")
+    parser.add_argument("--mlp", choices=get_args(Mlp), default="gelu")
     parser.add_argument(
         "--ffn", type=int, default=0, help="width of the feed-forward layer (default: 4 * hidden)"
     )
-    parser.add_argument("--norm", choices=["layernorm", "rmsnorm"], default="layernorm")
+    parser.add_argument("--norm", choices=get_args(Norm), default="layernorm")
     parser.add_argument("--bias", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--attention", choices=["causal", "documents"], default="causal")
     parser.add_argument("--window", type=int, default=0, help="sliding window in tokens; 0: none")
@@ -97,9 +109,9 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         metavar="DIMENSIONS",
         help="some of tp,pp,dp,peer_edges, or none",
     )
-    parser.add_argument("--kernels", choices=["auto", "torch", "triton"], default="torch")
-    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
-    parser.add_argument("--schedule", choices=["1f1b", "zero_bubble"], default="1f1b")
+    parser.add_argument("--kernels", choices=get_args(Kernels), default="torch")
+    parser.add_argument("--recompute", choices=get_args(Recompute), default="none")
+    parser.add_argument("--schedule", choices=get_args(PipelineSchedule), default="1f1b")
     parser.add_argument("--bucket-mib", type=int, default=64, help="bound of a gradient bucket")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument(
@@ -110,14 +122,14 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--precision",
-        choices=["bf16", "fp32", "fp8"],
+        choices=get_args(Precision),
         default="",
         help="default: bf16 on CUDA, fp32 on a CPU",
     )
-    parser.add_argument("--fp8-format", choices=["hybrid", "e4m3"], default="hybrid")
+    parser.add_argument("--fp8-format", choices=get_args(Fp8Format), default="hybrid")
     parser.add_argument(
         "--parameter-gather",
-        choices=["bf16", "fp8"],
+        choices=get_args(ParameterGather),
         default="bf16",
         help="how the weights of layers in FP8 travel over dp",
     )
