@@ -107,12 +107,8 @@ def compared(found: Gradients, reference: Gradients) -> dict[str, dict[str, floa
             along += float((left.double() * right.double()).sum())
             own += float(left.double().square().sum())
             size += float(right.double().square().sum())
-        direction = along / math.sqrt(own * size)
-        rows[kind] = {
-            "error": math.sqrt(apart / size),
-            "direction": direction,
-            "length": along / size,
-        }
+        error, direction = math.sqrt(apart / size), along / math.sqrt(own * size)
+        rows[kind] = {"error": error, "direction": direction, "length": along / size}
     return rows
 
 
