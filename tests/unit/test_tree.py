@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import LANES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_MODULE_LINES = 500
+MAX_MODULE_LINES = 800  # one subject, one file: meaning cuts a file, not its length
 MAX_FUNCTION_LINES = 70
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PACKAGES: list[str] = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
