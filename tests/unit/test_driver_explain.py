@@ -289,7 +289,7 @@ PHASES: dict[JobPhase, tuple[Callable[[], Desk], str, str]] = {
     JobPhase.SUCCEEDED: (lambda: started(AttemptPhase.FINISHED), "", ""),
     JobPhase.FAILED: (failed, "WORKER_EXITED", "megascale logs a --rank 5 --attempt 1"),
     JobPhase.CANCELLED: (
-        lambda: ended_by(cancelled), "CANCEL_REQUESTED", "megascale submit FILE",
+        lambda: ended_by(cancelled), "CANCEL_REQUESTED", "megascale restart a --reason REASON",
     ),
 }  # fmt: skip
 
@@ -356,6 +356,9 @@ def test_a_job_that_stands_still_is_not_healthy() -> None:
         desk.report(slot.node, AttemptPhase.RUNNING, statuses=pages)
     found = explained(desk)
     assert "rank 6 on node n2" in found.sentence
+    assert found.stall is not None and found.stall.held_up_by == "rank 6 on n2 holds it up"
+    message = wire.explanation_message(found, wire.types_pb2.Epoch())
+    assert message.still_s == pytest.approx(found.stall.still_s) and message.held_up_by
     assert found.suggestions[0].command == "megascale logs a --rank 6"
 
 
@@ -367,5 +370,58 @@ def test_a_failed_job_with_checkpoints_may_be_continued_from_them() -> None:
     desk = failed()
     job: Job = replace(desk.job(), committed_step=70)
     desk.state = replace(desk.state, jobs={"a": job})
-    texts = [suggestion.text for suggestion in explained(desk).suggestions]
-    assert any(text.startswith("train on from step 70") for text in texts)
+    found = explained(desk).suggestions
+    texts, commands = zip(*((each.text, each.command) for each in found), strict=True)
+    assert "let it continue from step 70, once the cause is gone" in texts
+    # The way out is the job itself: changed if it must be, then restarted.
+    update, restart = "megascale update JOB.YAML --reason REASON", "megascale restart a"
+    assert commands.index(update) < commands.index(f"{restart} --reason REASON")
+    assert not any(command.startswith("megascale submit") for command in commands)
+
+
+def failed_again(desk: Desk, step: int) -> None:
+    """The attempt comes to ``step``, and rank 5 fails there."""
+    desk.run()
+    for number in range(1, step + 1):
+        desk.feed(Tick(desk.now_s, (("a", desk.job().attempt, number),)))
+    desk.fail("n2", exited(5, desk.now_s, error="vocab_size: 4096 is too small"))
+    desk.stop()
+    desk.wait(max(0.0, desk.job().not_before_s - desk.now_s))
+
+
+def test_a_job_has_recovered_once_it_comes_further_than_before() -> None:
+    desk = submitted("n1", "n2")
+    assert explained(desk).setback is None
+    failed_again(desk, 23)
+    desk.run()
+    first = explained(desk).setback
+    assert first is not None and (first.failures, first.step) == (1, 23)
+    assert "rank 5" in first.why and "has not come past step 23 again" in str(first)
+    for step in (1, 23):
+        desk.feed(Tick(desk.now_s, (("a", 2, step),)))
+        assert explained(desk).setback is not None, "it repeats what it had done before"
+    desk.feed(Tick(desk.now_s, (("a", 2, 24),)))
+    assert explained(desk).setback is None
+
+
+def test_repeated_failures_at_one_step_are_counted_with_their_cause() -> None:
+    desk = submitted("n1", "n2")
+    for _ in range(3):
+        failed_again(desk, 23)
+    desk.run()
+    desk.feed(Tick(desk.now_s, (("a", 4, 20),)))
+    found = explained(desk)
+    assert found.setback is not None and found.setback.failures == 3
+    said = "3 attempts in a row came no further than step 23; the newest failed because rank 5"
+    assert said in found.sentence and "vocab_size: 4096 is too small" in found.sentence
+    message = wire.explanation_message(found, wire.types_pb2.Epoch())
+    assert (message.setback.failures, message.setback.step) == (3, 23)
+
+
+def test_a_job_that_never_took_a_step_counts_each_attempt_once() -> None:
+    desk = submitted("n1", "n2")
+    failed_again(desk, 0)
+    failed_again(desk, 0)
+    desk.run()
+    found = explained(desk).setback
+    assert found is not None and (found.failures, found.step) == (2, 0)

@@ -10,9 +10,10 @@ from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.sizes.parameter_table import checkpoint_bytes
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import CheckpointFailure, ConditionType
-from megascale_driver.core.events import AttemptOpened, JobSubmitted, LeaderStarted
+from megascale_driver.core.events import AttemptOpened, JobSubmitted, LeaderStarted, Tick, utc
 from megascale_driver.core.explain import explain
 from megascale_driver.core.state import AttemptPhase, Job, JobPhase
 from megascale_driver.journal import codec
@@ -125,6 +126,59 @@ def test_a_refused_checkpoint_of_the_last_step_does_not_count() -> None:
     desk.state = replace(desk.state, jobs={"a": job})
     finish(desk, why="given up")
     assert desk.job().phase is JobPhase.FAILED
+
+
+def test_a_full_disk_at_the_last_step_says_what_is_missing_and_until_when() -> None:
+    desk = desk_with_job(uri="/mnt/small", final_timeout_s=300.0)
+    desk.feed(Tick(desk.now_s, (("a", 1, STEPS),)))
+    done_s = desk.now_s
+    desk.wait(5.0)
+    for node in NODES:
+        desk.report(node, AttemptPhase.RUNNING, progress=(failure(STEPS),))
+    size_mib = checkpoint_bytes(desk.job().config) / 2**20
+    (condition,) = desk.job().conditions
+    assert condition.message.endswith(
+        f"{FULL}. All {STEPS} steps are done, and the save is tried again until "
+        f"{utc(done_s + 300)}: make room for {size_mib:,.1f} MiB (a whole checkpoint) below "
+        "/mnt/small before that, or the job fails"
+    )
+    # It saves, so nobody holds it up, however long that takes.
+    for _ in range(12):
+        desk.wait(5.0)
+        for node in NODES:
+            desk.report(node, AttemptPhase.RUNNING, progress=(failure(STEPS),))
+    said = explain(desk.state, "a", desk.now_s, POLICY)
+    assert condition.message in said and "has completed a step for" not in said
+    line = next(line for line in desk.audit if line.reason == "CHECKPOINT_FAILED")
+    assert line.outcome == f"the last step: it is tried again until {utc(done_s + 300)}"
+
+
+def test_an_earlier_checkpoint_that_fails_has_no_deadline() -> None:
+    desk = desk_with_job()
+    desk.report("n1", AttemptPhase.RUNNING, progress=(failure(STEPS - 5),))
+    (condition,) = desk.job().conditions
+    assert condition.message.endswith(FULL)
+
+
+def test_state_of_an_earlier_job_of_the_name_is_named_as_such() -> None:
+    desk = prepared()
+    opened(desk, RestorePlan(RestoreSource.STORAGE, 6, 4, "/m/6"))
+    (line,) = lines(desk, "ATTEMPT_OPENED")
+    assert line.endswith(", which an earlier job of this name (or a run by hand) wrote")
+    own = prepared()
+    opened(own, RestorePlan(RestoreSource.STORAGE, 6, 1, "/m/6"))
+    assert "earlier job" not in lines(own, "ATTEMPT_OPENED")[0]
+
+
+def test_a_job_that_finds_its_last_step_in_an_old_folder_says_that_it_trained_nothing() -> None:
+    desk = prepared()
+    opened(desk, RestorePlan(RestoreSource.STORAGE, STEPS, 4, f"/m/{STEPS}"))
+    for node in NODES:
+        desk.report(node, AttemptPhase.IDLE)
+    job = desk.job()
+    assert job.phase is JobPhase.SUCCEEDED
+    assert job.reason.startswith("nothing was left to train: ")
+    assert "another folder" in job.reason
 
 
 def test_a_job_without_checkpoints_succeeds_as_before() -> None:

@@ -49,7 +49,10 @@ def heat(
         for slow in answer.slow_nodes:
             console.print(f"[red]{slow.sentence}[/red]", soft_wrap=True)
         if answer.rows and not answer.slow_nodes:
-            console.print("no node is slow by these steps", soft_wrap=True)
+            one = len(set(answer.rank_nodes)) == 1
+            alone = "all ranks are on one node, so there is no other to compare it with"
+            none = "no node is slow for long enough to be named"
+            console.print(alone if one else none, soft_wrap=True)
 
     with_client(action, cluster, as_json)
 

@@ -11,6 +11,7 @@ from megascale_client import Job, Node
 from megascale_dashboard import node_view
 from megascale_dashboard.shown import Page
 
+MARKED = 1.1  # a tile of so large a ratio has a mark
 WORST = "worst"  # the column of the page that has each node's largest ratio over all operations
 
 
@@ -33,6 +34,7 @@ def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> 
     )
     operations = [_operation(row, names, ranks) for row in answer.rows]
     columns = zip(*(each["ratios"] for each in operations), strict=True)
+    worst = [_largest(column) for column in columns]
     return {
         "name": job.spec.name,
         "phase": job.phase.name.lower(),
@@ -41,7 +43,8 @@ def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> 
         "last_step": answer.last_step,
         "nodes": [{"name": name, "switch": switches.get(name, "")} for name in names],
         "operations": operations,
-        WORST: [_largest(column) for column in columns],
+        WORST: worst,
+        "headline": _headline(answer, names, worst),
         "slow": [
             {
                 "node": slow.node,
@@ -55,6 +58,28 @@ def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> 
         ],
         "command": f"megascale heat {job.spec.name}",
     }
+
+
+def _headline(
+    answer: driver_pb2.GetHeatMapResponse, names: list[str], worst: list[float | None]
+) -> str:
+    """What the tiles show, in one sentence."""
+    if answer.slow_nodes:
+        return answer.slow_nodes[0].sentence
+    if len(names) == 1:
+        return f"Only {names[0]} runs the job: there is no other node to compare it with."
+    marked = [
+        (ratio, name)
+        for ratio, name in zip(worst, names, strict=False)
+        if ratio is not None and ratio >= MARKED
+    ]
+    if not marked:
+        return "No node is slow by these steps."
+    ratio, name = max(marked)
+    return (
+        f"No node is slow for long enough to be named; {name} takes up to {100 * (ratio - 1):.0f} "
+        "% longer than the ranks that do the same work."
+    )
 
 
 def _operation(row: driver_pb2.HeatMapRow, names: list[str], ranks: dict[str, list[int]]) -> Page:

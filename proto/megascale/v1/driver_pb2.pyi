@@ -1817,12 +1817,21 @@ class ExplainJobResponse(google.protobuf.message.Message):
     LOG_ROOT_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
+    STILL_S_FIELD_NUMBER: builtins.int
+    HELD_UP_BY_FIELD_NUMBER: builtins.int
+    SETBACK_FIELD_NUMBER: builtins.int
     explanation: builtins.str
     """One sentence."""
     text: builtins.str
     """All of it as text: the sentence, what happened, what the logs say, what the system did, what the
     caller may do.
     """
+    still_s: builtins.float
+    """How long the job has completed no step, in seconds, where that is much longer than its pace; 0:
+    it keeps its pace, or does not run.
+    """
+    held_up_by: builtins.str
+    """Which rank holds it up then, as a clause."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.types_pb2.Event]:
         """The newest events behind it: faults and decisions first, then routine ones; newest first within
@@ -1855,6 +1864,10 @@ class ExplainJobResponse(google.protobuf.message.Message):
     def plan(self) -> Global___PlanComparison:
         """The steps beside what the planner predicts for them, as in GetJob."""
 
+    @property
+    def setback(self) -> Global___Setback:
+        """What the job has not recovered from yet; absent once it has a new step after its newest fault."""
+
     def __init__(
         self,
         *,
@@ -1867,11 +1880,44 @@ class ExplainJobResponse(google.protobuf.message.Message):
         log_root: Global___LogRoot | None = ...,
         placement: Global___Placement | None = ...,
         plan: Global___PlanComparison | None = ...,
+        still_s: builtins.float = ...,
+        held_up_by: builtins.str = ...,
+        setback: Global___Setback | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cause", b"cause", "log_root", b"log_root", "placement", b"placement", "plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["actions", b"actions", "cause", b"cause", "events", b"events", "explanation", b"explanation", "log_root", b"log_root", "placement", b"placement", "plan", b"plan", "suggestions", b"suggestions", "text", b"text"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["cause", b"cause", "log_root", b"log_root", "placement", b"placement", "plan", b"plan", "setback", b"setback"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["actions", b"actions", "cause", b"cause", "events", b"events", "explanation", b"explanation", "held_up_by", b"held_up_by", "log_root", b"log_root", "placement", b"placement", "plan", b"plan", "setback", b"setback", "still_s", b"still_s", "suggestions", b"suggestions", "text", b"text"]) -> None: ...
 
 Global___ExplainJobResponse: typing_extensions.TypeAlias = ExplainJobResponse
+
+@typing.final
+class Setback(google.protobuf.message.Message):
+    """A job that has come no further since attempts of it failed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILURES_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    SENTENCE_FIELD_NUMBER: builtins.int
+    failures: builtins.int
+    """How many attempts failed, one after the other."""
+    step: builtins.int
+    """The newest step of all attempts, which none has come past since."""
+    reason: builtins.str
+    """What ended the newest of them."""
+    sentence: builtins.str
+    """All of it as a clause."""
+    def __init__(
+        self,
+        *,
+        failures: builtins.int = ...,
+        step: builtins.int = ...,
+        reason: builtins.str = ...,
+        sentence: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failures", b"failures", "reason", b"reason", "sentence", b"sentence", "step", b"step"]) -> None: ...
+
+Global___Setback: typing_extensions.TypeAlias = Setback
 
 @typing.final
 class LogRoot(google.protobuf.message.Message):

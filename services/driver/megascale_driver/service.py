@@ -65,6 +65,9 @@ class DriverService(
             warnings += await storage_reach.check(
                 config, self.engine.state, self.engine.node_calls.check_storage
             )
+            warnings += await storage_reach.earlier(
+                config, self.engine.state, self.engine.node_calls.list_commits
+            )
         if request.validate_only:
             return driver_pb2.SubmitJobResponse(
                 job=driver_pb2.Job(spec=job_spec.to_proto(config)), warnings=warnings

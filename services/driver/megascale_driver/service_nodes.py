@@ -8,7 +8,7 @@ from google.protobuf import duration_pb2
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError, invalid
 from megascale_common.service.handlers import answers
-from megascale_driver.core import unreadable
+from megascale_driver.core import replicas, unreadable
 from megascale_driver.core.events import (
     CordonRequested,
     EvictRequested,
@@ -16,7 +16,7 @@ from megascale_driver.core.events import (
     RequestKey,
     UncordonRequested,
 )
-from megascale_driver.core.orders import leaves_after_save
+from megascale_driver.core.orders import leaves_after_save, origin
 from megascale_driver.core.state import Disposition, Job, Node
 from megascale_driver.service_base import (
     Context,
@@ -142,7 +142,8 @@ class NodeMethods(ServiceBase):
             ]
             loss = f", job {jobs[0]} loses it as a spare" if jobs else ""
             return f"it runs nothing{loss}; it gets no work from now on"
-        return f"job {job.name} stops, {_successor(job)}, and a new attempt {_origin(job)}"
+        copied = replicas.replicated_step(job, self.engine.state.nodes)
+        return f"job {job.name} stops, {_successor(job)}, and a new attempt {origin(job, copied)}"
 
 
 def _unreachable(request: driver_pb2.ReportUnreachableNodesRequest) -> dict[str, str]:
@@ -163,9 +164,3 @@ def _successor(job: Job) -> str:
     if job.spares:
         return f"spare {job.spares[0]} takes its place"
     return "it has no spare and waits for a node"
-
-
-def _origin(job: Job) -> str:
-    if job.config.checkpoint.uri:
-        return "resumes from the newest complete snapshot"
-    return "starts at step 0, because the job writes no checkpoints"

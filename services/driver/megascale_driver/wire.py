@@ -322,6 +322,17 @@ def explanation_message(
     )
     if (placed := placement_message(found.placement)) is not None:
         message.placement.CopyFrom(placed)
+    if (stall := found.stall) is not None:
+        message.still_s, message.held_up_by = stall.still_s, stall.held_up_by
+    if (setback := found.setback) is not None:
+        message.setback.CopyFrom(
+            driver_pb2.Setback(
+                failures=setback.failures,
+                step=setback.step,
+                reason=setback.why,
+                sentence=str(setback),
+            )
+        )
     if found.cause is not None:
         message.cause.CopyFrom(event_message(found.cause, epoch))
     if found.log_root is not None and (root := log_roots.shown(found.log_root)) is not None:

@@ -24,7 +24,7 @@ export function heat(data) {
   const bySwitch = new Map();
   data.nodes.forEach((node, at) => bySwitch.set(node.switch, [...bySwitch.get(node.switch) || [], [node.name, ratios[at]]]));
   return [
-    h("h1", {}, data.slow.length ? data.slow[0].sentence : "No node is slow by these steps."),
+    h("h1", {}, data.headline),
     h("p", { class: "under" }, "Job ", h("a", { href: `/jobs/${data.name}` }, data.name),
       `, steps ${number(data.first_step)} to ${number(data.last_step)} of attempt ${data.attempt}; medians, beside the ranks that do the same work`),
     data.slow.length > 1 ? table(["node", "rank", "operation", "takes", "since step", "in words"], data.slow.map((each) => [
@@ -35,9 +35,9 @@ export function heat(data) {
     h("div", { class: "switches" }, [...bySwitch].map(([name, nodes]) => h("section", { class: "switch", "aria-label": `switch ${name || "not named"}` },
       h("h2", {}, name || "no switch", h("small", {}, ` ${nodes.length}`)),
       h("div", { class: "cells", tabindex: "0", role: "group", "aria-label": `nodes of switch ${name || "not named"}; arrows move`, onkeydown: moves },
-        nodes.map(([node, ratio]) => cell(node, level(ratio), `${node}: ${said(ratio)}`)))))),
+        nodes.map(([node, ratio]) => cell(node, level(ratio), ratio >= 1 + REACH, `${node}: ${said(ratio)}`)))))),
   ];
 }
 
-const cell = (node, at, text) =>
-  h("a", { href: `/nodes/${node}`, tabindex: "-1", class: `cell heat heat-${at}`, title: text, "aria-label": text }, at === 10 ? "\u25b2" : "");
+const cell = (node, at, marked, text) =>
+  h("a", { href: `/nodes/${node}`, tabindex: "-1", class: `cell heat heat-${at}`, title: text, "aria-label": text }, marked ? "\u25b2" : "");

@@ -7,10 +7,11 @@ image of a rank's optimizer shard in a snapshot slot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megascale_common.job.config import JobConfig, ModelConfig
+from megascale_common.job.config import JobConfig, ModelConfig, ParallelismConfig
 from megascale_common.job.rank_layout import Axis
 from megascale_common.sizes.block import Tensor, Unit, embedding_unit, head_unit, layer_unit
 from megascale_common.sizes.checkpoint_layout import MASTER, ShardLayout, ShardPiece
@@ -99,6 +100,17 @@ def stage_layers(config: JobConfig) -> tuple[range, ...]:
         counts = tuple(each + (stage < rest) for stage in range(stages))
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def parameter_counts(config: JobConfig) -> dict[str, int]:
+    """Elements of each parameter of the whole model, by name."""
+    alone = replace(config, parallelism=ParallelismConfig())
+    return {s.name: math.prod(s.global_shape) for s in parameter_table(alone, 0).slices}
+
+
+def checkpoint_bytes(config: JobConfig) -> int:
+    """What a whole checkpoint takes on storage."""
+    return sum(parameter_counts(config).values()) * STATE_BYTES * len(DEFAULT_STATES)
 
 
 def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) -> ShardLayout:

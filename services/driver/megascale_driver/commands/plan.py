@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from megascale.v1 import job_pb2
-from megascale_common.job.config import JobConfig, ParallelismConfig
+from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.sizes.batch_scaling import scaled_batch
@@ -19,7 +19,7 @@ from megascale_common.sizes.bubble import ideal_bubble
 from megascale_common.sizes.checkpoint_interval import best_interval_s, mtbf_s
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, largest_rank_memory, rank_memory
-from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
+from megascale_common.sizes.parameter_table import checkpoint_bytes, parameter_counts
 from megascale_common.sizes.spare_count import advised_spares, wanted_spares
 from megascale_common.sizes.staging import wanted_replica_slots, wanted_slots
 
@@ -68,10 +68,7 @@ def _plain(problems: list[JobProblem]) -> list[dict[str, str]]:
 
 
 def _model(config: JobConfig) -> dict[str, Any]:
-    alone = dataclasses.replace(config, parallelism=ParallelismConfig())
-    sizes = {
-        piece.name: math.prod(piece.global_shape) for piece in parameter_table(alone, 0).slices
-    }
+    sizes = parameter_counts(config)
     embeddings = sum(size for name, size in sizes.items() if not name.startswith("layers."))
     flops = flops_per_token(config.model)
     tokens = (
@@ -84,7 +81,7 @@ def _model(config: JobConfig) -> dict[str, Any]:
         "flops_per_token_full": flops.full,
         "flops_of_the_run_causal": flops.exact * tokens,
         "tokens_of_the_run": tokens,
-        "checkpoint_bytes": sum(sizes.values()) * STATE_BYTES * len(DEFAULT_STATES),
+        "checkpoint_bytes": checkpoint_bytes(config),
     }
 
 

@@ -13,6 +13,7 @@ attempt nothing is waited for, nor where hosts are restarted one after the other
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from megascale_driver.core import blame
 from megascale_driver.core.attempt import Fault, FaultKind
@@ -22,6 +23,7 @@ from megascale_driver.core.state import Job, JobPhase
 
 # Faults that the job has no part in: they do not count against its restart budgets.
 FREE_OF_CHARGE = frozenset({FaultKind.NODE_EVICTED})
+REPEATED = 2  # attempts in a row without a new step, from which on a job fails again and again
 MAX_REPEATS = 8  # failures of a job that are counted; the oldest are forgotten
 # The node is gone with the fault.
 _NODE_GONE = frozenset({FaultKind.NODE_DEAD, FaultKind.CHECK_FAILED, FaultKind.NODE_EVICTED})
@@ -70,6 +72,37 @@ def check(draft: Draft, job: Job) -> Job:
         job = draft.job(job.name, restarts_without_progress=allowed)
     delay_s = 0.0 if _left(job) else backoff(alike(job), draft.policy)
     return draft.job(job.name, not_before_s=draft.now_s + delay_s if delay_s else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """A job that has come no further since attempts of it failed.
+
+    ``failures``: how many did, one after the other; ``step``: the newest step of all attempts;
+    ``why``: what ended the newest.
+    """
+
+    failures: int
+    step: int
+    why: str
+
+    def __str__(self) -> str:
+        if self.failures < REPEATED:
+            return f"it has not come past step {self.step} again since an attempt failed"
+        return (
+            f"{self.failures} attempts in a row came no further than step {self.step}; the newest "
+            f"failed because {self.why}"
+        )
+
+
+def setback(job: Job) -> Setback | None:
+    """What the job has not recovered from yet; None once it has a new step, or without a fault."""
+    newest = max(job.best_step, job.committed_step, job.progress_mark)
+    if not job.restarts or job.terminal or (job.current.step and newest > job.progress_mark):
+        return None
+    # The attempt that reached the mark is the first that failed there, and not counted in a row.
+    failures = job.restarts_without_progress + (1 if job.progress_mark else 0)
+    return Setback(max(1, failures), newest, job.stop_reason)
 
 
 def why_queued(job: Job, now_s: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
@@ -406,6 +407,11 @@ class Evidence:
     source: str
     digest: str = ""
     uri: str = ""
+
+
+def utc(at_s: float) -> str:
+    """A moment as the driver's texts have it, in UTC."""
+    return datetime.fromtimestamp(at_s, UTC).strftime("%H:%M:%SZ")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
-from megascale_driver.analysis.lost_transfers import culprits
-from megascale_driver.core import blame, failure_rate, hang, log_roots, replicas, traffic
+from megascale_driver.core import (
+    blame,
+    budgets,
+    failure_rate,
+    hang,
+    log_roots,
+    replicas,
+    traffic,
+)
 from megascale_driver.core.attempt import Placement
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
-from megascale_driver.core.events import Audit
+from megascale_driver.core.events import Audit, utc
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -103,6 +109,8 @@ class Explanation:
     # Of the attempt that the cause is about.
     log_root: Audit | None = None
     placement: Placement = field(default_factory=Placement)
+    stall: hang.Stall | None = None
+    setback: budgets.Setback | None = None
 
     @property
     def text(self) -> str:
@@ -139,6 +147,7 @@ def explanation(
         and not _symptom(line)
         and line.reason != log_roots.REASON
     ]
+    stall = hang.stall(state.nodes, job, now_s, policy)
     newest_first = list(reversed(log))
     notable = [line for line in newest_first if line.reason not in ROUTINE]
     routine = [line for line in newest_first if line.reason in ROUTINE]
@@ -147,9 +156,11 @@ def explanation(
         cause=cause,
         actions=tuple(actions[:MAX_ACTIONS]),
         events=(*notable[:MAX_EVENTS], *routine[:MAX_EVENTS]),
-        suggestions=suggestions(state, job, cause, _held_up_by(state, job, now_s, policy)),
+        suggestions=suggestions(state, job, cause, stall),
         log_root=_log_root(cause, log),
         placement=job.current.placement if job.active else Placement(),
+        stall=stall,
+        setback=budgets.setback(job),
     )
 
 
@@ -177,12 +188,12 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         text = (
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
             f"its last known step is {job.current.step}"
-            f"{_failing_checkpoint(job, now_s)}{_failing_replicas(state, job)}"
+            f"{_setback(job)}{_failing_checkpoint(job, now_s)}{_failing_replicas(state, job)}"
             f"{_auto_interval(job)}{_short_of_spares(job)}{_slower_than_plan(job)}"
             f"{traffic.describe(job)}"
         )
-        standstill = hang.describe(state.nodes, job, now_s, policy)
-        return f"{text}; {standstill}" if standstill else text
+        stall = hang.stall(state.nodes, job, now_s, policy)
+        return f"{text}; {stall}" if stall else text
     if job.phase is JobPhase.STOPPING and (found := job.current.searching) and not found.over:
         return (
             f"job {name} has stopped attempt {job.attempt} because {job.stop_reason}; no fault "
@@ -191,6 +202,11 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
     if job.phase is JobPhase.STOPPING:
         return f"job {name} is stopping attempt {job.attempt} because {job.stop_reason}"
     return f"job {name} has {job.phase.lower()}: {job.reason}"
+
+
+def _setback(job: Job) -> str:
+    found = budgets.setback(job)
+    return f"; {found}" if found else ""
 
 
 def _failing_replicas(state: Cluster, job: Job) -> str:
@@ -378,18 +394,9 @@ def _newest(log: Sequence[Audit], reasons: tuple[str, ...]) -> Audit | None:
     return next((line for line in reversed(log) if line.reason in reasons), None)
 
 
-def _held_up_by(state: Cluster, job: Job, now_s: float, policy: Policy) -> int | None:
-    """The rank that holds a job which stands still up: rank 0 if none can be named."""
-    if not hang.stands_still(job, now_s, policy):
-        return None
-    found = hang.observed(state.nodes, job, policy)
-    return culprits(found.rows, job.config.layout).ranks[0].rank if found is not None else 0
-
-
 def _symptom(line: Audit) -> bool:
     return line.reason.startswith("WORKER_")
 
 
 def _line(line: Audit) -> str:
-    when = datetime.fromtimestamp(line.at_s, UTC).strftime("%H:%M:%SZ")
-    return f"{when} {line.reason} {line.message}"
+    return f"{utc(line.at_s)} {line.reason} {line.message}"

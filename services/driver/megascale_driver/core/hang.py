@@ -12,7 +12,7 @@ Status pages do not enter the core with each heartbeat. The shell reads them whi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from megascale_driver.analysis.lost_transfers import culprits
@@ -40,6 +40,33 @@ from megascale_driver.core.state import (
 MAX_EVIDENCE = 16
 MAX_NAMED = 4
 _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A job that has completed no step for much longer than its pace.
+
+    ``culprit``: the rank that holds it up most likely; None while not all nodes report their ranks.
+    ``lost``: what was sent and has not arrived, as a clause; "" without such a transfer.
+    """
+
+    still_s: float
+    limit_s: float = 0.0  # of the verdict, which ends the attempt
+    culprit: RankView | None = None
+    lost: str = ""
+
+    @property
+    def held_up_by(self) -> str:
+        """Who holds the job up, as a clause."""
+        if self.culprit is None:
+            return "not all of its nodes report the status of their ranks"
+        return self.lost or f"rank {self.culprit.rank} on {self.culprit.node} holds it up"
+
+    def __str__(self) -> str:
+        text = f"no rank has completed a step for {self.still_s:.0f} s"
+        if self.culprit is None:
+            return f"{text}; {self.held_up_by}"
+        return f"{text} (limit {self.limit_s:.0f} s); {self.lost or self.culprit}"
 
 
 def pages_read(draft: Draft, event: PagesRead) -> None:
@@ -140,19 +167,19 @@ def observed(
     return standing(beats, job.step_times, since_s(job), policy.hang)
 
 
-def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) -> str:
-    """For operators: how long no step has been completed and which rank holds the job up.
+def stall(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) -> Stall | None:
+    """For operators: that no step is completed, and which rank holds the job up.
 
-    Empty while the job keeps its pace.
+    None while the job keeps its pace, and once all steps are done: then it only saves.
     """
-    if not stands_still(job, now_s, policy):
-        return ""
-    text = f"no rank has completed a step for {still_s(job, now_s):.0f} s"
+    if not stands_still(job, now_s, policy) or job.current.step >= job.config.training.steps:
+        return None
     found = observed(nodes, job, policy)
     if found is None:
-        return f"{text}; not all of its nodes report the status of their ranks"
+        return Stall(still_s(job, now_s))
     guilty, lost = culprits(found.rows, job.config.layout)
-    return f"{text} (limit {found.limit_s:.0f} s); {lost[0] if lost else guilty[0]}"
+    between = str(lost[0]) if lost else ""
+    return Stall(still_s(job, now_s), found.limit_s, guilty[0], between)
 
 
 def stands_still(job: Job, now_s: float, policy: Policy) -> bool:

@@ -73,7 +73,7 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
     """Add a new job, which waits for nodes."""
     name = event.config.name
     if name in draft.jobs:
-        draft.refusal = "JOB_EXISTS"
+        draft.refuse("JOB_EXISTS", _exists(draft.jobs[name]))
         return
     if unreadable.key_of(name) in draft.unreadable:
         draft.refuse_unknown_job(name)
@@ -88,6 +88,19 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
         "SUBMITTED", f"submitted by {event.actor}", subject=f"jobs/{name}", job=name,
         actor=event.actor,
     )  # fmt: skip
+
+
+def _exists(job: Job) -> str:
+    """What may be done instead of submitting a job whose name is taken."""
+    state = f"has {job.phase.lower()}" if job.terminal else f"is {job.phase.lower()}"
+    ways = [f"start one like it with `megascale clone {job.name} NEW-NAME`"]
+    if job.phase is not JobPhase.SUCCEEDED:
+        ways.insert(0, "change it with `megascale update JOB.YAML`")
+    if job.phase in (JobPhase.FAILED, JobPhase.CANCELLED):
+        ways.insert(1, f"continue it with `megascale restart {job.name}`")
+    if job.terminal:
+        ways.append(f"free its name with `megascale delete {job.name}`")
+    return f"job {job.name} exists already and {state}; {', '.join(ways[:-1])} or {ways[-1]}"
 
 
 def cancel(draft: Draft, event: CancelRequested) -> None:
@@ -162,6 +175,8 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
     sources = replicas.sources(job, draft.nodes, event.restore)
     what = f"restores step {event.restore.step} from {event.restore.source}"
     what += replicas.describe(sources)
+    if saving.is_earlier(job, event.restore):
+        what += f", which {saving.EARLIER} wrote"
     if event.restore.source is RestoreSource.NONE:
         what = "starts from step 0"
     draft.log(

@@ -63,12 +63,26 @@ def restart(draft: Draft, event: RestartRequested) -> None:
 
 def restart_consequence(job: Job, from_step: int | None, *, now: bool) -> str:
     """What RestartJob does to the job, in one sentence."""
-    origin = f"step {from_step}" if from_step is not None else "the newest complete state"
+    begins = f"begins from step {from_step}" if from_step is not None else origin(job)
     if not job.active:
-        return f"a new attempt begins as soon as there are nodes for it, from {origin}"
+        return f"as soon as there are nodes for it, a new attempt {begins}"
     if now or from_step is not None or not leaving_saves(job):
-        return f"attempt {job.attempt} stops at once, and the next one begins from {origin}"
+        return f"attempt {job.attempt} stops at once, and the next one {begins}"
     return f"attempt {job.attempt} saves its state and stops, and the next one begins from there"
+
+
+def origin(job: Job, replicated_step: int = 0) -> str:
+    """Where an attempt begins that follows without a save, as a clause.
+
+    ``replicated_step``: the newest step of which every rank has a copy in another node's memory.
+    """
+    if not job.config.checkpoint.uri:
+        return "begins at step 0, because the job writes no checkpoints"
+    if step := max(job.committed_step, replicated_step):
+        return f"continues from step {step}, or from a newer one that every rank has in memory"
+    if job.config.checkpoint.load_uri:
+        return f"begins from {job.config.checkpoint.load_uri}: nothing of its own is saved yet"
+    return "begins at step 0: nothing is saved yet"
 
 
 def leaving_saves(job: Job) -> bool:

@@ -8,16 +8,21 @@ not saved, and one for each power of ten of skipped snapshots.
 from __future__ import annotations
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.sizes.parameter_table import checkpoint_bytes
 from megascale_driver.core import replicas
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import CheckpointFailure, Condition, ConditionType
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence
+from megascale_driver.core.events import Evidence, utc
 from megascale_driver.core.state import Job, JobPhase, Node, Report
 
+# Who has written to the folder of a job before its first attempt.
+EARLIER = "an earlier job of this name (or a run by hand)"
 MAX_CAUSE = 500  # characters of an error that a reason repeats
 # Failed steps in a row that have a line each; from then on one for each power of ten.
 FIRST_FAILURES = 10
+# What the errors of a full storage say: ENOSPC, EDQUOT.
+_FULL = ("No space left", "quota exceeded")
 KEPT_DAMAGED = 256  # damaged snapshots that are known to have a line
 
 
@@ -72,7 +77,19 @@ def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[Jo
         manifest_uri=restore.manifest_uri,
     )
     text = f"all {steps} steps are done: attempt {restore.written_by_attempt} has saved the last"
+    if is_earlier(job, restore):
+        uri = job.config.checkpoint.uri
+        text = (
+            f"nothing was left to train: {uri} holds step {steps}, the last one, of {EARLIER}; to "
+            "start over, give checkpoint.uri another folder"
+        )
     return JobPhase.SUCCEEDED, text
+
+
+def is_earlier(job: Job, restore: RestorePlan) -> bool:
+    """Whether the state in the job's own folder is of no attempt of the job itself."""
+    written_by = restore.written_by_attempt  # 0: of another job, which checkpoint.load_uri names
+    return bool(written_by) and all(record.number != written_by for record in job.attempts)
 
 
 def went_back(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str | None:
@@ -179,9 +196,31 @@ def _failing(draft: Draft, job: Job, failure: CheckpointFailure) -> tuple[Condit
     since_s = next((item.since_s for item in job.conditions if item.type is kind), draft.now_s)
     message = (
         f"the checkpoint of step {failure.step} is not saved by rank {failure.rank}: "
-        f"{failure.error[:MAX_CAUSE]}"
+        f"{failure.error[:MAX_CAUSE]}{_of_last_step(job, failure)}"
     )
     return (*without_failing(job), Condition(kind, "PERSIST_FAILED", message, since_s))
+
+
+def _of_last_step(job: Job, failure: CheckpointFailure) -> str:
+    """What is missing where nothing is left to train, and until when it may be mended."""
+    if failure.step < job.config.training.steps:
+        return ""
+    checkpoint = job.config.checkpoint
+    room = "mend its storage"
+    if any(word in failure.error for word in _FULL):
+        size_mib = checkpoint_bytes(job.config) / 2**20
+        room = f"make room for {size_mib:,.1f} MiB (a whole checkpoint) below {checkpoint.uri}"
+    ends = "fails" if checkpoint.require_final else "ends without it"
+    return (
+        f". All {job.config.training.steps} steps are done, and the save is tried again until "
+        f"{utc(_deadline_s(job))}: {room} before that, or the job {ends}"
+    )
+
+
+def _deadline_s(job: Job) -> float:
+    """When the workers give up the checkpoint of the last step."""
+    done_s = job.current.last_step_at_s or job.last_record.get("completed_at", job.timer_s)
+    return done_s + job.config.checkpoint.final_timeout_s
 
 
 def _damaged(draft: Draft, node: str, job: Job, progress: Progress) -> None:
@@ -208,8 +247,7 @@ def _damaged(draft: Draft, node: str, job: Job, progress: Progress) -> None:
 
 def _what_follows(job: Job, last: bool) -> str:
     if last:
-        wait_s = job.config.checkpoint.final_timeout_s
-        return f"the last step: it is tried again for {wait_s:g} s"
+        return f"the last step: it is tried again until {utc(_deadline_s(job))}"
     return f"training continues; the newest complete checkpoint is that of {job.committed_step}"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megascale_driver.core.attempt import FaultKind
 from megascale_driver.core.candidates import candidate
 from megascale_driver.core.events import Audit
+from megascale_driver.core.hang import Stall
 from megascale_driver.core.state import (
     Cluster,
     Disposition,
@@ -29,17 +30,18 @@ class Suggestion:
 
 
 def suggestions(
-    state: Cluster, job: Job, cause: Audit | None, held_up_by: int | None = None
+    state: Cluster, job: Job, cause: Audit | None, stall: Stall | None = None
 ) -> tuple[Suggestion, ...]:
     """What may be done about ``job``, which ``cause`` brought where it is; at most six.
 
-    ``held_up_by``: the rank that holds the job up now; None while it keeps its pace.
+    ``stall``: the job stands still; None while it keeps its pace.
     """
     found = list(_about_the_job(job, cause)) + list(_about_its_phase(state, job))
-    if held_up_by is not None:
+    if stall is not None:
+        rank = stall.culprit.rank if stall.culprit is not None else 0
         now = Suggestion(
-            f"read the log of rank {held_up_by}: the job stands still, as far as is known there",
-            f"megascale logs {job.name} --rank {held_up_by}",
+            f"read the log of rank {rank}: the job stands still, as far as is known there",
+            f"megascale logs {job.name} --rank {rank}",
         )
         found.insert(0, now)
     if cause is not None:
@@ -106,18 +108,17 @@ def _about_its_phase(state: Cluster, job: Job) -> Iterator[Suggestion]:
     elif job.phase is JobPhase.SUSPENDED:
         yield Suggestion("let it have nodes again", f"megascale resume {job.name} --reason REASON")
     elif job.phase in (JobPhase.FAILED, JobPhase.CANCELLED):
+        where = f"from step {job.committed_step}" if job.committed_step else "at step 0"
+        yield Suggestion(
+            "give it a changed job file, if the cause is in the file",
+            "megascale update JOB.YAML --reason REASON",
+        )
+        yield Suggestion(
+            f"let it continue {where}, once the cause is gone",
+            f"megascale restart {job.name} --reason REASON",
+        )
         if job.committed_step:
-            yield Suggestion(
-                f"train on from step {job.committed_step}: submit a job of another name with "
-                f"checkpoint.load_uri {job.config.checkpoint.uri}",
-                "megascale submit FILE",
-            )
             yield Suggestion("see its checkpoints", f"megascale checkpoint list {job.name}")
-        else:
-            yield Suggestion(
-                "submit it again under another name, once the cause is gone",
-                "megascale submit FILE",
-            )
     elif job.phase in (JobPhase.PREPARING, JobPhase.STARTING, JobPhase.STOPPING):
         yield Suggestion("wait: this phase has a time limit", f"megascale watch {job.name}")
 

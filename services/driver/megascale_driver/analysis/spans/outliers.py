@@ -4,7 +4,8 @@ MegaScale section 5.1: hosts that are a little slower than the rest are found by
 same computation across machines. A node is named where, in three of the last five windows of steps,
 the score of one of its ranks (median over the steps) is at least 5 % above all ranks' and 6 robust
 deviations away. A host that is slow has slow ranks; a median over its ranks would hide one slow
-device among eight. What is noise in one window does not come back in the next ones.
+device among eight. What is noise in one window does not come back in the next ones. Of a job on one node no node is
+named: there is no other to compare it with, and a spare would not be faster than its slowest rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megascale_driver.analysis.spans.classes import Floats, Ratios, ratios
 from megascale_driver.analysis.spans.own_time import without_waits
 from megascale_driver.analysis.spans.table import SpanTable
 
+LEAST_NODES = 2  # of a job whose nodes are compared
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 COMPARED = (FORWARD.name, BACKWARD.name, OPTIMIZER.name)
 
@@ -87,6 +89,8 @@ def slow_nodes(
 
     It takes the steps of the table: those of the last ``windows`` x ``window_steps`` are enough.
     """
+    if len(set(table.nodes) - {""}) < LEAST_NODES:
+        return []
     rule = rule or OutlierRule()
     # A rank that updates sooner than others waits longer for them, inside its forward.
     table = without_waits(table)
