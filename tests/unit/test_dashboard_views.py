@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import pytest
 from tests.harness.recorded_fleet import (
     DP,
@@ -19,6 +21,7 @@ from tests.harness.recorded_fleet import (
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import InvalidRequest, Job, Node, NotPossible
+from megascale_client.messages import WatchJobResponse
 from megascale_common.job.rank_layout import RankLayout
 from megascale_dashboard import (
     cluster_reader,
@@ -179,6 +182,196 @@ def test_the_breaker_and_failing_checkpoints_need_a_person() -> None:
     assert page["sentence"] == "2 problems need you."
 
 
+NOW_S = 10_000.0
+
+
+def line(
+    ago_s: float, reason: str, message: str, attempt: int = 1, subject: str = "jobs/a"
+) -> types_pb2.Event:
+    found = types_pb2.Event(
+        reason=reason, message=message, attempt=attempt, subject=subject, actor="driver"
+    )
+    found.time.FromNanoseconds(int((NOW_S - ago_s) * 1e9))
+    return found
+
+
+def running_job(restarts: int = 1, step: int = 20, steps: int = 100) -> Job:
+    job = driver_pb2.Job(phase=types_pb2.JOB_PHASE_RUNNING, restarts=restarts, step=step)
+    job.spec.name, job.spec.trainer.training.steps = "a", steps
+    return Job(job)
+
+
+def now_of(
+    job: Job,
+    explanation: driver_pb2.ExplainJobResponse,
+    log: list[types_pb2.Event] | None = None,
+    nodes: list[Node] | None = None,
+) -> Page:
+    info = driver_pb2.GetClusterInfoResponse()
+    lines = log or []
+    told = {"a": explanation}
+    return incident_view.now(info, nodes or [node()], [job], told, lines, NOW_S, {"a": lines})
+
+
+# Three faults of one job: a killed worker, a lost node, a hang; and an order, which is none.
+THREE_FAULTS = [
+    line(3500, "WORKER_EXITED", "rank 5 on node n2 was killed by SIGKILL", 1, "nodes/n2"),
+    line(3499, "ATTEMPT_STOPPED", "attempt 1 has stopped: rank 5 on node n2 was killed by SIGKILL"),
+    line(3498, "ATTEMPT_STARTED", "all 8 workers of attempt 2 run", 2),
+    line(1800, "NODE_DEAD", "node n2 is dead: its link broke", 2, "nodes/n2"),
+    line(1800, "NODE_EVICTED", "node n2 is dead", 2, "nodes/n2"),
+    line(1799, "ATTEMPT_STOPPED", "attempt 2 has stopped: node n2 is dead", 2),
+    line(1798, "SPARE_ASSIGNED", "spare n3 takes over", 3, "nodes/n3"),
+    line(1797, "ATTEMPT_STARTED", "all 8 workers of attempt 3 run", 3),
+    line(1000, "RESTART_REQUESTED", "ada asked to restart the job: new code", 3),
+    line(999, "ATTEMPT_STOPPED", "attempt 3 has stopped: its state after step 9 is saved", 3),
+    line(998, "ATTEMPT_STARTED", "all 8 workers of attempt 4 run", 4),
+    line(600, "HANG_SUSPECTED", "no rank has advanced for 60 s: rank 2 on node n1", 4),
+    line(590, "ATTEMPT_STOPPED", "attempt 4 has stopped: no rank has advanced for 60 s", 4),
+    line(589, "ATTEMPT_STARTED", "all 8 workers of attempt 5 run", 5),
+]
+
+
+def test_a_job_that_fails_again_and_again_needs_a_person() -> None:
+    told = driver_pb2.ExplainJobResponse(explanation="job a runs attempt 4")
+    told.cause.message = "rank 0 cannot run the job: vocab_size: 4096 is too small"
+    told.cause.time.FromNanoseconds(int((NOW_S - 30) * 1e9))
+    told.suggestions.add(text="read the log", command="megascale logs a --rank 0")
+    told.setback.failures, told.setback.step = 3, 23
+    told.setback.sentence = "3 attempts in a row came no further than step 23; the newest failed"
+    page = now_of(running_job(restarts=3), told)
+    assert page["sentence"] == "1 problem needs you." and page["counts"]["handled"] == 0
+    (loop,) = page["incidents"]
+    assert loop["urgency"] == "act"
+    assert loop["title"] == f"Job a fails again and again: {told.setback.sentence}"
+    assert loop["may_do"][0]["command"] == "megascale logs a --rank 0"
+
+
+def test_a_job_has_not_recovered_before_it_comes_further() -> None:
+    told = driver_pb2.ExplainJobResponse()
+    told.setback.failures, told.setback.step = 1, 23
+    told.setback.sentence = "it has not come past step 23 again since an attempt failed"
+    told.setback.reason = "no rank has advanced for 60 s"
+    page = now_of(running_job(), told, THREE_FAULTS)
+    assert not page["sentence"].startswith("All is well")
+    (behind, *handled) = page["incidents"]
+    assert behind["urgency"] == "watch" and "has not recovered yet" in behind["title"]
+    assert "no rank has advanced for 60 s" in behind["title"]
+    # The newest fault is not behind the job; the two before it are.
+    assert [each["urgency"] for each in handled] == ["handled"] * 2
+    assert page["counts"] == {"act": 0, "watch": 1, "handled": 2}
+
+
+def test_faults_are_counted_and_each_has_its_own_lines() -> None:
+    page = now_of(running_job(restarts=3), driver_pb2.ExplainJobResponse(), THREE_FAULTS)
+    assert page["counts"]["handled"] == 3 and page["sentence"].startswith("All is well")
+    by_title = {each["title"]: each["doing"] for each in page["incidents"]}
+    assert list(by_title) == [
+        "Job a has recovered: no rank has advanced for 60 s: rank 2 on node n1",
+        "Job a has recovered: node n2 is dead: its link broke",
+        "Job a has recovered: rank 5 on node n2 was killed by SIGKILL",
+    ]
+    dead = by_title["Job a has recovered: node n2 is dead: its link broke"]
+    assert dead == [
+        "attempt 2 has stopped: node n2 is dead",
+        "spare n3 takes over",
+        "all 8 workers of attempt 3 run",
+    ]
+    later = incident_view.now(
+        driver_pb2.GetClusterInfoResponse(), [node()], [running_job()],
+        {"a": driver_pb2.ExplainJobResponse()}, THREE_FAULTS, NOW_S + 2000.0, {"a": THREE_FAULTS},
+    )  # fmt: skip
+    assert later["counts"]["handled"] == 1
+
+
+def test_the_card_of_a_dead_node_has_no_line_of_an_earlier_fault() -> None:
+    dead = node(name="n2", liveness=types_pb2.NODE_LIVENESS_DEAD)
+    dead.proto.last_heartbeat_at.FromNanoseconds(int((NOW_S - 1805) * 1e9))
+    page = now_of(running_job(), driver_pb2.ExplainJobResponse(), THREE_FAULTS, [dead])
+    card = next(each for each in page["incidents"] if each["title"].startswith("Node n2"))
+    assert not any("SIGKILL" in text for text in card["doing"])
+    assert "node n2 is dead: its link broke" in card["doing"]
+
+
+def test_a_job_that_stands_still_is_watched_before_the_verdict() -> None:
+    told = driver_pb2.ExplainJobResponse(still_s=27.2, held_up_by="rank 2 on n1 holds it up")
+    told.suggestions.add(text="read the log of rank 2", command="megascale logs a --rank 2")
+    page = now_of(running_job(restarts=0), told)
+    assert page["sentence"] == "Nothing needs you; 1 thing is not as usual."
+    (still,) = page["incidents"]
+    assert still["title"] == "Job a has completed no step for 27 s; rank 2 on n1 holds it up"
+    assert (still["urgency"], still["page"]) == ("watch", "/jobs/a/ranks")
+    assert still["since_s"] == pytest.approx(NOW_S - 27.2)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"), [(79, "training continues"), (80, "it has no more steps to train")]
+)
+def test_a_failing_save_of_the_last_step_does_not_promise_training(step: int, said: str) -> None:
+    job = running_job(step=step, steps=80)
+    job.proto.conditions.add(
+        type=types_pb2.JOB_CONDITION_TYPE_CHECKPOINT_FAILING, message="the disk is full"
+    )
+    (failing,) = now_of(job, driver_pb2.ExplainJobResponse())["incidents"]
+    assert said in failing["doing"][0]
+
+
+def test_failed_attempts_are_marked_in_the_ribbon() -> None:
+    opened = [line(4000 - 1000 * n, "ATTEMPT_PREPARING", "prepares", n) for n in range(1, 6)]
+    log = sorted([*THREE_FAULTS, *opened], key=lambda each: each.attempt)
+    found = {each["attempt"]: each["failed"] for each in job_view.attempts(log)}
+    assert found == {1: True, 2: True, 3: False, 4: True, 5: False}
+
+
+def test_the_curve_leads_to_the_present_and_its_end_is_the_heading() -> None:
+    def record(attempt: int, step: int, loss: float) -> types_pb2.StepRecord:
+        return types_pb2.StepRecord(attempt=attempt, step=step, loss=loss)
+
+    failed = [record(1, step, 10.0 + step) for step in range(1, 65)]
+    again = [record(2, step, 5.0) for step in range(1, 13)]
+    job = running_job(step=12)
+    job.proto.last_record.CopyFrom(record(2, 12, 4.5))
+    told = driver_pb2.ExplainJobResponse()
+    page = job_view.one(job, [*failed, *again[:-1], record(2, 12, 4.5)], [], [], told)
+    assert page["curves"]["step"] == list(range(1, 13))
+    assert set(page["curves"]["attempt"]) == {2}
+    assert page["curves"]["loss"][-1] == page["loss"] == 4.5
+    # The stream is behind the job's state, or before it: the end is that of the heading.
+    behind = job_view.one(job, [*failed, *again[:5]], [], [], told)
+    assert behind["curves"]["loss"][-1] == 4.5
+    ahead = job_view.one(job, [*failed, *again, record(2, 13, 4.0)], [], [], told)
+    assert ahead["curves"]["step"][-1] == 12
+
+
+async def test_the_records_of_a_job_that_was_restarted_are_followed_again() -> None:
+    class Restarted(RecordedCluster):
+        held = 10  # steps that the driver holds
+        attempt = 1
+
+        async def get(self, name: str) -> Job:
+            job = self._job()
+            job.attempt, job.step = self.attempt, self.held
+            job.last_record.step, job.last_record.attempt = self.held, self.attempt
+            return Job(job)
+
+        async def watch(self, name: str) -> AsyncIterator[WatchJobResponse]:
+            for step in range(1, self.held + 1):  # and then the stream ends, as the job has
+                record = types_pb2.StepRecord(attempt=1, step=step)
+                yield WatchJobResponse(driver_pb2.WatchJobResponse(step=record))
+
+    source = Restarted(nodes=2)
+    reader = ClusterReader(source)
+    assert (await reader.job(JOB))["curves"]["step"][-1] == 10
+    source.held, source.attempt = 25, 2
+    reader._answers.clear()  # what is kept for a moment
+    page = await reader.job(JOB)
+    assert page["curves"]["step"] == list(range(1, 26))
+    followed = reader._followed[JOB]
+    await reader.job(JOB)
+    assert reader._followed[JOB] is followed, "a job that has ended is followed once"
+    await reader.close()
+
+
 def test_a_node_name_within_another_is_not_that_node() -> None:
     dead = node(name="n1", liveness=types_pb2.NODE_LIVENESS_DEAD)
     lines = [
@@ -228,8 +421,25 @@ def test_a_node_without_figures_is_not_measured_in_the_heat_map() -> None:
     answer.rows.add(operation="forward", ratio=[nan, 1.25, nan], median_ms=[nan, 5.0, nan])
     page = heat_view.heat(Job(), answer, [])
     assert page["operations"][0]["ratios"] == [1.25, None] and page["worst"] == [1.25, None]
+    assert "Only" not in page["headline"]
     empty = heat_view.heat(Job(), driver_pb2.GetHeatMapResponse(), [])
     assert (empty["operations"], empty["worst"]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ratio", "headline"),
+    [
+        (["n1", "n2"], [1.0, 1.09], "No node is slow by these steps."),
+        (["n1", "n2"], [1.0, 1.12], "No node is slow for long enough to be named; n2 takes up to"),
+        (["n1", "n1"], [1.0, 1.5], "Only n1 runs the job: there is no other node"),
+    ],
+)
+def test_the_headline_of_the_heat_map_is_what_its_tiles_show(
+    nodes: list[str], ratio: list[float], headline: str
+) -> None:
+    answer = driver_pb2.GetHeatMapResponse(rank_nodes=nodes)
+    answer.rows.add(operation="forward", ratio=ratio, median_ms=[1.0, 1.0])
+    assert heat_view.heat(Job(), answer, [])["headline"].startswith(headline)
 
 
 async def test_a_slow_host_stands_on_the_first_page_for_an_hour() -> None:

@@ -16,9 +16,9 @@ from megascale_cli.options import Check, Cluster, JobName, Json, Reason
 from megascale_cli.output import (
     console,
     event_text,
+    explanation_lines,
     job_lines,
     phase_text,
-    plan_lines,
     print_json,
 )
 from megascale_cli.watch import WATCH_RETRY_FOR_S, watch_job
@@ -217,12 +217,8 @@ def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> No
         if as_json:
             print_json(answer)
             return
-        console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
-        for number, line in enumerate(plan_lines(answer.plan)):
-            console.print(line if number else f"\n{line}", highlight=False, soft_wrap=True)
-        console.print("\nevents, faults and decisions first")
-        for event in answer.events:
-            console.print(f"  {event_text(event)}", soft_wrap=True)
+        for line in explanation_lines(answer):
+            console.print(line, highlight=False, soft_wrap=True)
 
     with_client(action, cluster, as_json)
 

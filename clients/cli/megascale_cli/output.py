@@ -215,6 +215,31 @@ def event_text(event: types_pb2.Event) -> str:
     return f"[dim]{when}[/dim] [bold]{event.reason}[/bold] [dim]{event.subject}[/dim] {message}"
 
 
+def explanation_lines(answer: driver_pb2.ExplainJobResponse) -> list[str]:
+    """ExplainJob, as lines of rich markup: its text, the plan, and what else was logged.
+
+    All times are as in the driver's text, in UTC. What the text says already is not repeated.
+    """
+    lines = [escape(answer.text)]
+    if not answer.plan.problem and (plan := plan_lines(answer.plan)):
+        lines += ["", *plan]
+    rest = sorted(
+        (event for event in answer.events if event.message not in answer.text),
+        key=lambda event: event.seq,
+    )
+    if rest:
+        lines += ["", "what else was logged", *(f"  {_logged(event)}" for event in rest)]
+    return lines
+
+
+def _logged(event: types_pb2.Event) -> str:
+    """An event as the driver's texts have one."""
+    moment = datetime.fromtimestamp(event.time.ToMicroseconds() / 1e6, UTC)
+    day = "" if moment.date() == datetime.now(UTC).date() else "%Y-%m-%d "
+    when = moment.strftime(f"{day}%H:%M:%SZ")
+    return f"{when} [bold]{event.reason}[/bold] {escape(clipped(event.message))}"
+
+
 def clipped(text: str) -> str:
     """The text on one line; on a terminal of at most MAX_MESSAGE_CHARACTERS."""
     line = " ".join(text.split())

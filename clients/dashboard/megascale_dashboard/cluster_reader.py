@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import (
@@ -78,7 +78,12 @@ class ClusterReader:
         found = await asyncio.gather(*map(self._explained, asked))
         explanations = dict(zip(asked, found, strict=True))
         events = await self._events("")
-        return incident_view.now(info, nodes, jobs, explanations, events, self._clock())
+        restarted = [
+            job.spec.name for job in jobs if job.spec.name in explanations and job.restarts
+        ]
+        lines = await asyncio.gather(*(self._events(f"jobs/{name}") for name in restarted))
+        logs = dict(zip(restarted, lines, strict=True))
+        return incident_view.now(info, nodes, jobs, explanations, events, self._clock(), logs)
 
     async def fleet(self) -> Page:
         """All nodes by switch."""
@@ -98,7 +103,7 @@ class ClusterReader:
     async def job(self, name: str) -> Page:
         """One job with its curves, attempts, checkpoints and events. Raises NotFound."""
         job = await self._job(name)
-        records = await self._records(name)
+        records = await self._records(name, job)
         events, explanation, checkpoints = await asyncio.gather(
             self._events(f"jobs/{name}"), self._explained(name), self._checkpoints(name)
         )
@@ -194,10 +199,11 @@ class ClusterReader:
 
         return await self._kept(f"checkpoints {name}", listed)
 
-    async def _records(self, name: str) -> list[types_pb2.StepRecord]:
-        follower = self._followed.get(name)
-        if follower is None or follower.failed:
-            follower = self._followed[name] = _Follower(self._source, name)
+    async def _records(self, name: str, job: Job) -> list[types_pb2.StepRecord]:
+        known, follower = _Known.of(job), self._followed.get(name)
+        # A stream ends with its job, which may have been restarted, or submitted again, since then.
+        if follower is None or (follower.over and (follower.failed or follower.known != known)):
+            follower = self._followed[name] = _Follower(self._source, name, known)
         self._followed.move_to_end(name)
         while len(self._followed) > MAX_FOLLOWED:
             _, oldest = self._followed.popitem(last=False)
@@ -220,19 +226,39 @@ class ClusterReader:
         return cast(Answer, await asyncio.shield(answer))
 
 
-class _Follower:
-    """The step records of one job, followed in the background."""
+class _Known(NamedTuple):
+    """How far a job is, as far as it decides whether its records are followed anew."""
 
-    def __init__(self, source: Source, name: str) -> None:
+    created_ns: int
+    attempt: int
+    phase: int
+    step: int
+
+    @classmethod
+    def of(cls, job: Job) -> _Known:
+        """What is known now."""
+        return cls(job.created_at.ToNanoseconds(), job.attempt, job.phase, job.step)
+
+
+class _Follower:
+    """The step records of one job, followed in the background since it was as ``known``."""
+
+    def __init__(self, source: Source, name: str, known: _Known) -> None:
+        self.known = known
         self._records: deque[types_pb2.StepRecord] = deque(maxlen=MAX_RECORDS)
         self._last_update_s = 0.0
         self._began_s = asyncio.get_running_loop().time()
         self._task = asyncio.create_task(self._follow(source, name))
 
     @property
+    def over(self) -> bool:
+        """Whether the stream has ended."""
+        return self._task.done()
+
+    @property
     def failed(self) -> bool:
-        """Whether the stream ended with an error."""
-        done = self._task.done() and not self._task.cancelled()
+        """Whether it ended with an error."""
+        done = self.over and not self._task.cancelled()
         return done and self._task.exception() is not None
 
     async def records(self) -> list[types_pb2.StepRecord]:

@@ -6,6 +6,7 @@ or a fault that the system has dealt with within the last hour (``handled``).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,6 +18,8 @@ from megascale_dashboard.shown import Page
 RECENT_S = 3600.0
 SHOWN_INCIDENTS = 50
 SHOWN_DOINGS = 6
+SHOWN_FAULTS = 5  # of a job, the newest; all are counted
+REPEATED = 2  # attempts in a row without a new step, from which on a job needs a person
 URGENCY = ("act", "watch", "handled")
 # Nodes in these states are reported together, by switch: a switch that dies takes all of its own.
 _NODE_DOING = {
@@ -25,6 +28,7 @@ _NODE_DOING = {
     "unknown": "waits for it to connect",
     "quarantined": "gives it no work until it is uncordoned",
 }
+_WAITS = "reads the status of all ranks; if no rank advances, it ends the attempt and restarts it"
 _NODE_URGENCY = {"dead": "watch", "suspect": "watch", "unknown": "watch", "quarantined": "act"}
 
 
@@ -35,11 +39,19 @@ def now(
     explanations: Mapping[str, driver_pb2.ExplainJobResponse],
     events: Sequence[types_pb2.Event],
     now_s: float,
+    logs: Mapping[str, Sequence[types_pb2.Event]] | None = None,
 ) -> Page:
     """The page: one sentence, incidents with the most urgent first, and the running jobs.
 
-    ``explanations`` by job; ``events`` oldest first; ``now_s`` in Unix seconds.
+    ``explanations`` by job; ``events`` oldest first; ``now_s`` in Unix seconds; ``logs``: by job,
+    the lines of its own log, from which its faults are counted.
     """
+    logs = logs or {}
+    handled = {
+        job.spec.name: _recovered(job, logs.get(job.spec.name, ()), now_s)
+        for job in jobs
+        if job.phase == JobPhase.RUNNING
+    }
     incidents = [
         *_breaker(info),
         *_node_incidents(nodes, events),
@@ -51,8 +63,15 @@ def now(
             for incident in _job_incidents(job, explanations.get(job.spec.name), now_s)
         ),
     ]
+    for name, faults in handled.items():
+        # The newest is no longer behind the job while it has not come further.
+        setback = name in explanations and explanations[name].HasField("setback")
+        past = faults[:-1] if setback else faults
+        handled[name] = past
+        incidents += map(_dealt_with, past[-SHOWN_FAULTS:], itertools.repeat(name))
     incidents.sort(key=lambda each: (URGENCY.index(each["urgency"]), -(each["since_s"] or 0)))
     counts = {word: sum(each["urgency"] == word for each in incidents) for word in URGENCY}
+    counts["handled"] = sum(map(len, handled.values()))
     living = [job for job in jobs if job.phase not in TERMINAL_PHASES]
     return {
         "sentence": _sentence(counts, nodes, living),
@@ -140,7 +159,9 @@ def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) ->
         one = f"Node {names[0]} is {state}" + (f": {why}" if why else "")
         lines = _about(names, switch if len(names) > 1 else "", events)
         beats = [shown.time_s(node.last_heartbeat_at) or 0.0 for node in found]
-        since_s = max(beats) if state != "quarantined" else _newest(lines, "NODE_QUARANTINED")
+        since_s = max(beats) if state != "quarantined" else _newest(lines, "NODE_EVICTED")
+        # What was written before belongs to an earlier fault.
+        lines = [line for line in lines if (shown.time_s(line.time) or since_s) >= since_s]
         yield _incident(
             _NODE_URGENCY[state],
             one if len(names) == 1 else many + more,
@@ -221,7 +242,7 @@ def _job_incidents(
             f"Job {name}: {condition.message}",
             shown.time_s(condition.since),
             page,
-            ["training goes on; the next checkpoint is tried as usual"] if failing else [],
+            [_saves_again(job)] if failing else [],
             [("see its checkpoints", f"megascale checkpoint list {name}")],
         )
     if explanation is None:
@@ -232,17 +253,46 @@ def _job_incidents(
     may_do = [(each["text"], each["command"]) for each in why["suggestions"]]
     updated_s = shown.time_s(job.updated_at) or 0.0
     since_s = cause["time_s"] if cause and cause["time_s"] else updated_s
+    setback = explanation.setback if explanation.HasField("setback") else None
+    repeated = setback is not None and setback.failures >= REPEATED
     if job.phase == JobPhase.FAILED:
         if now_s - updated_s <= 24 * RECENT_S:
             yield _incident("act", why["sentence"], since_s, page, doing, may_do)
+    elif repeated and setback and job.phase not in (*TERMINAL_PHASES, JobPhase.SUSPENDED):
+        title = f"Job {name} fails again and again: {setback.sentence}"
+        yield _incident("act", title, since_s, page, doing, may_do)
     elif job.phase == JobPhase.RUNNING:
-        if cause and job.restarts and now_s - since_s <= RECENT_S:
-            title = f"Job {name} has recovered: {cause['message']}"
-            yield _incident("handled", title, since_s, page, doing, [])
+        if explanation.still_s:
+            still = f"has completed no step for {explanation.still_s:.0f} s"
+            title = f"Job {name} {still}; {explanation.held_up_by}"
+            began_s = now_s - explanation.still_s
+            yield _incident("watch", title, began_s, f"{page}/ranks", [_WAITS], may_do)
+        if setback:
+            title = f"Job {name} has not recovered yet: {setback.sentence} ({setback.reason})"
+            yield _incident("watch", title, since_s, page, doing, may_do)
     elif job.phase not in (*TERMINAL_PHASES, JobPhase.SUSPENDED):
         # A job that waits although one may do something waits for somebody.
         urgency = "act" if job.phase == JobPhase.QUEUED and may_do else "watch"
         yield _incident(urgency, why["sentence"], since_s, page, doing, may_do)
+
+
+def _saves_again(job: Job) -> str:
+    """What the job does while its checkpoints fail."""
+    if job.step >= job.spec.trainer.training.steps:
+        return "tries again to save the last step; it has no more steps to train"
+    return "training continues; the next checkpoint is tried as usual"
+
+
+def _recovered(job: Job, log: Sequence[types_pb2.Event], now_s: float) -> list[Page]:
+    """The faults of the last hour that ended an attempt of a running job, the oldest first."""
+    faults = job_view.faults(log)
+    return [each for each in faults if now_s - (each["time_s"] or 0.0) <= RECENT_S]
+
+
+def _dealt_with(fault: Page, name: str) -> Page:
+    title = f"Job {name} has recovered: {fault['message']}"
+    page = f"/jobs/{name}"
+    return _incident("handled", title, fault["time_s"], page, fault["actions"], [])
 
 
 def _about(

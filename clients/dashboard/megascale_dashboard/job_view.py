@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -16,6 +17,20 @@ SHOWN_CHECKPOINTS = 20
 SHOWN_EVENTS = 200
 # A job without checkpoints has no ATTEMPT_OPENED.
 _BEGINNINGS = ("ATTEMPT_PREPARING", "ATTEMPT_OPENED")
+# What ends an attempt by itself, and what somebody asked for.
+_FAULTS = frozenset(
+    {
+        *("WORKER_EXITED", "WORKER_OUT_OF_MEMORY", "KERNEL_FAULT", "HANG_SUSPECTED"),
+        *("TRAFFIC_STOPPED", "NODE_DEAD", "NODE_RESTARTED", "SWITCH_LOST", "LOSS_DIVERGED"),
+    }
+)
+_ORDERS = frozenset(
+    {
+        *("SUSPEND_REQUESTED", "RESTART_REQUESTED", "UPDATE_REQUESTED", "CANCEL_REQUESTED"),
+        *("PREEMPTION_ORDERED", "NODE_DRAINING", "NODE_EVICTED"),
+    }
+)
+_ANSWERS = frozenset({"SPARE_ASSIGNED", "PLACED", "ATTEMPT_OPENED", "ATTEMPT_STARTED"})
 _ENDS = ("ATTEMPT_STOPPED", "JOB_SUCCEEDED", "JOB_FAILED", "JOB_CANCELLED", "JOB_SUSPENDED")
 
 
@@ -68,6 +83,11 @@ def one(
 ) -> Page:
     """One job whole; ``records`` and ``events`` oldest first, ``checkpoints`` newest first."""
     name = job.spec.name
+    if job.HasField("last_record"):  # the heading and the end of the curves are one record
+        newest = (job.last_record.attempt, job.last_record.step)
+        records = [each for each in records if (each.attempt, each.step) < newest]
+        records.append(job.last_record)
+    records = led_here(records)
     return {
         **figures(job),
         "remaining_s": remaining_s(job, records),
@@ -151,10 +171,22 @@ def remaining_s(job: Job, records: Sequence[types_pb2.StepRecord]) -> float | No
     return left * statistics.median(newest)
 
 
+def led_here(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepRecord]:
+    """The records of the steps that the present state has come from, in rising order.
+
+    An attempt that went back to an earlier step has given up all that came after it.
+    """
+    found: list[types_pb2.StepRecord] = []
+    for record in reversed(records):
+        if not found or record.step < found[-1].step:
+            found.append(record)
+    return found[::-1]
+
+
 def curves(records: Sequence[types_pb2.StepRecord]) -> Page:
     """Columns over the records, at most CURVE_POINTS of them, the newest always among them.
 
-    A step that a later attempt repeated appears once for each attempt, in the order of time.
+    Steps that a later attempt has begun to repeat are left out: they led nowhere.
     """
     stride = max(1, -(-len(records) // CURVE_POINTS))
     first = (len(records) - 1) % stride if records else 0
@@ -170,11 +202,52 @@ def curves(records: Sequence[types_pb2.StepRecord]) -> Page:
     }
 
 
+def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
+    """Each attempt that a fault has ended, oldest first: the fault, and what was done about it.
+
+    ``events``: the job's own log. An attempt that was stopped by order has none.
+    """
+    found: list[Page] = []
+    for place, stop in enumerate(events):
+        if stop.reason != "ATTEMPT_STOPPED":
+            continue
+        mine = [line for line in events[:place] if line.attempt == stop.attempt]
+        named = [line for line in mine if _is_fault(line)]
+        if not named and any(line.reason in _ORDERS for line in mine):
+            continue
+        # Of all errors of an attempt the one that it was stopped for.
+        why = stop.message.partition("has stopped: ")[2] or stop.message
+        alike = (line for line in named if line.message in why or why in line.message)
+        cause = next(alike, None) or next(iter(named), stop)
+        stopped = [] if cause is stop else [stop.message]
+        later = itertools.takewhile(
+            lambda line: line.reason != "ATTEMPT_STOPPED", events[place + 1 :]
+        )
+        found.append(
+            {
+                "attempt": stop.attempt,
+                "time_s": shown.time_s(cause.time),
+                "reason": cause.reason,
+                "message": cause.message,
+                "actions": stopped + [line.message for line in later if line.reason in _ANSWERS],
+            }
+        )
+    return found
+
+
+def _is_fault(line: types_pb2.Event) -> bool:
+    """Whether the line is about something that ends an attempt and that nobody asked for."""
+    if line.reason == "NODE_EVICTED":
+        return line.actor == "driver"
+    return line.reason in _FAULTS and line.mode != "OBSERVE"
+
+
 def attempts(events: Sequence[types_pb2.Event]) -> list[Page]:
     """The attempts that the events show, oldest first: opened, all workers run, ended, and why.
 
-    ``ended_s`` is None for the attempt in progress.
+    ``ended_s`` is None for the attempt in progress; ``failed``: a fault has ended it.
     """
+    broken = {fault["attempt"] for fault in faults(events)}
     found: dict[int, Page] = {}
     for line in events:
         at_s = shown.time_s(line.time)
@@ -186,6 +259,7 @@ def attempts(events: Sequence[types_pb2.Event]) -> list[Page]:
                 "opened_s": at_s,
                 "running_s": None,
                 "ended_s": None,
+                "failed": line.attempt in broken,
                 "opening": "",
                 "ending": "",
             }
@@ -198,6 +272,7 @@ def attempts(events: Sequence[types_pb2.Event]) -> list[Page]:
             current["running_s"] = at_s
         elif line.reason in _ENDS:
             current["ended_s"], current["ending"] = at_s, line.message
+            current["failed"] = current["failed"] or line.reason == "JOB_FAILED"
     return list(found.values())
 
 

@@ -104,6 +104,11 @@ function jobs(data) {
     : nothing("No job has been submitted. Submit one: megascale submit job.yaml")];
 }
 
+function attemptCount(attempts) {
+  const failed = attempts.filter((each) => each.failed).length;
+  return `${attempts.length} attempt${attempts.length > 1 ? "s" : ""}${failed ? `, ${failed} of them failed (red)` : ""}`;
+}
+
 function ribbon(attempts) {
   if (!attempts.length) return nothing("No attempt has been opened yet.");
   const first = attempts[0].opened_s;
@@ -115,10 +120,10 @@ function ribbon(attempts) {
       const from = at(each.opened_s);
       const middle = at(each.running_s || end);
       return [h("span", { class: "starting", left_pct: from, width_pct: Math.max(0.15, middle - from) }),
-        each.running_s ? h("span", { class: "running", left_pct: middle, width_pct: Math.max(0.15, at(end) - middle) },
+        each.running_s ? h("span", { class: each.failed ? "running failed" : "running", title: each.ending, left_pct: middle, width_pct: Math.max(0.15, at(end) - middle) },
           at(end) - middle > 4 ? String(each.attempt) : "") : null];
     })),
-    h("details", {}, h("summary", {}, `${attempts.length} attempt${attempts.length > 1 ? "s" : ""}`),
+    h("details", {}, h("summary", {}, attemptCount(attempts)),
       table(["attempt", "opened", "until all ran", "lasted", "began with", "ended because"], attempts.slice().reverse().map((each) => [
         number(each.attempt), clock(each.opened_s), each.running_s ? span(each.running_s - each.opened_s) : "",
         span((each.ended_s || last) - each.opened_s), each.opening, each.ended_s ? each.ending || "" : "in progress"]), "attempts")),

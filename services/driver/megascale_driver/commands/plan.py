@@ -7,7 +7,6 @@ the FLOP count, the batch arithmetic and the rules of placement.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from megascale.v1 import job_pb2

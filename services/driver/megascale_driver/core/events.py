@@ -409,9 +409,11 @@ class Evidence:
     uri: str = ""
 
 
-def utc(at_s: float) -> str:
-    """A moment as the driver's texts have it, in UTC."""
-    return datetime.fromtimestamp(at_s, UTC).strftime("%H:%M:%SZ")
+def utc(at_s: float, now_s: float = 0.0) -> str:
+    """A moment as the driver's texts have it, in UTC; with its date unless that is ``now_s``'s."""
+    moment, now = (datetime.fromtimestamp(each, UTC) for each in (at_s, now_s or at_s))
+    day = "" if moment.date() == now.date() else "%Y-%m-%d "
+    return moment.strftime(f"{day}%H:%M:%SZ")
 
 
 @dataclass(frozen=True, slots=True)

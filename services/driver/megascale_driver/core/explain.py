@@ -95,7 +95,7 @@ _NO_ACTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a job is where it is. ``cause`` is None where nothing happened to it.
+    """Why a job is where it is at ``now_s``. ``cause`` is None where nothing happened to it.
 
     ``actions``: what the system did about the cause, oldest first. ``events``: newest first, faults
     and decisions before routine lines.
@@ -111,6 +111,7 @@ class Explanation:
     placement: Placement = field(default_factory=Placement)
     stall: hang.Stall | None = None
     setback: budgets.Setback | None = None
+    now_s: float = 0.0
 
     @property
     def text(self) -> str:
@@ -119,17 +120,20 @@ class Explanation:
         if self.placement.score is not None:
             lines += ["", "why there", f"  {self.placement.why}"]
         if self.cause is not None:
-            lines += ["", "what happened", f"  {_line(self.cause)}"]
+            lines += ["", "what happened", f"  {self._line(self.cause)}"]
         if self.log_root is not None:
-            lines += ["", "what the logs say", f"  {_line(self.log_root)}"]
+            lines += ["", "what the logs say", f"  {self._line(self.log_root)}"]
             lines += [f"    {self.log_root.outcome}"] if self.log_root.outcome else []
         if self.actions:
-            lines += ["", "what the system did", *(f"  {_line(line)}" for line in self.actions)]
+            lines += ["", "what the system did", *(f"  {self._line(line)}" for line in self.actions)]
         if self.suggestions:
             lines += ["", "what you may do"]
             for suggestion in self.suggestions:
                 lines += [f"  {suggestion.text}:", f"    {suggestion.command}"]
         return "\n".join(lines)
+
+    def _line(self, line: Audit) -> str:
+        return f"{utc(line.at_s, self.now_s)} {line.reason} {line.message}"
 
 
 def explanation(
@@ -161,6 +165,7 @@ def explanation(
         placement=job.current.placement if job.active else Placement(),
         stall=stall,
         setback=budgets.setback(job),
+        now_s=now_s,
     )
 
 
@@ -396,7 +401,3 @@ def _newest(log: Sequence[Audit], reasons: tuple[str, ...]) -> Audit | None:
 
 def _symptom(line: Audit) -> bool:
     return line.reason.startswith("WORKER_")
-
-
-def _line(line: Audit) -> str:
-    return f"{utc(line.at_s)} {line.reason} {line.message}"
