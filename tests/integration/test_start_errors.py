@@ -20,6 +20,8 @@ import pytest
 from tests.harness import program_start
 from tests.harness.etcd import make_server
 
+from megascale_common.etcd.errors import EtcdError
+from megascale_common.etcd.server import PROGRAM_VARIABLE, EtcdServer
 from megascale_common.node.process import child_environment
 
 UNREACHABLE_ETCD = "127.0.0.1:1"  # a port that refuses
@@ -224,3 +226,32 @@ async def test_a_file_that_cannot_be_written_is_named(place: Place) -> None:
     sentence = one_sentence(errors)
     assert status == 2 and "--address-file" in sentence, errors
     assert str(place.folder / "absent") in sentence
+
+
+# What etcd 3.5.1 writes on a disk of 20 MiB, its stacks cut to a few lines.
+NO_ROOM = """\
+{"level":"warn","msg":"failed to preallocate an initial WAL file","error":"no space left on device"}
+{"level":"panic","msg":"failed to create WAL","error":"no space left on device","stacktrace":"a"}
+panic: failed to create WAL
+
+goroutine 1 [running]:
+go.uber.org/zap/zapcore.(*CheckedEntry).Write(0xc00011a780, 0xc0003e66c0, 0x1, 0x1)
+main.main()
+	/tmp/etcd/server/main.go:32 +0x45
+"""
+
+
+async def test_an_etcd_without_room_says_so_and_shows_no_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "words").write_text(NO_ROOM + "\t/tmp/frame.go:1 +0x1\n" * 100)
+    program = tmp_path / "etcd-that-ends"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path / 'words'} >&2\nexit 2\n")
+    program.chmod(0o755)
+    monkeypatch.setenv(PROGRAM_VARIABLE, str(program))
+    with pytest.raises(EtcdError) as raised:
+        await EtcdServer(tmp_path / "etcd").start()
+    sentence = one_sentence(str(raised.value))
+    assert "failed to create WAL: no space left on device" in sentence
+    assert f"{tmp_path} has " in sentence and "make room there" in sentence
+    assert "main.go" not in sentence and "goroutine" not in sentence

@@ -59,6 +59,7 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
     second = megascale("up", "--run-folder", str(up.folder), *OPTIONS)
     assert second.returncode == 2
     assert "in use by another" in second.stderr
+    assert "stop" not in second.stdout, "nothing of the first was stopped"
 
     # A driver that ends is restarted, and the nodes link to it.
     os.kill(state["driver"]["pid"], signal.SIGKILL)

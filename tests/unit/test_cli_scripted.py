@@ -181,13 +181,3 @@ async def test_a_refused_job_is_reported_field_by_field(
     (tmp_path / "job.yaml").write_text("name: [1]\n")
     status, _, errors = await run("submit", str(tmp_path / "job.yaml"))
     assert (status, "name: expected text" in errors, driver.requests) == (USAGE, True, [])
-
-
-async def test_a_sentence_of_the_driver_names_the_command(driver: ScriptedDriver) -> None:
-    sentence = "there is no node n9; `ListNodes` lists all nodes"
-    driver.errors = [of_code("NOT_FOUND", "NODE_NOT_FOUND", sentence)]
-    status, _, errors = await run("cordon", "n9", "--reason", "x")
-    assert (status, errors) == (
-        NOT_FOUND,
-        "error: there is no node n9; `megascale nodes` lists all nodes\n",
-    )

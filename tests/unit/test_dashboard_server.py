@@ -112,6 +112,15 @@ async def test_every_page_has_a_twin(path: str) -> None:
     await browser.reader.close()
 
 
+@pytest.mark.parametrize("path", ["/jobs/nosuch", "/jobs/nosuch/ranks", "/nodes/nosuch"])
+async def test_the_page_of_what_is_missing_is_not_found(path: str) -> None:
+    browser = await Browser().log_in()
+    status, _, text = await browser.get(path)
+    assert status == 404 and "app.js" in text, "the page itself says what is missing"
+    assert (await browser.get(f"{path}.json"))[0] == 404
+    await browser.reader.close()
+
+
 async def test_a_link_is_exchanged_for_a_cookie_and_keeps_no_secret() -> None:
     browser = Browser()
     status, headers, _ = await browser.get(f"/events?subject=nodes/n3&token={browser.access.key}")

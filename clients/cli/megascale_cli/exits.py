@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -51,15 +50,6 @@ _STATUS: tuple[tuple[type[MegascaleError], int], ...] = (
     (NotAllowed, REFUSED),
 )
 
-# The driver's sentences name its calls, for those who use them; here each is a command.
-_COMMANDS = {
-    "ListJobs": "megascale jobs",
-    "ListNodes": "megascale nodes",
-    "TailLogs": "megascale logs",
-    "WatchJob": "megascale watch",
-}
-_CALL = re.compile(rf"\b({'|'.join(_COMMANDS)})\b")
-
 # A one-shot command gives up sooner than a program would.
 RETRY_FOR_S = 10.0
 
@@ -77,7 +67,7 @@ def fail(error: MegascaleError, as_json: bool = False) -> typer.Exit:
 
 def print_error(error: MegascaleError, as_json: bool) -> None:
     """Print the error on stderr: a line for people, or one JSON object."""
-    text = _in_commands(str(error))
+    text = str(error)
     if as_json:
         details: dict[str, object] = {
             "error": text,
@@ -88,18 +78,14 @@ def print_error(error: MegascaleError, as_json: bool) -> None:
             details["problems"] = [
                 {
                     "field": p.field,
-                    "problem": _in_commands(p.problem),
-                    "remedy": _in_commands(p.remedy),
+                    "problem": p.problem,
+                    "remedy": p.remedy,
                 }
                 for p in error.problems
             ]
         print(json.dumps(details), file=sys.stderr)
     else:
         print(f"error: {text}", file=sys.stderr)
-
-
-def _in_commands(text: str) -> str:
-    return _CALL.sub(lambda found: _COMMANDS[found[1]], text)
 
 
 def report(error: Exception, as_json: bool) -> int | None:

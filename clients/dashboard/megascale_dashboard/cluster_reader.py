@@ -96,6 +96,19 @@ class ClusterReader:
                 return node_view.one(node, await self._events(f"nodes/{name}"))
         raise NotFound(f"no node has the name {name}")
 
+    async def has(self, kind: str, name: str | None) -> bool:
+        """Whether there is a job or node of the name, as far as is known now."""
+        try:
+            if name is not None and kind == "nodes":
+                return any(node.proto.name == name for node in await self._nodes())
+            if name is not None:
+                await self._job(name)
+        except NotFound:
+            return False
+        except MegascaleError:  # the page says what it is
+            return True
+        return True
+
     async def jobs(self) -> Page:
         """All jobs."""
         return job_view.listed(await self._jobs())

@@ -95,7 +95,7 @@ def build(
     for path, title, read in pages.views():
         twin = "/now.json" if path == "/" else f"{path}.json"
         routes.append(Route(twin, _twin(read)))  # before its page, whose NAME would match it
-        routes.append(Route(path, _shell(title)))
+        routes.append(Route(path, _shell(title, reader)))
     return Starlette(
         routes=routes,
         lifespan=lifespan,
@@ -255,11 +255,13 @@ def _twin(read: Read) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-def _shell(title: str) -> Callable[[Request], Awaitable[Response]]:
+def _shell(title: str, reader: ClusterReader) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
+        found = await reader.has(request.url.path.split("/")[1], request.path_params.get("name"))
         path, query = request.url.path, request.url.query
         twin = ("/now.json" if path == "/" else f"{path}.json") + (f"?{query}" if query else "")
-        return HTMLResponse(shell.page(path, twin, title.format(**request.path_params)))
+        text = shell.page(path, twin, title.format(**request.path_params))
+        return HTMLResponse(text, 200 if found else 404)
 
     return answer
 

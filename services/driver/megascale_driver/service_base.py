@@ -51,13 +51,13 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
         "a job of that name exists already; choose another name",
     ),
     "JOB_UNREADABLE": (StateError, "the stored rows of the job cannot be read by this build"),
-    "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
+    "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `megascale jobs` lists all"),
     "JOB_ENDED": (StateError, "the job has ended already"),
     "JOB_CANNOT_SAVE": (StateError, "the job has no checkpoints, so its steps would be lost"),
     "JOB_NOT_ENDED": (StateError, "the job has not ended; cancel it first"),
     **dict.fromkeys(profile_request.REFUSALS, (StateError, "the job cannot be profiled now")),
     "NO_PROFILE": (StateError, "no profile of the job is in progress"),
-    "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `ListNodes` lists all nodes"),
+    "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `megascale nodes` lists all"),
     "NODE_QUARANTINED": (StateError, "the node is quarantined already and gets no work"),
     "TOO_MANY_TENANTS": (LimitError, "there are too many tenants; use one that exists"),
     "TOO_MANY_SILENCES": (LimitError, "there are too many silences; end one"),
@@ -99,14 +99,14 @@ class ServiceBase:
         if (problem := self.engine.state.unreadable.get(unreadable.key_of(name))) is not None:
             raise StateError(unreadable.sentence(name, problem), reason="JOB_UNREADABLE")
         if name not in self.engine.state.jobs:
-            message = f"there is no job {name!r}; `ListJobs` lists all jobs"
+            message = f"there is no job {name!r}; `megascale jobs` lists all"
             raise NotFoundError(message, reason="JOB_NOT_FOUND")
         return self.engine.state.jobs[name]
 
     def _node(self, name: str) -> Node:
         self._require_state()
         if name not in self.engine.state.nodes:
-            message = f"there is no node {name!r}; `ListNodes` lists all nodes"
+            message = f"there is no node {name!r}; `megascale nodes` lists all"
             raise NotFoundError(message, reason="NODE_NOT_FOUND")
         return self.engine.state.nodes[name]
 

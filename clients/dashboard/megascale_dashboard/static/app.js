@@ -36,12 +36,14 @@ function draw() {
   }
 }
 
+const sentence = (text) => !text || /[.!?]$/.test(text) ? text || "" : `${text}.`;
+
 function fail(answer) {
   const [title, advice] = states[answer.state] || ["This page cannot be shown", ""];
   report("away", answer.state === "away" ? "driver away" : answer.state || "failed");
   if (answer.state === "away" && held) return; // what was known last is better than nothing
   main.removeAttribute("aria-busy");
-  main.replaceChildren(h("h1", {}, title), h("p", { class: "state" }, answer.message || "", " ", advice),
+  main.replaceChildren(h("h1", {}, title), h("p", { class: "state" }, sentence(answer.message), " ", advice),
     answer.state === "not-permitted" ? h("p", {}, h("a", { href: "/login", class: "button" }, "Log in")) : "");
 }
 

@@ -6,6 +6,7 @@ with this one, a laptop or a single host needs nothing else installed.
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -32,7 +33,8 @@ PORT_ATTEMPTS = 5  # a free port may be taken before etcd binds it
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.02
-LOG_TAIL_BYTES = 2000
+LOG_TAIL_BYTES = 16_000  # a panic writes some 5,000 after its reason
+_NO_ROOM = "no space left on device"
 
 
 def find_etcd() -> str:
@@ -264,9 +266,16 @@ class EtcdServer:
         return pid is not None and ports is not None and bool(_listeners(ports[0]) & _sockets(pid))
 
     def _last_line(self) -> str:
-        # Below a refused option stands etcd's help, which is not the reason.
-        text = self._log_tail().partition("\nUsage:\n")[0]
-        return next((line for line in reversed(text.split("\n")) if line.strip()), "nothing")
+        # Below a refused option stands etcd's help, below a panic its stack: not the reason.
+        text = self._log_tail().partition("\nUsage:\n")[0].partition("\npanic: ")[0]
+        last = next((line for line in reversed(text.split("\n")) if line.strip()), "nothing")
+        with contextlib.suppress(ValueError):
+            values = json.loads(last)
+            last = ": ".join(str(values[key]) for key in ("msg", "error") if key in values)
+        if _NO_ROOM in last:
+            free_mib = shutil.disk_usage(self.data_dir.parent).free / 2**20
+            last += f" ({self.data_dir.parent} has {free_mib:.0f} MiB: make room there)"
+        return last
 
     def _log_tail(self) -> str:
         """The end of what the present run wrote."""

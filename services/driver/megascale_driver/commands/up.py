@@ -218,10 +218,13 @@ async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> in
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    report("stopping", {})
+    begun = cluster.begun  # a cluster that was refused has nothing to stop
+    if begun:
+        report("stopping", {})
     await dashboard.stop()
     await cluster.stop()
-    report("stopped", {})
+    if begun:
+        report("stopped", {})
     if failure is not None:
         raise failure
     return 0

@@ -125,7 +125,11 @@ class Explanation:
             lines += ["", "what the logs say", f"  {self._line(self.log_root)}"]
             lines += [f"    {self.log_root.outcome}"] if self.log_root.outcome else []
         if self.actions:
-            lines += ["", "what the system did", *(f"  {self._line(line)}" for line in self.actions)]
+            lines += [
+                "",
+                "what the system did",
+                *(f"  {self._line(line)}" for line in self.actions),
+            ]
         if self.suggestions:
             lines += ["", "what you may do"]
             for suggestion in self.suggestions:

@@ -212,5 +212,6 @@ def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
     )  # fmt: skip
     draft.log(
         "JOB_SUSPENDED", f"suspended: {saved}", subject=f"jobs/{job.name}", job=job.name,
-        attempt=job.attempt, actor=actor, outcome="its nodes are free; ResumeJob starts it again",
+        attempt=job.attempt, actor=actor,
+        outcome=f"its nodes are free; `megascale resume {job.name}` starts it again",
     )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -103,6 +104,11 @@ class LocalCluster:
         self._lost: set[str] = set()
         self._restarts = {"etcd": 0, "driver": 0}
 
+    @property
+    def begun(self) -> bool:
+        """Whether the run folder is this cluster's, so that there may be something to stop."""
+        return self._lock is not None
+
     async def start(self) -> None:
         """Start everything; returns when all nodes are alive and their checkpoint daemons serve.
 
@@ -128,9 +134,11 @@ class LocalCluster:
         except ValueError as error:
             raise ClusterError(f"{self.folder / 'token'}: {error}") from None
         except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "make room there" if full else "give a folder that you may write to"
             raise ClusterError(
                 f"--run-folder: {error.filename or self.folder}: {error.strerror or error}: "
-                "give a folder that you may write to"
+                f"{remedy}"
             ) from None
         await self._wait_alive()
         self._point_current_here()

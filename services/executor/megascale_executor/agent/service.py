@@ -96,7 +96,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         """Last lines of a rank's log; with ``follow`` new ones too, until the attempt ends here."""
         if not is_dns_label(request.job):
             problem = f"{request.job!r} is not the name of a job"
-            raise invalid("job", problem, "ListJobs returns the names")
+            raise invalid("job", problem, "`megascale jobs` lists the names")
         if not 0 <= request.lines <= MAX_LINES:
             problem = f"{request.lines} is out of range"
             raise invalid("lines", problem, f"give 0 (the default) to {MAX_LINES}")
@@ -107,7 +107,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         except OSError as error:
             raise NotFoundError(
                 f"this node has no log of rank {request.rank} of job {request.job}, "
-                f"attempt {number}; use the driver's TailLogs, which finds the node of each rank",
+                f"attempt {number}; use `megascale logs`, which finds the node of each rank",
                 reason="LOG_NOT_FOUND",
             ) from error
         for line in lines:
