@@ -354,6 +354,8 @@ async def test_eviction_needs_a_reason_can_be_tried_and_moves_the_job(
         )
         assert cancelled.job.phase in (types_pb2.JOB_PHASE_STOPPING, types_pb2.JOB_PHASE_CANCELLED)
         await driver.until_job("demo", lambda job: job.phase == types_pb2.JOB_PHASE_CANCELLED)
+        ended = await driver.stub.GetTopology(driver_pb2.GetTopologyRequest(job="demo"))
+        assert ended.rank_count and not ended.ranks, "no rank of an ended job is anywhere"
         await driver.submit(small_job("late", trainer__parallelism__dp=4))
         explained = await driver.stub.ExplainJob(driver_pb2.ExplainJobRequest(name="late"))
         assert explained.explanation.startswith(

@@ -11,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
-from megascale_cli import output
+from megascale_cli import output, topology
 from megascale_client import Job, RestoreSource
 
 NASTY = "RuntimeError: [/usr/pair.cc:537] read [127.0.0.1]:80 [bold]"
@@ -31,6 +31,42 @@ def test_brackets_in_messages_are_no_markup() -> None:
     )
     assert NASTY in shown(output.event_text(event))
     assert NASTY in shown("\n".join(output.job_lines(job)))
+
+
+def event(seq: int, reason: str, message: str) -> types_pb2.Event:
+    return types_pb2.Event(seq=seq, reason=reason, message=message, time=Timestamp(seconds=seq))
+
+
+def test_an_explanation_has_one_format_of_time_and_no_sentence_twice() -> None:
+    text = "job a has failed: it broke\n\nwhat happened\n  1970-01-01 00:00:07Z X it broke"
+    answer = driver_pb2.ExplainJobResponse(text=text)
+    answer.events.extend(
+        [event(9, "JOB_FAILED", "it broke"), event(5, "B", "second"), event(3, "A", "first")]
+    )
+    answer.plan.problem = "no prediction for cpu: give --calibration"
+    lines = shown("\n".join(output.explanation_lines(answer))).splitlines()
+    assert lines[: len(text.splitlines())] == text.splitlines()
+    assert lines[-3:] == [
+        "what else was logged",
+        "  1970-01-01 00:00:03Z A first",
+        "  1970-01-01 00:00:05Z B second",
+    ]
+    assert not any("prediction" in line for line in lines)
+    alone = output.explanation_lines(driver_pb2.ExplainJobResponse(text="all is well"))
+    assert alone == ["all is well"]
+
+
+def test_the_held_out_loss_of_a_job_is_the_newest_that_was_evaluated() -> None:
+    job = driver_pb2.Job(spec=job_pb2.JobSpec(name="x"))
+    job.last_record.step = 31
+    job.last_evaluation.step, job.last_evaluation.evaluation_loss = 25, 4.125
+    assert "held-out loss 4.1250 after step 25" in "\n".join(output.job_lines(Job(job)))
+
+
+def test_an_ended_job_has_no_ranks_to_show() -> None:
+    job = driver_pb2.Job(phase=types_pb2.JOB_PHASE_SUCCEEDED, phase_reason="all 6 steps are done")
+    said = topology.without_ranks(Job(job))
+    assert said == "it has succeeded, so none of its ranks runs: all 6 steps are done"
 
 
 def test_a_long_message_is_clipped_on_a_terminal_and_whole_elsewhere(

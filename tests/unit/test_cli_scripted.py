@@ -15,8 +15,7 @@ from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_cli.exits import FAILED, INTERRUPTED, NOT_FOUND, OK, REFUSED, USAGE
-from megascale_common.service.status import of_code
+from megascale_cli.exits import FAILED, INTERRUPTED, OK, REFUSED, USAGE
 
 
 @pytest.fixture

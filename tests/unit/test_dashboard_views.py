@@ -79,6 +79,16 @@ def test_a_node_that_is_not_as_usual_says_why() -> None:
     assert [each["why"] for each in listed["unhealthy"]] == ["gpu-gemm cuda:3: slow"]
 
 
+def test_a_node_that_is_gone_says_why_and_has_no_sound_checks() -> None:
+    why = "its link broke and its port refuses connections"
+    gone = node(liveness=types_pb2.NODE_LIVENESS_DEAD, liveness_reason=why)
+    gone.proto.checks.add(name="disk", verdict=types_pb2.CHECK_VERDICT_PASS)
+    (listed,) = node_view.fleet([gone])["unhealthy"]
+    assert (listed["why"], listed["health"]) == (why, "")
+    page = incident_view.now(driver_pb2.GetClusterInfoResponse(), [gone], [], {}, [], 0.0)
+    assert page["incidents"][0]["title"] == f"Node n1 is dead: {why}"
+
+
 async def test_the_fleet_stands_by_switch_in_the_order_of_numbers() -> None:
     page = await ClusterReader(RecordedCluster("node lost")).fleet()
     assert (page["nodes"], page["devices"]) == (1536, 12288)
@@ -341,6 +351,21 @@ def test_the_curve_leads_to_the_present_and_its_end_is_the_heading() -> None:
     assert behind["curves"]["loss"][-1] == 4.5
     ahead = job_view.one(job, [*failed, *again, record(2, 13, 4.0)], [], [], told)
     assert ahead["curves"]["step"][-1] == 12
+
+
+def test_the_held_out_loss_has_a_figure_and_a_curve() -> None:
+    records = [types_pb2.StepRecord(attempt=1, step=step, loss=5.0) for step in range(1, 4001)]
+    for record in records[24::25]:
+        record.evaluation_loss = 4.0 + 1 / record.step
+    job = running_job(step=4000, steps=5000)
+    job.proto.last_record.CopyFrom(records[-2])
+    job.proto.last_evaluation.CopyFrom(records[3974])
+    page = job_view.one(job, records, [], [], driver_pb2.ExplainJobResponse())
+    assert (page["held_out_step"], page["held_out_loss"]) == (3975, 4.0 + 1 / 3975)
+    curve = page["held_out_curve"]
+    assert curve["step"] == list(range(25, 4000, 25)), "none is lost between points"
+    assert curve["loss"][-1] == page["held_out_loss"]
+    assert job_view.figures(running_job())["held_out_loss"] is None
 
 
 async def test_the_records_of_a_job_that_was_restarted_are_followed_again() -> None:

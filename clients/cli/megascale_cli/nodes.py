@@ -198,7 +198,9 @@ def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
             print_json(info)
             return
         epoch = f"{info.epoch.cluster_generation}.{info.epoch.create_revision}"
-        missing = f" ({info.nodes_missing} more are wanted)" if info.nodes_missing else ""
+        missing = ""
+        if info.nodes_missing:
+            missing = f" ({info.nodes_missing} too few: {info.nodes_missing_reason})"
         console.print(
             f"cluster [bold]{info.cluster}[/bold]: {info.nodes_alive} nodes alive{missing}, "
             f"{info.jobs_running} jobs running\n"
@@ -255,5 +257,5 @@ def _row(node: Node) -> tuple[str, ...]:
         f"{len(node.devices)} {'/'.join(sorted(kinds))}",
         node.topology.get("switch", "-"),
         age(node.last_heartbeat_at),
-        escape("; ".join([node.disposition_reason, *failed]).strip("; ")),
+        escape("; ".join(filter(None, [node.liveness_reason, node.disposition_reason, *failed]))),
     )

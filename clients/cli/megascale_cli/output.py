@@ -284,6 +284,9 @@ def job_lines(job: Job) -> list[str]:
         lines.append(f"restored from step {job.restored_step} ({source})")
     if job.HasField("last_record"):
         lines.append(step_text(job.last_record, steps))
+    if job.HasField("last_evaluation"):
+        evaluated = job.last_evaluation
+        lines.append(f"held-out loss {evaluated.evaluation_loss:.4f} after step {evaluated.step}")
     lines += plan_lines(job.plan)
     if job.HasField("goodput"):
         lines.append(_goodput_text(job.goodput))

@@ -10,8 +10,8 @@ import typer
 from megascale.v1 import driver_pb2
 from megascale_cli.exits import with_client
 from megascale_cli.options import MAX_RANK, Cluster, JobName, Json
-from megascale_cli.output import console, print_json, print_table
-from megascale_client import AsyncClient
+from megascale_cli.output import console, print_json, print_table, short
+from megascale_client import TERMINAL_PHASES, AsyncClient, Job
 
 MOST_ROWS = 64  # of all ranks; beyond that those that matter
 COLUMNS = ("RANK", "NODE", "TP", "DP", "PP", "PHASE", "STEP", "SILENT", "INSIDE", "WAITS FOR")
@@ -43,6 +43,9 @@ def topology(
         for group in answer.groups:
             ranks = ", ".join(map(str, group.ranks))
             console.print(f"{group.name}: ranks {ranks}; {group.direction}", soft_wrap=True)
+        if not answer.ranks:
+            console.print(without_ranks(await client.get(name)), markup=False, soft_wrap=True)
+            return
         rows = _chosen(answer)
         print_table(COLUMNS, [_row(place) for place in rows], empty="no ranks")
         if len(rows) < len(answer.ranks):
@@ -53,6 +56,12 @@ def topology(
             console.print(f"[red]{answer.standstill}[/red]", soft_wrap=True)
 
     with_client(action, cluster, as_json)
+
+
+def without_ranks(job: Job) -> str:
+    """Why no rank of the job is anywhere."""
+    verb = "has" if job.phase in TERMINAL_PHASES else "is"
+    return f"it {verb} {short(job.phase)}, so none of its ranks runs: {job.phase_reason}"
 
 
 def _chosen(answer: driver_pb2.GetTopologyResponse) -> list[driver_pb2.RankPlace]:

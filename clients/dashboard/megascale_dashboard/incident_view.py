@@ -155,7 +155,7 @@ def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) ->
         where = f" of switch {switch}" if switch else ""
         many = f"{len(names)} nodes{where} are {state}: {', '.join(names[:4])}"
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        why = found[0].disposition_reason
+        why = found[0].disposition_reason or found[0].liveness_reason
         one = f"Node {names[0]} is {state}" + (f": {why}" if why else "")
         lines = _about(names, switch if len(names) > 1 else "", events)
         beats = [shown.time_s(node.last_heartbeat_at) or 0.0 for node in found]

@@ -54,6 +54,7 @@ def figures(job: Job) -> Page:
         "step": job.step,
         "steps": job.spec.trainer.training.steps,
         "loss": record.loss if has_record else None,
+        **_newest_held_out(job),
         "tokens_per_s": record.tokens_per_s if has_record else None,
         "mfu_causal": record.mfu_causal if record.HasField("mfu_causal") else None,
         "mfu_full": record.mfu_full if record.HasField("mfu_full") else None,
@@ -71,6 +72,14 @@ def figures(job: Job) -> Page:
             }
             for condition in job.conditions
         ],
+    }
+
+
+def _newest_held_out(job: Job) -> Page:
+    known, record = job.HasField("last_evaluation"), job.last_evaluation
+    return {
+        "held_out_loss": record.evaluation_loss if known else None,
+        "held_out_step": record.step if known else None,
     }
 
 
@@ -101,6 +110,7 @@ def one(
         "evicted_names": list(job.evicted_nodes),
         "layout": {axis: max(1, size) for axis, size in layout(job).items()},
         "curves": curves(records),
+        "held_out_curve": _held_out(records),
         "attempts": attempts(events),
         "why": why(explanation),
         "plan": slower_view.plan(job),
@@ -199,6 +209,16 @@ def curves(records: Sequence[types_pb2.StepRecord]) -> Page:
         "tokens_per_s": [record.tokens_per_s for record in chosen],
         "mfu": [record.mfu_causal if record.HasField("mfu_causal") else None for record in chosen],
         "step_s": [shown.duration_s(record.step_time) for record in chosen],
+    }
+
+
+def _held_out(records: Sequence[types_pb2.StepRecord]) -> Page:
+    """The steps after which the loss on held-out data was taken, few among the others."""
+    found = [record for record in records if record.HasField("evaluation_loss")]
+    found = found[:: -(-len(found) // CURVE_POINTS) or 1]
+    return {
+        "step": [record.step for record in found],
+        "loss": [record.evaluation_loss for record in found],
     }
 
 

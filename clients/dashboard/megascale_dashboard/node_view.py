@@ -132,7 +132,8 @@ def _cell(node: Node) -> Page:
     return {
         "name": node.proto.name,
         "state": state(node),
-        "health": health(node),
+        # What the checks of a node that is gone have found says nothing about it now.
+        "health": "" if state(node) in _LIVENESS.values() else health(node),
         "job": node.proto.job,
     }
 
@@ -140,7 +141,7 @@ def _cell(node: Node) -> Page:
 def _why(node: Node, found: str, worst: str) -> str:
     """Why a node of this state and health needs attention; "" where it does not."""
     if found in STATES[: STATES.index("active")]:
-        return node.disposition_reason or f"the node is {found}"
+        return node.disposition_reason or node.liveness_reason or f"the node is {found}"
     if worst not in ("fail", "degraded"):
         return ""
     check = next(each for each in node.checks if each.verdict.name.lower() == worst)

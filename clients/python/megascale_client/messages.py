@@ -252,6 +252,7 @@ class Job(View, of=driver_pb2.Job):
     committed_at: timestamp_pb2.Timestamp
     placement: driver_pb2.Placement
     plan: driver_pb2.PlanComparison
+    last_evaluation: types_pb2.StepRecord
 
 
 class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):
@@ -311,6 +312,7 @@ class Node(View, of=driver_pb2.Node):
     ranks: Sequence[int]
     last_heartbeat_at: timestamp_pb2.Timestamp
     checks: Sequence[CheckResult]
+    liveness_reason: str
 
 
 class EvictNodeResponse(View, of=driver_pb2.EvictNodeResponse):

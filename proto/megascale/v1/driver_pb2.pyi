@@ -53,6 +53,7 @@ class Job(google.protobuf.message.Message):
     COMMITTED_AT_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
+    LAST_EVALUATION_FIELD_NUMBER: builtins.int
     spec_revision: builtins.int
     """Revision of the spec; counts from 1 and rises with every change of the spec."""
     etag: builtins.str
@@ -137,6 +138,10 @@ class Job(google.protobuf.message.Message):
         driver keeps spans; absent before the first steps were compared.
         """
 
+    @property
+    def last_evaluation(self) -> megascale.v1.types_pb2.StepRecord:
+        """The newest step record with a loss on held-out data that this driver has seen; absent before."""
+
     def __init__(
         self,
         *,
@@ -165,9 +170,10 @@ class Job(google.protobuf.message.Message):
         committed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         placement: Global___Placement | None = ...,
         plan: Global___PlanComparison | None = ...,
+        last_evaluation: megascale.v1.types_pb2.StepRecord | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["committed_at", b"committed_at", "created_at", b"created_at", "goodput", b"goodput", "last_record", b"last_record", "placement", b"placement", "plan", b"plan", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "placement", b"placement", "plan", b"plan", "profile", b"profile", "replica_problem", b"replica_problem", "replicated_step", b"replicated_step", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["committed_at", b"committed_at", "created_at", b"created_at", "goodput", b"goodput", "last_evaluation", b"last_evaluation", "last_record", b"last_record", "placement", b"placement", "plan", b"plan", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_evaluation", b"last_evaluation", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "placement", b"placement", "plan", b"plan", "profile", b"profile", "replica_problem", b"replica_problem", "replicated_step", b"replicated_step", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 
@@ -567,6 +573,7 @@ class Node(google.protobuf.message.Message):
     RANKS_FIELD_NUMBER: builtins.int
     LAST_HEARTBEAT_AT_FIELD_NUMBER: builtins.int
     CHECKS_FIELD_NUMBER: builtins.int
+    LIVENESS_REASON_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the node; unique in the cluster."""
     disposition: megascale.v1.types_pb2.NodeDisposition.ValueType
@@ -585,6 +592,8 @@ class Node(google.protobuf.message.Message):
     """Address (host:port) of the node's CheckpointService."""
     job: builtins.str
     """Job whose ranks the node runs, if any."""
+    liveness_reason: builtins.str
+    """Why the node is not ALIVE, as far as the driver knows; empty while it is."""
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.types_pb2.Device]:
         """Devices of the node."""
@@ -622,9 +631,10 @@ class Node(google.protobuf.message.Message):
         ranks: collections.abc.Iterable[builtins.int] | None = ...,
         last_heartbeat_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         checks: collections.abc.Iterable[megascale.v1.types_pb2.CheckResult] | None = ...,
+        liveness_reason: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["last_heartbeat_at", b"last_heartbeat_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "checkpoint_endpoint", b"checkpoint_endpoint", "checks", b"checks", "devices", b"devices", "disposition", b"disposition", "disposition_reason", b"disposition_reason", "executor_endpoint", b"executor_endpoint", "incarnation", b"incarnation", "job", b"job", "last_heartbeat_at", b"last_heartbeat_at", "liveness", b"liveness", "name", b"name", "ranks", b"ranks", "topology", b"topology"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "checkpoint_endpoint", b"checkpoint_endpoint", "checks", b"checks", "devices", b"devices", "disposition", b"disposition", "disposition_reason", b"disposition_reason", "executor_endpoint", b"executor_endpoint", "incarnation", b"incarnation", "job", b"job", "last_heartbeat_at", b"last_heartbeat_at", "liveness", b"liveness", "liveness_reason", b"liveness_reason", "name", b"name", "ranks", b"ranks", "topology", b"topology"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 
@@ -1419,7 +1429,7 @@ class GetTopologyResponse(google.protobuf.message.Message):
 
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankPlace]:
-        """The ranks, in order."""
+        """The ranks, in order; none while no attempt is in progress."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankGroup]:
@@ -2861,6 +2871,7 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     SILENCES_FIELD_NUMBER: builtins.int
     NODES_WANTED_FIELD_NUMBER: builtins.int
     NODES_MISSING_FIELD_NUMBER: builtins.int
+    NODES_MISSING_REASON_FIELD_NUMBER: builtins.int
     cluster: builtins.str
     """Name of the cluster."""
     leader: builtins.str
@@ -2877,6 +2888,8 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     """
     nodes_missing: builtins.int
     """How many of these are not there: alive, and not evicted."""
+    nodes_missing_reason: builtins.str
+    """Who asks for them, as a clause; empty: none is missing."""
     @property
     def epoch(self) -> megascale.v1.types_pb2.Epoch:
         """Epoch of the leader, by which nodes refuse a superseded driver."""
@@ -2917,8 +2930,9 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
         silences: collections.abc.Iterable[Global___AlertSilence] | None = ...,
         nodes_wanted: builtins.int = ...,
         nodes_missing: builtins.int = ...,
+        nodes_missing_reason: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "epoch", b"epoch", "leader_since", b"leader_since"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive", "nodes_missing", b"nodes_missing", "nodes_wanted", b"nodes_wanted", "rules", b"rules", "silences", b"silences", "tenants", b"tenants"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive", "nodes_missing", b"nodes_missing", "nodes_missing_reason", b"nodes_missing_reason", "nodes_wanted", b"nodes_wanted", "rules", b"rules", "silences", b"silences", "tenants", b"tenants"]) -> None: ...
 
 Global___GetClusterInfoResponse: typing_extensions.TypeAlias = GetClusterInfoResponse

@@ -27,6 +27,7 @@ class JobFeed:
 
     def __init__(self, ring_id: str) -> None:
         self.last_record: types_pb2.StepRecord | None = None
+        self.last_evaluation: types_pb2.StepRecord | None = None
         self.ended = False
         self._ring_id = ring_id
         self._updates: deque[driver_pb2.WatchJobResponse] = deque(maxlen=RING_UPDATES)
@@ -52,6 +53,8 @@ class JobFeed:
         if last is not None and (record.attempt, record.step) <= (last.attempt, last.step):
             return False
         self.last_record = record
+        if record.HasField("evaluation_loss"):
+            self.last_evaluation = record
         self._add(driver_pb2.WatchJobResponse(step=record))
         return True
 
@@ -138,6 +141,11 @@ class JobFeeds:
         """These jobs are deleted; a watch of one has ended, because the job had."""
         for job in jobs:
             self._feeds.pop(job, None)
+
+    def evaluation_of(self, job: str) -> types_pb2.StepRecord | None:
+        """The newest step record of a job with a loss on held-out data that arrived here."""
+        feed = self._feeds.get(job)
+        return feed.last_evaluation if feed is not None else None
 
     def record_of(self, job: str) -> types_pb2.StepRecord | None:
         """The newest step record of a job; None before the first."""

@@ -176,4 +176,5 @@ class DriverService(
             jobs_running=sum(job.phase is JobPhase.RUNNING for job in state.jobs.values()),
             nodes_wanted=asked.wanted,
             nodes_missing=asked.missing,
+            nodes_missing_reason=asked.why,
         )

@@ -112,7 +112,9 @@ class ServiceBase:
 
     def _message(self, job: Job) -> driver_pb2.Job:
         record = self.engine.feeds.record_of(job.name)
-        return wire.job_message(job, record, self.engine.clock.now_s(), self.engine.state.nodes)
+        evaluation = self.engine.feeds.evaluation_of(job.name)
+        now_s, nodes = self.engine.clock.now_s(), self.engine.state.nodes
+        return wire.job_message(job, record, now_s, nodes, evaluation)
 
     def _node_message(self, name: str) -> driver_pb2.Node:
         last_beat_s = self.engine.presence.lane.last_beat_s(name)

@@ -32,7 +32,10 @@ class TopologyMethods(ServiceBase):
     async def GetTopology(
         self, request: driver_pb2.GetTopologyRequest, context: Context
     ) -> driver_pb2.GetTopologyResponse:
-        """Each rank's place, progress and waits; those that hold the others up."""
+        """Each rank's place, progress and waits; those that hold the others up.
+
+        Of a job without an attempt in progress there are no ranks.
+        """
         job = self._job(request.job)
         layout = job.config.layout
         answer = driver_pb2.GetTopologyResponse(attempt=job.attempt, rank_count=layout.world_size)
@@ -44,6 +47,8 @@ class TopologyMethods(ServiceBase):
                 remedy = f"give 0 to {layout.world_size - 1}"
                 raise invalid("rank", f"it is {request.rank}", remedy)
             shown = _add_groups(answer, layout, request.rank)
+        if not job.active:  # no rank is anywhere
+            return answer
         views = await self._rank_views(job)
         found = waits([view for view in views.values() if view.status is not None], layout)
         held_up_by = self._standstill(answer, job, views)

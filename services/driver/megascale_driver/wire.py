@@ -26,6 +26,7 @@ from megascale_driver.core.state import (
     Device,
     Identity,
     Job,
+    Liveness,
     Node,
     Profile,
 )
@@ -143,9 +144,11 @@ def job_message(
     record: types_pb2.StepRecord | None,
     now_s: float = 0.0,
     nodes: Mapping[str, Node] | None = None,
+    evaluation: types_pb2.StepRecord | None = None,
 ) -> driver_pb2.Job:
     """A job for clients at ``now_s``; ``record`` is its newest step record.
 
+    ``evaluation`` is the newest one that has a loss on held-out data.
     ``nodes`` are those of the cluster; without them nothing is said about replicas.
     """
     step = job.current.step
@@ -187,6 +190,8 @@ def job_message(
         message.restore_source = restore.source_to_proto(job.current.restore.source)
     if record is not None:
         message.last_record.CopyFrom(record)
+    if evaluation is not None:
+        message.last_evaluation.CopyFrom(evaluation)
     if job.profile is not None:
         message.profile.CopyFrom(profile_message(job.profile))
     if nodes is not None and job.config.checkpoint.replicas:
@@ -197,6 +202,9 @@ def job_message(
     if job.goodput.since_us:
         message.goodput.CopyFrom(goodput_message(goodput.at(job.goodput, now_s)))
     return message
+
+
+_NOT_LINKED = "it has not linked to this driver yet"
 
 
 def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver_pb2.Node:
@@ -213,6 +221,9 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
         liveness=types_pb2.NodeLiveness.Value(f"NODE_LIVENESS_{node.liveness}"),
         assignment=types_pb2.NodeAssignment.Value(f"NODE_ASSIGNMENT_{assignment}"),
         disposition_reason=node.disposition_reason,
+        liveness_reason=""
+        if node.liveness is Liveness.ALIVE
+        else node.liveness_reason or _NOT_LINKED,
         devices=[
             types_pb2.Device(
                 index=d.index,

@@ -17,11 +17,12 @@ function bySteps(data) {
   return { steps: order, pick: (name) => order.map((step) => data[name][newest.get(step)]) };
 }
 
-export function curves(data) {
+export function curves(data, heldOut) {
   const { steps, pick } = bySteps(data);
   const box = h("div", { class: "plots" });
-  for (const [name, title, show] of kinds) {
-    const values = pick(name);
+  const drawn = kinds.map(([name, title, show]) => [title, show, steps, pick(name)]);
+  drawn.splice(1, 0, ["Held-out loss", kinds[0][2], heldOut.step, heldOut.loss]);
+  for (const [title, show, steps, values] of drawn) {
     const known = values.filter((value) => value !== null && Number.isFinite(value));
     if (!known.length) continue;
     const last = known[known.length - 1];

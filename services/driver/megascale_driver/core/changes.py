@@ -47,6 +47,7 @@ class NodeChanges(TypedDict, total=False):
     disposition_reason: str
     disposition_policy: str
     liveness: Liveness
+    liveness_reason: str
     connected: bool
     last_seen_s: float
     reset_at_s: float

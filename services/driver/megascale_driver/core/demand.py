@@ -24,6 +24,7 @@ class Demand:
 
     wanted: int
     missing: int
+    why: str = ""  # who asks for the missing ones
 
 
 def demand(state: Cluster, policy: Policy) -> Demand:
@@ -35,7 +36,14 @@ def demand(state: Cluster, policy: Policy) -> Demand:
     devices = max((len(node.identity.devices) for node in state.nodes.values()), default=0)
     asked = sum(_nodes_of(job, devices) for job in _counted(state, policy))
     wanted = asked + kept_out + left_by_jobs if asked else 0
-    return Demand(wanted, max(0, wanted - len(there)))
+    missing = max(0, wanted - len(there))
+    if not missing:
+        return Demand(wanted, 0)
+    why = f"jobs and their spares ask for {asked}"
+    if kept_out + left_by_jobs:
+        unused = kept_out + left_by_jobs
+        why += f", and {unused} of those alive serve none, kept from work or left by a job"
+    return Demand(wanted, missing, why)
 
 
 def _there(node: Node) -> bool:

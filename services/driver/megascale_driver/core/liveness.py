@@ -169,7 +169,8 @@ def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
 
 
 def _suspect(draft: Draft, node: Node, job: Job | None, age_s: float) -> None:
-    draft.node(node.name, liveness=Liveness.SUSPECT)
+    why = f"no heartbeat for {age_s:.1f} s; it is being probed"
+    draft.node(node.name, liveness=Liveness.SUSPECT, liveness_reason=why)
     draft.log(
         "NODE_SUSPECT",
         f"no heartbeat from node {node.name} for {age_s:.1f} s; it is being probed",
@@ -186,7 +187,7 @@ def _declare_dead(
     draft: Draft, node: Node, why: str, policy: str, evidence: tuple[Evidence, ...]
 ) -> None:
     job = draft.holder_of(node.name)
-    draft.node(node.name, liveness=Liveness.DEAD)
+    draft.node(node.name, liveness=Liveness.DEAD, liveness_reason=why)
     draft.log(
         "NODE_DEAD",
         f"node {node.name} is dead: {why}",

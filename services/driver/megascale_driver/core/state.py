@@ -245,6 +245,7 @@ class Node:
     # The rule that set it: a quarantine by self-check ends with the incarnation that failed.
     disposition_policy: str = ""
     liveness: Liveness = field(default=Liveness.UNKNOWN, metadata=VOLATILE)
+    liveness_reason: str = field(default="", metadata=VOLATILE)  # of the newest SUSPECT or DEAD
     connected: bool = field(default=False, metadata=VOLATILE)
     last_seen_s: float = field(default=0.0, metadata=VOLATILE)
     # When the open stream broke; 0 while it is open, or if it was never open in this term.

@@ -111,7 +111,7 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
     parts.append(f"data {1e3 * record['data_wait_s']:.1f} ms")
     parts.append(f"step time {1e3 * record['step_time_s']:.0f} ms")
     if record.get("evaluation_loss") is not None:
-        parts.append(f"evaluation loss {record['evaluation_loss']:.4f}")
+        parts.append(f"held-out loss {record['evaluation_loss']:.4f}")
     return "  ".join(parts)
 
 

@@ -153,7 +153,8 @@ class StepLoop:
         self.snapshots.timed(launched.step, values["step_time_s"])
         values |= self.snapshots.figures()
         if self._evaluates_after(launched.step):
-            values["evaluation_loss"] = self._evaluate()
+            values["evaluation_loss"] = loss = self._evaluate()
+            print(f"step {launched.step}: held-out loss {loss:.4f}", flush=True)
         self.records.send(values)
 
     def _evaluates_after(self, step: int) -> bool:
