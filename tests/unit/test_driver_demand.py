@@ -65,6 +65,18 @@ def test_a_lost_node_and_short_spares_are_missing() -> None:
     assert asked(desk) == (3, 2)
 
 
+def test_missing_nodes_say_who_asks_for_them() -> None:
+    desk = Desk("n1", "n2", "n3")
+    submit(desk)
+    desk.run()
+    assert demand(desk.state, POLICY).why == ""
+    desk.feed(CordonRequested(desk.now_s, "n3", "its link flaps", "ada"))
+    assert demand(desk.state, POLICY).why == (
+        "jobs and their spares ask for 3, and 1 of those alive serve none, kept from work or left "
+        "by a job"
+    )
+
+
 def test_evicted_nodes_count_on_neither_side_and_cordoned_ones_on_both() -> None:
     desk = Desk("n1", "n2", "n3", "n4")
     submit(desk)

@@ -362,6 +362,23 @@ def test_a_job_that_stands_still_is_not_healthy() -> None:
     assert found.suggestions[0].command == "megascale logs a --rank 6"
 
 
+def test_a_node_that_is_not_alive_says_why() -> None:
+    desk = submitted("n1", "n2", "n3")
+    assert wire.node_message(desk.state, desk.state.nodes["n2"]).liveness_reason == ""
+    node_dies(desk)
+    found = wire.node_message(desk.state, desk.state.nodes["n2"])
+    assert found.liveness_reason == "its link broke and its port refuses connections"
+    desk.hello("n2", boot=2)
+    assert wire.node_message(desk.state, desk.state.nodes["n2"]).liveness_reason == ""
+
+
+def test_a_failed_job_names_the_way_out_in_its_row() -> None:
+    desk = failed()
+    (line,) = [line for line in desk.audit if line.reason == "JOB_FAILED"]
+    assert "`megascale restart a` continues it at step 0" in line.outcome
+    assert "`megascale update JOB.YAML`" in line.outcome
+
+
 def test_no_cause_is_routine() -> None:
     assert not CAUSES & ROUTINE
 

@@ -570,6 +570,26 @@ def test_a_request_is_carried_out_once(desk: Desk) -> None:
     assert not desk.state.requests
 
 
+def refused_as_known(desk: Desk) -> str:
+    outcome = desk.ask(JobSubmitted(desk.now_s, demo_job("a"), "me"))[1]
+    assert outcome.refusal == "JOB_EXISTS"
+    return outcome.refusal_detail
+
+
+def test_a_name_that_is_taken_is_refused_with_the_phase_and_what_may_be_done(desk: Desk) -> None:
+    running = refused_as_known(desk)
+    assert running.startswith("job a exists already and is running; ")
+    for command in ("update JOB.YAML", "clone a NEW-NAME"):
+        assert f"`megascale {command}`" in running
+    assert "restart" not in running and "delete" not in running
+    desk.feed(CancelRequested(desk.now_s, "a", "enough", "me"))
+    desk.stop()
+    cancelled = refused_as_known(desk)
+    assert cancelled.startswith("job a exists already and has cancelled; ")
+    for command in ("update JOB.YAML", "restart a", "clone a NEW-NAME", "delete a"):
+        assert f"`megascale {command}`" in cancelled
+
+
 def test_cancel_stops_at_once_and_for_good(desk: Desk) -> None:
     assert desk.feed(CancelRequested(desk.now_s, "a", "enough", "me")) == ""
     assert all(desk.state.nodes[name].desired.phase is DesiredPhase.IDLE for name in ("n1", "n2"))

@@ -9,13 +9,16 @@ import pytest
 from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
+from megascale.v1 import driver_pb2
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.sizes.parameter_table import checkpoint_bytes
+from megascale_driver import storage_reach
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import CheckpointFailure, ConditionType
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, LeaderStarted, Tick, utc
 from megascale_driver.core.explain import explain
-from megascale_driver.core.state import AttemptPhase, Job, JobPhase
+from megascale_driver.core.orders import origin, restart_consequence
+from megascale_driver.core.state import AttemptPhase, Job, JobPhase, Node
 from megascale_driver.journal import codec
 
 STEPS = 400
@@ -151,6 +154,46 @@ def test_a_full_disk_at_the_last_step_says_what_is_missing_and_until_when() -> N
     assert condition.message in said and "has completed a step for" not in said
     line = next(line for line in desk.audit if line.reason == "CHECKPOINT_FAILED")
     assert line.outcome == f"the last step: it is tried again until {utc(done_s + 300)}"
+
+
+def test_where_an_attempt_begins_is_what_has_been_saved() -> None:
+    desk = desk_with_job(uri="/mnt/a")
+    assert origin(desk.job()) == "begins at step 0: nothing is saved yet"
+    assert origin(desk.job(), replicated_step=7).startswith("continues from step 7")
+    desk.report("n1", AttemptPhase.RUNNING, progress=(committed(40),))
+    assert origin(desk.job()).startswith("continues from step 40")
+    fresh = desk_with_job(uri="/mnt/a", load_uri="/mnt/other")
+    assert origin(fresh.job()) == "begins from /mnt/other: nothing of its own is saved yet"
+    assert "step 0: nothing is saved yet" in restart_consequence(
+        desk_with_job(uri="/mnt/a").job(), None, now=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps_held", "said"),
+    [
+        ([], None),
+        ([6, 3], "holds step 6 of an earlier job of this name, which is restored: training cont"),
+        ([STEPS, 6], f"with trainer.training.steps {STEPS} nothing is left to train"),
+    ],
+)
+async def test_a_submit_says_what_the_folder_of_the_job_holds(
+    steps_held: list[int], said: str | None
+) -> None:
+    desk = Desk("n1", "n2")
+    config = demo_job("a", steps=STEPS)
+    asked: list[tuple[str, str, str]] = []
+
+    async def listed(node: Node, job: str, uri: str) -> list[driver_pb2.Checkpoint]:
+        asked.append((node.name, job, uri))
+        if node.name == "n1":
+            raise TimeoutError
+        return [driver_pb2.Checkpoint(step=step) for step in steps_held]
+
+    found = await storage_reach.earlier(config, desk.state, listed)
+    assert [name for name, *_ in asked] == ["n1", "n2"]
+    assert set(asked) == {(name, "a", config.checkpoint.uri) for name in ("n1", "n2")}
+    assert (said in found[0]) if said else not found
 
 
 def test_an_earlier_checkpoint_that_fails_has_no_deadline() -> None:

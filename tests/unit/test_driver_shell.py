@@ -128,6 +128,16 @@ async def test_watchers_resume_behind_their_token_without_gap_or_repetition() ->
         await collect(feeds, "nonsense")
 
 
+def test_a_feed_keeps_the_newest_record_that_was_evaluated() -> None:
+    feeds = JobFeeds()
+    assert feeds.evaluation_of("a") is None
+    for step in range(1, 31):
+        loss = 4.0 if step % 25 == 0 else None
+        feeds.of("a").add_step(types_pb2.StepRecord(attempt=1, step=step, evaluation_loss=loss))
+    found = feeds.evaluation_of("a")
+    assert found is not None and (found.step, found.evaluation_loss) == (25, 4.0)
+
+
 async def test_feeds_of_ended_jobs_are_kept_whole_for_late_watchers_then_their_tail_only() -> None:
     feeds = JobFeeds()
     for number in range(KEPT_ENDED + 1):

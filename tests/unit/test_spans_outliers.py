@@ -115,6 +115,12 @@ def test_two_nodes_are_too_few_to_name_one() -> None:
     assert len(ratios(grid(pp=1, dp=2, nodes=2), "forward").rank) == 0
 
 
+def test_of_a_job_on_one_node_no_node_is_slow() -> None:
+    table = slowed(grid(pp=4, dp=8, nodes=1), 9, 1.5, COMPUTED, since=6)
+    assert slow_nodes(table) == [], "there is no other node to compare it with"
+    assert slow_nodes(slowed(grid(pp=4, dp=8, nodes=2), 9, 1.5, COMPUTED, since=6))
+
+
 def test_a_short_slowness_is_not_a_verdict() -> None:
     table = grid(pp=1, dp=8, nodes=8)
     short = slowed(table, 3, 2.0, COMPUTED, since=36)  # two windows of ten

@@ -478,7 +478,19 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
     profiles.attempt_ends(draft, job)
     leaving.empty(draft, job)
     draft.job(job.name, phase=phase, reason=why, spares=())
-    draft.log(reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt)
+    draft.log(
+        reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+        outcome=_way_out(draft.jobs[job.name]) if phase is JobPhase.FAILED else "",
+    )  # fmt: skip
+
+
+def _way_out(job: Job) -> str:
+    """What people can do about a job that has failed."""
+    where = f"from step {job.committed_step}" if job.committed_step else "at step 0"
+    return (
+        f"once the cause is gone, `megascale restart {job.name}` continues it {where}; "
+        "`megascale update JOB.YAML` before that changes its file"
+    )
 
 
 def _all_in(draft: Draft, job: Job, phases: frozenset[AttemptPhase]) -> bool:
