@@ -585,7 +585,7 @@ def test_a_name_that_is_taken_is_refused_with_the_phase_and_what_may_be_done(des
     desk.feed(CancelRequested(desk.now_s, "a", "enough", "me"))
     desk.stop()
     cancelled = refused_as_known(desk)
-    assert cancelled.startswith("job a exists already and has cancelled; ")
+    assert cancelled.startswith("job a exists already and was cancelled; ")
     for command in ("update JOB.YAML", "restart a", "clone a NEW-NAME", "delete a"):
         assert f"`megascale {command}`" in cancelled
 

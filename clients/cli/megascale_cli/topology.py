@@ -11,7 +11,7 @@ from megascale.v1 import driver_pb2
 from megascale_cli.exits import with_client
 from megascale_cli.options import MAX_RANK, Cluster, JobName, Json
 from megascale_cli.output import console, print_json, print_table, short
-from megascale_client import TERMINAL_PHASES, AsyncClient, Job
+from megascale_client import AsyncClient, Job, JobPhase
 
 MOST_ROWS = 64  # of all ranks; beyond that those that matter
 COLUMNS = ("RANK", "NODE", "TP", "DP", "PP", "PHASE", "STEP", "SILENT", "INSIDE", "WAITS FOR")
@@ -60,7 +60,8 @@ def topology(
 
 def without_ranks(job: Job) -> str:
     """Why no rank of the job is anywhere."""
-    verb = "has" if job.phase in TERMINAL_PHASES else "is"
+    ended = job.phase in (JobPhase.SUCCEEDED, JobPhase.FAILED)
+    verb = "has" if ended else "was" if job.phase == JobPhase.CANCELLED else "is"
     return f"it {verb} {short(job.phase)}, so none of its ranks runs: {job.phase_reason}"
 
 

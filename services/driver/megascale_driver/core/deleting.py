@@ -49,7 +49,7 @@ def _delete(draft: Draft, job: Job, why: str, actor: str) -> None:
     del draft.jobs[job.name]
     uri = job.config.checkpoint.uri
     draft.log(
-        "JOB_DELETED", f"job {job.name}, which had {job.phase.lower()}, is deleted: {why}",
+        "JOB_DELETED", f"job {job.name}, which {job.state}, is deleted: {why}",
         subject=f"jobs/{job.name}", actor=actor, policy="retention",
         outcome="its record and log are gone"
         + (f"; its checkpoints stay in {uri}" if uri else ""),

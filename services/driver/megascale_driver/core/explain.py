@@ -210,7 +210,7 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         )
     if job.phase is JobPhase.STOPPING:
         return f"job {name} is stopping attempt {job.attempt} because {job.stop_reason}"
-    return f"job {name} has {job.phase.lower()}: {job.reason}"
+    return f"job {name} {job.state}: {job.reason}"
 
 
 def _setback(job: Job) -> str:

@@ -92,7 +92,6 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
 
 def _exists(job: Job) -> str:
     """What may be done instead of submitting a job whose name is taken."""
-    state = f"has {job.phase.lower()}" if job.terminal else f"is {job.phase.lower()}"
     ways = [f"start one like it with `megascale clone {job.name} NEW-NAME`"]
     if job.phase is not JobPhase.SUCCEEDED:
         ways.insert(0, "change it with `megascale update JOB.YAML`")
@@ -100,7 +99,7 @@ def _exists(job: Job) -> str:
         ways.insert(1, f"continue it with `megascale restart {job.name}`")
     if job.terminal:
         ways.append(f"free its name with `megascale delete {job.name}`")
-    return f"job {job.name} exists already and {state}; {', '.join(ways[:-1])} or {ways[-1]}"
+    return f"job {job.name} exists already and {job.state}; {', '.join(ways[:-1])} or {ways[-1]}"
 
 
 def cancel(draft: Draft, event: CancelRequested) -> None:

@@ -61,6 +61,12 @@ ACTIVE_PHASES = frozenset(
     {JobPhase.PREPARING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING}
 )
 TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})
+# In a sentence.
+_ENDED = {
+    JobPhase.SUCCEEDED: "has succeeded",
+    JobPhase.FAILED: "has failed",
+    JobPhase.CANCELLED: "was cancelled",
+}
 
 
 class AttemptPhase(enum.StrEnum):
@@ -389,6 +395,11 @@ class Job:
     def terminal(self) -> bool:
         """Whether the job has ended."""
         return self.phase in TERMINAL_PHASES
+
+    @property
+    def state(self) -> str:
+        """Its phase in a sentence: the job ..."""
+        return _ENDED.get(self.phase) or f"is {self.phase.lower()}"
 
     @property
     def after_stop_ends(self) -> bool:
