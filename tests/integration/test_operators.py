@@ -200,7 +200,7 @@ async def test_cordon_and_uncordon_are_tried_audited_and_kept_in_etcd(
         evicted = await driver.stub.EvictNode(
             driver_pb2.EvictNodeRequest(name="n1", reason="smoke")
         )
-        assert "starts at step 0, because the job writes no checkpoints" in evicted.consequence
+        assert "begins at step 0, because the job writes no checkpoints" in evicted.consequence
         refused = await refusal(
             driver.stub.CordonNode(driver_pb2.CordonNodeRequest(name="n1", reason="r"))
         )
