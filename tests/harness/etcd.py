@@ -16,6 +16,7 @@ import pytest_asyncio
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.connection import SOCKET
 from megascale_common.etcd.operations import Event
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.etcd.watch import Watch
@@ -74,6 +75,13 @@ def etcd_side(files: Certificates) -> ssl.SSLContext:
     return context
 
 
+async def _dial(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if endpoint.startswith(SOCKET):
+        return await asyncio.open_unix_connection(endpoint.removeprefix("unix://"))
+    host, port = endpoint.rsplit(":", 1)
+    return await asyncio.open_connection(host, int(port))
+
+
 class CuttableProxy:
     """A TCP proxy to one endpoint that can swallow either direction and reset its connections.
 
@@ -84,8 +92,7 @@ class CuttableProxy:
 
     def __init__(self, endpoint: str, *, tls: ssl.SSLContext | None = None, port: int = 0) -> None:
         self._tls, self._port = tls, port
-        host, port = endpoint.rsplit(":", 1)
-        self._target = (host, int(port))
+        self._target = endpoint
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._pumps: set[asyncio.Task[None]] = set()
@@ -122,7 +129,7 @@ class CuttableProxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)
+            upstream_reader, upstream_writer = await _dial(self._target)
         except OSError:
             writer.transport.abort()
             return

@@ -25,15 +25,16 @@ from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.driver import DriverProcess
 from tests.harness.etcd import CuttableProxy
 from tests.harness.paced import paced, python_path
-from tests.harness.processes import living_processes_of_group, until_gone
+from tests.harness.processes import free_port, living_processes_of_group, until_gone
 from tests.harness.waiting import eventually
 
 from megascale.v1 import driver_pb2, job_pb2
 from megascale_checkpoint.staging import default_base
 from megascale_client import AsyncClient, parse_job
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.server import EtcdServer, Membership, free_port
+from megascale_common.etcd.server import EtcdServer, Membership
 from megascale_common.node.process import child_environment
+from megascale_common.node.socket_folder import create_socket_folder
 
 MEMBERS = ("m0", "m1", "m2")
 NODES = ("n1", "n2")
@@ -44,13 +45,12 @@ class Trio:
     """Three etcd members."""
 
     def __init__(self, folder: Path) -> None:
-        ports = {name: (free_port("127.0.0.1"), free_port("127.0.0.1")) for name in MEMBERS}
-        self.peers = {name: f"http://127.0.0.1:{peer}" for name, (_, peer) in ports.items()}
+        self._sockets = create_socket_folder(str(folder), "etcd", uuid.uuid4().hex[:16])
+        roles = {name: Membership(name, MEMBERS, self._sockets) for name in MEMBERS}
+        self.peers = {name: role.peer_url(name) for name, role in roles.items()}
         self.members = {
-            name: EtcdServer(
-                folder / name, unsafe_no_fsync=True, membership=Membership(name, ports)
-            )
-            for name in MEMBERS
+            name: EtcdServer(folder / name, unsafe_no_fsync=True, membership=role)
+            for name, role in roles.items()
         }
 
     @property
@@ -66,6 +66,11 @@ class Trio:
         """SIGKILL all members."""
         for member in self.members.values():
             member.kill()
+
+    def close(self) -> None:
+        """SIGKILL all members, and remove their sockets."""
+        self.kill()
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def leader(self) -> str:
         """The name of the member that leads; waits while they elect one."""
@@ -113,7 +118,7 @@ class HaCluster:
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Start etcd, the drivers, then the nodes."""
-        stack.callback(self.etcd.kill)
+        stack.callback(self.etcd.close)
         await self.etcd.start()
         for number, (port, code) in enumerate(zip(self._ports, self._code, strict=True)):
             cut = [

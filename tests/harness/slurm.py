@@ -16,9 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.harness.processes import free_port
 from tests.harness.waiting import until
-
-from megascale_common.etcd.server import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES_OF_A_SWITCH = 2

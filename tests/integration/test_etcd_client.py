@@ -1,8 +1,11 @@
 """Keys, transactions, failover and settled outcomes, against a real etcd that fails."""
 
 import asyncio
+import os
 import shutil
+import signal
 import ssl
+import stat
 import subprocess
 import sys
 import uuid
@@ -13,11 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.etcd import CuttableProxy, etcd, etcd_prefix, etcd_server, make_server
-from tests.harness.processes import ended, until_gone
+from tests.harness.processes import ended, free_port, until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale_common.etcd import connection
-from megascale_common.etcd import server as server_module
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.errors import (
@@ -35,7 +37,7 @@ from megascale_common.etcd.operations import (
     Put,
     prefix_end,
 )
-from megascale_common.etcd.server import EtcdServer, free_port
+from megascale_common.etcd.server import EtcdServer
 from megascale_common.etcd.settled import Applied, Rejected, txn_settled
 from megascale_common.node.process import child_environment
 
@@ -341,24 +343,47 @@ async def test_a_write_that_could_not_be_settled_is_refused_beforehand(etcd: Etc
 # --- the server
 
 
-async def test_a_taken_port_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = make_server(tmp_path / "first")
-    second = make_server(tmp_path / "second")
-    try:
-        await first.start()
-        taken = int(first.endpoint.rsplit(":", 1)[1])
-        ports = iter([taken, free_port("127.0.0.1")])
-        monkeypatch.setattr(
-            server_module, "free_port", lambda host: next(ports, None) or free_port(host)
-        )
-        await second.start()
-        assert second.endpoint != first.endpoint
-        assert first.pid is not None and second.pid is not None
-        await second.stop()
-        assert second.pid is None
-    finally:
-        first.kill()
-        second.kill()
+def test_only_its_owner_comes_to_the_sockets_of_etcd(etcd_server: EtcdServer) -> None:
+    """Whoever writes to etcd runs code as the owner of the nodes, and etcd asks nobody."""
+    assert etcd_server.pid is not None
+    inodes = {
+        os.readlink(descriptor).removeprefix("socket:[").rstrip("]")
+        for descriptor in Path(f"/proc/{etcd_server.pid}/fd").iterdir()
+        if os.readlink(descriptor).startswith("socket:")
+    }
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table.read_text().splitlines()[1:]]
+    assert not [row for row in rows if row[9] in inodes], "etcd has a port"
+    folder = Path(etcd_server.endpoint.removeprefix("unix://")).parent
+    listening = {
+        Path(words[7]).name
+        for words in map(str.split, Path("/proc/net/unix").read_text().splitlines()[1:])
+        if words[6] in inodes and words[3] == "00010000"  # it accepts connections
+    }
+    assert listening == {entry.name for entry in folder.iterdir() if entry.is_socket()}
+    assert len(listening) == 2, "for clients and for members"
+    found = folder.stat()
+    assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o700, os.getuid())
+
+
+async def test_an_ended_server_leaves_no_socket_and_returns_to_its_endpoint(
+    tmp_path: Path,
+) -> None:
+    server = make_server(tmp_path / ("a" * 150) / "data")  # a socket's path has 107 bytes at most
+    server.data_dir.parent.mkdir()
+    await server.start()
+    endpoint, folder = server.endpoint, Path(server.endpoint.removeprefix("unix://")).parent
+    async with EtcdClient([endpoint], timeout_s=CALL_TIMEOUT_S) as client:
+        await client.put("k", b"1")
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        await asyncio.to_thread(until_gone, [server.pid], "etcd")
+        await server.start()
+        assert server.endpoint == endpoint
+        stored = await client.get("k")
+        assert stored is not None and stored.value == b"1"
+    await server.stop()
+    assert not folder.exists()
 
 
 async def test_a_server_that_cannot_start_gives_the_reason(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
 from megascale_checkpoint.replicas import connection as connections
+from megascale_checkpoint.replicas import server as servers
 from megascale_checkpoint.replicas.connection import Connection, PeerError
 from megascale_checkpoint.replicas.fetch import fetch
 from megascale_checkpoint.replicas.protocol import (
@@ -477,6 +478,87 @@ def test_a_bucket_never_lets_more_than_its_rate_through(
         sent += size
         # What has gone out when the wait is over: the burst, and the rate since the start.
         assert sent <= rate * (BURST_S + now_s) * (1 + 1e-9) + 1e-3
+
+
+def stranger(endpoint: str) -> socket.socket:
+    host, port = endpoint.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), CALL_TIMEOUT_S)
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the other side has ended the connection; waits for it a while."""
+    sock.settimeout(CALL_TIMEOUT_S)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass  # a reset
+    return True
+
+
+async def test_idle_strangers_keep_no_peer_out(tmp_path: Path) -> None:
+    """With as many as there are places for peers, and a few more; none of them sends a byte."""
+    async with peer_at(tmp_path) as peer:
+        with ExitStack() as stack:
+            strangers = [
+                stack.enter_context(await asyncio.to_thread(stranger, peer.endpoint))
+                for _ in range(servers.MAX_CONNECTIONS + 12)
+            ]
+            for step in (10, 20):
+                assert await stored(peer, step) == "kept"
+            assert steps(peer) == [(1, 10), (1, 20)]
+            assert await asyncio.to_thread(ended, strangers[0]), "it gave way to a later one"
+
+
+async def test_a_peer_with_streams_that_last_is_not_pushed_out_by_strangers(
+    tmp_path: Path,
+) -> None:
+    state, image = state_of(10)
+
+    def transfer(peer: Peer) -> str:
+        with Connection.dial(peer.endpoint, TOKEN, Cancellation()) as first, ExitStack() as stack:
+            first.send({"verb": "store", "attempt": 1, "state": state.to_mapping()})
+            assert first.receive()["verb"] == "go"
+            for _ in range(2 * servers.MAX_STRANGERS):
+                stack.enter_context(stranger(peer.endpoint))
+            first.send({"verb": "pieces", "numbers": [0, 1]})
+            first.send_pieces(state, [0, 1], memoryview(image))
+            assert first.receive()["verb"] == "have"
+            first.send({"verb": "end"})
+            return str(first.receive()["verb"])
+
+    async with peer_at(tmp_path) as peer:
+        assert await asyncio.to_thread(transfer, peer) == "kept"
+
+
+async def test_a_caller_has_a_few_seconds_to_say_who_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that sends a byte now and then, which is no silence."""
+    monkeypatch.setattr(servers, "HELLO_TIMEOUT_S", 0.3)
+
+    def drip(sock: socket.socket) -> None:
+        # The head of a record of TLS, or of a frame, whose length promises more than ever comes.
+        head = b"\x16\x03\x01\x02\x00\x01\x00" if presented() else b"MSR2\x00\x10\x00\x00"
+        sock.settimeout(0.05)
+        until_s = time.monotonic() + CALL_TIMEOUT_S
+        for sent in range(1000):
+            assert time.monotonic() < until_s, "it may drip as long as it likes"
+            try:
+                sock.sendall(head[sent : sent + 1] or b"\x00")
+                if not sock.recv(1 << 16):
+                    return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+
+    async with peer_at(tmp_path) as peer:
+        with stranger(peer.endpoint) as silent, stranger(peer.endpoint) as dripping:
+            await asyncio.to_thread(drip, dripping)
+            assert await asyncio.to_thread(ended, silent)
 
 
 def test_a_bucket_without_a_rate_never_waits() -> None:

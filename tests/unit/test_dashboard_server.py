@@ -5,16 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import urljoin, urlsplit
 
 import pytest
+from starlette.requests import Request
 from starlette.types import Message
 from tests.harness.recorded_fleet import JOB, RecordedCluster
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2
 from megascale_client import InvalidRequest, Unavailable
 from megascale_dashboard import server, serving
-from megascale_dashboard.access import COOKIE, MAX_FAILURES, MAX_SESSIONS, SESSION_S, Access
+from megascale_dashboard.access import (
+    COOKIE,
+    MAX_CALLERS,
+    MAX_FAILURES,
+    MAX_SESSIONS,
+    SESSION_S,
+    Access,
+)
 from megascale_dashboard.access import TooManyAttempts as TooMany
 from megascale_dashboard.cluster_reader import MAX_FOLLOWED, ClusterReader
 from megascale_dashboard.live import LiveStreams
@@ -45,11 +58,16 @@ class Browser:
         self.cookie = ""
 
     async def get(
-        self, url: str, *, method: str = "GET", body: bytes = b"", **headers: str
+        self,
+        url: str,
+        method: str = "GET",
+        body: bytes = b"",
+        more: Mapping[str, str] = MappingProxyType({}),
+        **headers: str,
     ) -> tuple[int, dict[str, str], str]:
         path, _, query = url.partition("?")
         sent: list[Message] = []
-        given = {"host": "localhost", "cookie": f"{COOKIE}={self.cookie}", **headers}
+        given = {"host": "localhost", "cookie": f"{COOKIE}={self.cookie}", **headers, **more}
         scope = {
             "type": "http",
             "http_version": "1.1",
@@ -60,6 +78,7 @@ class Browser:
             "headers": [(name.encode(), value.encode()) for name, value in given.items()],
             "scheme": "http",
             "server": ("localhost", 80),
+            "client": ("127.0.0.1", 40_000),
         }
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -137,31 +156,93 @@ async def test_a_foreign_name_of_this_machine_is_refused() -> None:
     assert (await browser.get("/fleet", host="attacker.example"))[0] == 400
 
 
-async def test_wrong_tokens_are_refused_and_then_all_for_a_minute() -> None:
+async def test_wrong_tokens_of_anybody_keep_the_right_one_not_out() -> None:
     browser = Browser()
     for _ in range(MAX_FAILURES):
         status, _, text = await browser.get("/login", method="POST", body=b"token=wrong")
         assert status == 403 and "not the token" in text
-    body = f"token={TOKEN}".encode()
-    assert (await browser.get("/login", method="POST", body=body))[0] == 429
+    assert (await browser.get("/login", method="POST", body=b"token=wrong"))[0] == 429
+    assert (await browser.get("/jobs.json", authorization="Bearer wrong"))[0] == 429
+    assert (await browser.get("/x.png?token=wrong"))[0] == 429
+    assert (await browser.get("/jobs.json", authorization=f"Bearer {TOKEN}"))[0] == 200
+    assert (await browser.get(f"/fleet?token={browser.access.key}"))[1]["location"] == "/fleet"
+    assert (await browser.get("/fleet"))[0] == 200
+    assert (await browser.get("/fleet?token=wrong"))[1]["location"] == "/fleet", "a known session"
+    await browser.log_in()
     assert (await browser.get("/login", method="POST", body=b"x" * 5000))[0] == 413
+    await browser.reader.close()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+    ],
+)
+async def test_what_a_page_of_another_site_asks_is_no_attempt_of_this_browser(
+    header: dict[str, str],
+) -> None:
+    browser = Browser()
+    for _ in range(MAX_FAILURES + 1):
+        assert (await browser.get("/x.png?token=wrong", "GET", b"", header))[0] == 303
+        assert (await browser.get("/login", "POST", b"token=wrong", header))[0] == 403
+    assert (await browser.get("/login", "POST", b"token=wrong"))[0] == 403
+    here = {"sec-fetch-site": "same-origin", "origin": "http://localhost"}
+    for _ in range(MAX_FAILURES - 1):
+        assert (await browser.get("/login", "POST", b"token=wrong", here))[0] == 403
+    assert (await browser.get("/login", "POST", b"token=wrong", here))[0] == 429
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example/x", "/\\evil.example/x", "///evil.example", "/\t/evil.example/x"]
+)
+async def test_a_link_leads_to_no_other_site(path: str) -> None:
+    browser = Browser()
+    found = (await browser.get(f"{path}?token={browser.access.key}"))[1]["location"]
+    assert urljoin("http://localhost/", found).startswith("http://localhost/"), found
+    assert found[:2] != "//" and not set(found) & set("\\\t")
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_the_guard_does_not_read_the_host_header(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starlette up to 1.0.0 builds its URLs from that header, so that any path could be /login."""
+
+    def url(request: Request) -> str:
+        return "http://localhost/login"
+
+    monkeypatch.setattr(Request, "url", property(url))
+    browser = Browser()
+    twin = "/now.json" if path == "/" else f"{path}.json"
+    assert (await browser.get(path))[1]["location"] == "/login"
+    assert (await browser.get(twin))[0] == 401
+    assert (await browser.get(f"{path}?token={browser.access.key}"))[1]["location"] == path
 
 
 def test_sessions_end_and_are_bounded() -> None:
     now = [0.0]
     access = Access(TOKEN, lambda: now[0])
-    first = access.open(TOKEN)
+    first = access.open(TOKEN, "here")
     assert first is not None and access.allows(first) and not access.allows("")
     now[0] = SESSION_S
     assert not access.allows(first)
-    sessions = [access.open(access.key) or "" for _ in range(MAX_SESSIONS + 1)]
+    sessions = [access.open(access.key, "here") or "" for _ in range(MAX_SESSIONS + 1)]
     assert not access.allows(sessions[0]) and access.allows(sessions[1])
     for _ in range(MAX_FAILURES):
-        assert access.open("wrong") is None
+        assert access.open("wrong", "here") is None
     with pytest.raises(TooMany):
-        access.open(TOKEN)
+        access.open("wrong", "here")
+    assert access.open("wrong", "there") is None, "another address"
+    assert access.open(TOKEN, "here")
     now[0] += 61
-    assert access.open(TOKEN)
+    assert access.open("wrong", "here") is None
+    for number in range(MAX_CALLERS + 1):
+        assert access.open("wrong", f"caller {number}") is None
+    assert len(access._failures) == MAX_CALLERS
 
 
 async def test_what_is_not_there_says_so() -> None:
@@ -245,6 +326,82 @@ async def test_addresses_that_cannot_be_served_are_refused(tmp_path: Path) -> No
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         assert "--port" in await refused(tmp_path, "127.0.0.1", holder.getsockname()[1])
+
+
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[tuple[str, int]]:
+    """A dashboard on a real port, of a run folder whose driver is away."""
+    (folder / "token").write_text(TOKEN)
+    (folder / "driver.address").write_text("127.0.0.1:1")
+    links: asyncio.Queue[str] = asyncio.Queue()
+    options = serving.Options(run_folder=folder)
+    serve = asyncio.create_task(serving.serve(options, links.put_nowait))
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            found = urlsplit(await links.get())
+            assert found.hostname is not None and found.port is not None
+            yield found.hostname, found.port
+    finally:
+        serve.cancel()
+        await asyncio.wait([serve])
+
+
+async def answer(address: tuple[str, int], request: str) -> str:
+    """The first line of what is answered."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(request.replace("\n", "\r\n").encode())
+    found = await reader.readline()
+    writer.close()
+    return found.decode().strip()
+
+
+SLOW_HEAD = "GET /login HTTP/1.1\r\nHost: localhost\r\nX-A: "
+SLOW_BODY = "POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\ntoken="
+LOGIN = "GET /login HTTP/1.1\nHost: localhost\n\n"
+
+
+@pytest.mark.parametrize("part", [SLOW_HEAD, SLOW_BODY, ""])
+async def test_requests_that_never_end_keep_nobody_out(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MAX_WAITING", 8)
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 24)
+    async with served(tmp_path) as address:
+        slow = []
+        for _ in range(60):
+            slow.append(await asyncio.open_connection(*address))
+            slow[-1][1].write(part.encode())
+        assert await answer(address, LOGIN) == "HTTP/1.1 200 OK"
+        with suppress(ConnectionResetError):
+            assert await slow[0][0].read() == b"", "the oldest gave way"
+        for _, writer in slow:
+            writer.close()
+
+
+@pytest.mark.parametrize("part", [SLOW_HEAD, SLOW_BODY])
+async def test_a_request_has_some_seconds_to_come_whole(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that sends a byte now and then."""
+    monkeypatch.setattr(serving, "REQUEST_TIMEOUT_S", 0.2)
+    async with served(tmp_path) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(part.encode())
+        ended = asyncio.create_task(reader.read())
+        while not ended.done():
+            writer.write(b"x")
+            await asyncio.wait([ended], timeout=0.05)
+        with suppress(ConnectionResetError):
+            await ended
+        writer.close()
+
+
+async def test_no_host_header_opens_a_page(tmp_path: Path) -> None:
+    async with served(tmp_path) as address:
+        port = address[1]
+        for host in (f"127.0.0.1:{port}/login?", f"127.0.0.1:{port}/static/?", "127.0.0.1/login"):
+            found = await answer(address, f"GET /jobs.json HTTP/1.1\nHost: {host}\n\n")
+            assert found.split()[1] in ("400", "401"), (host, found)
 
 
 def test_scripts_are_small_and_come_from_here_alone() -> None:

@@ -13,13 +13,13 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.processes import free_port
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.etcd.connection import EtcdMembers
 from megascale_common.etcd.errors import EtcdUnavailable
-from megascale_common.etcd.server import free_port
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import status
 from megascale_common.service.clock import SystemClock, VirtualClock

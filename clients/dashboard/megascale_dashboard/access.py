@@ -15,12 +15,13 @@ from collections.abc import Callable
 COOKIE = "megascale_dashboard"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 256  # the oldest is forgotten first
-MAX_FAILURES = 10  # within FAILURES_S; then nobody may try for a while
+MAX_FAILURES = 10  # of one caller within FAILURES_S; further ones are told so
 FAILURES_S = 60.0
+MAX_CALLERS = 1024  # whose failures are remembered; the one that failed longest ago is forgotten
 
 
 class TooManyAttempts(Exception):
-    """Too many wrong tokens within a minute."""
+    """One more wrong token, after too many from this caller within a minute."""
 
 
 class Access:
@@ -36,15 +37,22 @@ class Access:
         self._token = token
         self._clock = clock
         self._sessions: OrderedDict[str, float] = OrderedDict()
-        self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
+        self._failures: OrderedDict[str, deque[float]] = OrderedDict()
 
-    def open(self, given: str) -> str | None:
+    def open(self, given: str, caller: str | None) -> str | None:
         """A new session for the token or the key; None for anything else.
 
+        The right one is taken whatever was tried before: it is too long to be guessed, and else
+        anybody could keep its owner out.
+
+        Args:
+            caller: the address that asks; None: a page of another site asks through a browser,
+                whose failures say nothing about whoever sits there.
+
         Raises:
-            TooManyAttempts: wrong ones were given too often.
+            TooManyAttempts: a wrong one, and the caller has given wrong ones too often.
         """
-        if not self._right(given, (self._token, self.key)):
+        if not self._right(given, (self._token, self.key), caller):
             return None
         session = secrets.token_urlsafe(32)
         self._sessions[session] = self._clock() + SESSION_S
@@ -62,26 +70,33 @@ class Access:
             return False
         return True
 
-    def bears(self, header: str) -> bool:
+    def bears(self, header: str, caller: str | None) -> bool:
         """Whether an Authorization header has the cluster's token: for programs.
 
-        Raises:
-            TooManyAttempts: wrong ones were given too often.
+        ``caller`` and what it raises: as of :meth:`open`.
         """
         scheme, _, given = header.partition(" ")
-        return scheme.lower() == "bearer" and self._right(given.strip(), (self._token,))
+        return scheme.lower() == "bearer" and self._right(given.strip(), (self._token,), caller)
 
     def close(self, session: str) -> None:
         """Forget a session."""
         self._sessions.pop(session, None)
 
-    def _right(self, given: str, wanted: tuple[str, ...]) -> bool:
-        now_s = self._clock()
-        if len(self._failures) == MAX_FAILURES and now_s - self._failures[0] < FAILURES_S:
-            raise TooManyAttempts(
-                f"{MAX_FAILURES} wrong tokens within {FAILURES_S:g} s: wait a minute"
-            )
+    def _right(self, given: str, wanted: tuple[str, ...], caller: str | None) -> bool:
         found = [hmac.compare_digest(given.encode(), each.encode()) for each in wanted]
-        if not any(found):
-            self._failures.append(now_s)
+        if not any(found) and caller is not None:
+            self._note_failure(caller)
         return any(found)
+
+    def _note_failure(self, caller: str) -> None:
+        now_s = self._clock()
+        failures = self._failures.setdefault(caller, deque(maxlen=MAX_FAILURES))
+        self._failures.move_to_end(caller)
+        while len(self._failures) > MAX_CALLERS:
+            self._failures.popitem(last=False)
+        if len(failures) == MAX_FAILURES and now_s - failures[0] < FAILURES_S:
+            raise TooManyAttempts(
+                f"{MAX_FAILURES} wrong tokens within {FAILURES_S:g} s from your address: "
+                "only the right one is taken"
+            )
+        failures.append(now_s)

@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Match, Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -167,13 +167,16 @@ class _Pages:
         if request.method == "GET":
             return HTMLResponse(shell.login())
         body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_FORM_BYTES:
-                return HTMLResponse(shell.login("That is longer than any token."), 413)
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_FORM_BYTES:
+                    return HTMLResponse(shell.login("That is longer than any token."), 413)
+        except ClientDisconnect:  # nobody is there to read the answer
+            return HTMLResponse(shell.login("The connection ended early."), 400)
         given = parse_qs(body.decode(errors="replace")).get("token", [""])[0].strip()
         try:
-            session = self._access.open(given)
+            session = self._access.open(given, _caller(request))
         except TooManyAttempts as error:
             return HTMLResponse(shell.login(f"{error}."), 429)
         if session is None:
@@ -226,18 +229,22 @@ class _Guard:
 
     def _answer(self, request: Request) -> Response | None:
         """What to answer instead of the page; None: the page."""
-        path = request.url.path
+        # That of the route: a URL of starlette is built from the Host header, too.
+        path: str = request.scope["path"]
         if path.startswith("/static/") or path == "/login":
             return None
+        known = self._access.allows(request.cookies.get(COOKIE, ""))
         if "token" in request.query_params:
-            session = self._access.open(request.query_params["token"])
             rest = [(k, v) for k, v in request.query_params.multi_items() if k != "token"]
-            clean = f"{path}?{urlencode(rest)}" if rest else path
+            clean = _here(path) + (f"?{urlencode(rest)}" if rest else "")
+            if known:
+                return RedirectResponse(clean, 303)
+            session = self._access.open(request.query_params["token"], _caller(request))
             return _welcome(clean, session, self._secure) if session else _to_login()
-        if self._access.allows(request.cookies.get(COOKIE, "")):
+        if known:
             return None
         header = request.headers.get("authorization", "")
-        if header and self._access.bears(header):
+        if header and self._access.bears(header, _caller(request)):
             return None
         if path.endswith(".json") or path == "/live":
             return _json({"state": "not-permitted", "message": "log in first, at /login"}, 401)
@@ -257,9 +264,11 @@ def _twin(read: Read) -> Callable[[Request], Awaitable[Response]]:
 
 def _shell(title: str, reader: ClusterReader) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        found = await reader.has(request.url.path.split("/")[1], request.path_params.get("name"))
-        path, query = request.url.path, request.url.query
-        twin = ("/now.json" if path == "/" else f"{path}.json") + (f"?{query}" if query else "")
+        path, query = request.scope["path"], request.scope["query_string"].decode("latin-1")
+        found = await reader.has(path.split("/")[1], request.path_params.get("name"))
+        twin = ("/now.json" if path == "/" else f"{_here(path)}.json") + (
+            f"?{query}" if query else ""
+        )
         text = shell.page(path, twin, title.format(**request.path_params))
         return HTMLResponse(text, 200 if found else 404)
 
@@ -277,6 +286,22 @@ def _welcome(path: str, session: str, secure: bool) -> Response:
         COOKIE, session, max_age=int(SESSION_S), httponly=True, samesite="strict", secure=secure
     )
     return answer
+
+
+def _here(path: str) -> str:
+    """A path of this site, for a redirect: two slashes at its start would name another one."""
+    return "/" + quote(path.lstrip("/\\"))
+
+
+def _caller(request: Request) -> str | None:
+    """The address that asks; None where a page of another site asks through a browser."""
+    headers = request.headers
+    site, origin = headers.get("sec-fetch-site", "none"), headers.get("origin")
+    if site not in ("none", "same-origin"):
+        return None
+    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        return None
+    return request.client.host if request.client is not None else ""
 
 
 def _to_login() -> Response:

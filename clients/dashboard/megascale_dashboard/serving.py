@@ -7,11 +7,14 @@ import ipaddress
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megascale_client import AsyncClient, InvalidRequest
 from megascale_client.run_folder import find_run_folder, read_token
@@ -23,6 +26,9 @@ from megascale_dashboard.server import build
 RETRY_FOR_S = 2.0  # a page reports that the driver is away sooner than a command would give up
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
 STOP_TIMEOUT_S = 2
+REQUEST_TIMEOUT_S = 10.0  # for a browser to send a request whole, or the next one
+MAX_WAITING = 128  # connections that have not sent one whole; further ones take their places
+MAX_CONNECTIONS = 512  # with those that are being answered; above it, "unavailable"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +64,12 @@ async def serve(options: Options, report: Callable[[str], None]) -> None:
         app = build(ClusterReader(client), access, LiveStreams(), hosts=hosts, secure=secure)
         config = uvicorn.Config(
             app,
-            log_level="warning",
+            http=BoundedProtocol,
+            log_level="error",  # warnings are about requests of whoever connects
             access_log=False,  # a link's key is in a URL once
             server_header=False,
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
-            limit_concurrency=512,
+            limit_concurrency=MAX_CONNECTIONS,
             ssl_certfile=options.certificate,
             ssl_keyfile=options.key,
         )
@@ -73,6 +80,69 @@ async def serve(options: Options, report: Callable[[str], None]) -> None:
         if options.end_with_stdin:
             _end_with_stdin(server)
         await server.serve(sockets=[listener])
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection of a browser that gives way while its request is not whole.
+
+    uvicorn waits without end for the rest of a head or of a body, and counts who waits as it counts
+    who is answered: a few hundred connections of anybody would keep the others out.
+    """
+
+    _waiting_since_s = 0.0
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a new connection, in the place of an older one where too many wait."""
+        waiting = [each for each in self.connections if _waits(each)]
+        if len(waiting) >= MAX_WAITING:
+            [(worst, _)] = Counter(each.address for each in waiting).most_common(1)
+            of_worst = (each for each in waiting if each.address == worst)
+            min(of_worst, key=lambda each: each._waiting_since_s).give_way()
+        super().connection_made(transport)
+        self._wait_or_not()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request, and begin to answer it once its head is whole."""
+        super().data_received(data)
+        self._wait_or_not()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self._wait_or_not()
+
+    @property
+    def address(self) -> str:
+        """Of the browser, without its port."""
+        return self.client[0] if self.client else ""
+
+    def give_way(self) -> None:
+        """End the connection, without a word."""
+        self._stop_waiting()
+        self.transport.abort()
+
+    def _wait_or_not(self) -> None:
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not cycle.more_body:
+            self._stop_waiting()
+        elif self._late is None and not self.transport.is_closing():
+            self._waiting_since_s = self.loop.time()
+            self._late = self.loop.call_later(REQUEST_TIMEOUT_S, self.give_way)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def _waits(connection: object) -> TypeGuard[BoundedProtocol]:
+    return isinstance(connection, BoundedProtocol) and connection._late is not None
 
 
 def _listen(options: Options, secure: bool) -> socket.socket:

@@ -1218,8 +1218,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
     - NOT_FOUND (ATTEMPT_NOT_FOUND): the job has no such attempt, or none yet.
     - NOT_FOUND (NODE_NOT_FOUND): the driver has no record of the node that ran the rank.
-    - NOT_FOUND, INVALID_ARGUMENT (REFUSED_BY_NODE): the node has no such log.
+    - NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (REFUSED_BY_NODE): the node has no such
+      log, or too many callers read logs there.
     - UNAVAILABLE (NODE_UNREACHABLE): the agent of the node does not answer.
+    - RESOURCE_EXHAUSTED (TOO_MANY_STREAMS): the caller, or all together, read too many logs.
     """
 
     ListCheckpoints: _DriverServiceListCheckpointsType
@@ -1959,8 +1961,10 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - FAILED_PRECONDITION (JOB_UNREADABLE): its stored rows cannot be read by this driver.
         - NOT_FOUND (ATTEMPT_NOT_FOUND): the job has no such attempt, or none yet.
         - NOT_FOUND (NODE_NOT_FOUND): the driver has no record of the node that ran the rank.
-        - NOT_FOUND, INVALID_ARGUMENT (REFUSED_BY_NODE): the node has no such log.
+        - NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (REFUSED_BY_NODE): the node has no such
+          log, or too many callers read logs there.
         - UNAVAILABLE (NODE_UNREACHABLE): the agent of the node does not answer.
+        - RESOURCE_EXHAUSTED (TOO_MANY_STREAMS): the caller, or all together, read too many logs.
         """
 
     @abc.abstractmethod

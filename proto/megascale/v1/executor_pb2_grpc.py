@@ -112,6 +112,7 @@ class ExecutorServiceServicer(object):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): job is not the name of a job, or lines is out of range.
         - NOT_FOUND (LOG_NOT_FOUND): the node has no log of that rank and attempt.
+        - RESOURCE_EXHAUSTED (TOO_MANY_STREAMS): the caller, or all together, read too many logs here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

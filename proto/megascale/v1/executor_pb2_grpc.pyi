@@ -172,6 +172,7 @@ class ExecutorServiceStub(typing.Generic[_ExecutorServiceGetNodeStatusType, _Exe
     Errors:
     - INVALID_ARGUMENT (BAD_REQUEST): job is not the name of a job, or lines is out of range.
     - NOT_FOUND (LOG_NOT_FOUND): the node has no log of that rank and attempt.
+    - RESOURCE_EXHAUSTED (TOO_MANY_STREAMS): the caller, or all together, read too many logs here.
     """
 
 ExecutorServiceAsyncStub: typing_extensions.TypeAlias = ExecutorServiceStub[
@@ -256,6 +257,7 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): job is not the name of a job, or lines is out of range.
         - NOT_FOUND (LOG_NOT_FOUND): the node has no log of that rank and attempt.
+        - RESOURCE_EXHAUSTED (TOO_MANY_STREAMS): the caller, or all together, read too many logs here.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sized
+import time
+from collections.abc import Callable
 
 from megascale_common.service import logs
 
 log = logs.get("accepting")
 PAUSE_S = 0.2  # after running out of descriptors: a connection that ends frees some
+REPORT_INTERVAL_S = 10.0  # of refused connections: whoever makes them must not fill the log
+
+
+class Reported:
+    """A line of the log about connections: one in REPORT_INTERVAL_S at most, with their count."""
+
+    def __init__(self, event: str, **fields: object) -> None:
+        self._event, self._fields = event, fields
+        self._count, self._due_s = 0, 0.0
+
+    def one_more(self) -> None:
+        """Count one, and log if it is time."""
+        self._count += 1
+        if time.monotonic() >= self._due_s:
+            log.warning(self._event, count=self._count, **self._fields)
+            self._count, self._due_s = 0, time.monotonic() + REPORT_INTERVAL_S
 
 
 async def accept_all(
     listener: socket.socket,
     who: str,
-    connections: Sized,
-    limit: int,
+    full: Callable[[], bool],
     take: Callable[[socket.socket], None],
 ) -> None:
-    """Give each new connection to ``take``, which adds it to ``connections`` while it lasts.
+    """Give each new connection to ``take``; while ``full`` says so it is closed at once.
 
-    ``who`` connects, for the log. Above ``limit`` a connection is closed at once.
+    ``who`` connects, for the log.
     """
     loop = asyncio.get_running_loop()
+    refused = Reported("connections refused: too many", who=who)
     while True:
         try:
             sock, _ = await loop.sock_accept(listener)
@@ -31,8 +48,8 @@ async def accept_all(
             log.error("cannot accept", who=who, error=str(error))
             await asyncio.sleep(PAUSE_S)
             continue
-        if len(connections) >= limit:
-            log.warning("connection refused: too many", who=who, limit=limit)
+        if full():
+            refused.one_more()
             sock.close()
             continue
         take(sock)

@@ -63,7 +63,10 @@ class LocalServer:
 
     async def serve(self) -> None:
         """Accept workers until cancelled."""
-        await accept_all(self._listener, "a worker", self._connections, MAX_CONNECTIONS, self._take)
+        await accept_all(self._listener, "a worker", self._is_full, self._take)
+
+    def _is_full(self) -> bool:
+        return len(self._connections) >= MAX_CONNECTIONS
 
     def _take(self, sock: socket.socket) -> None:
         sock.setblocking(False)

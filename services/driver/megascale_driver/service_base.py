@@ -32,6 +32,7 @@ from megascale_common.service.errors import (
     invalid,
 )
 from megascale_common.service.identity.gate import caller
+from megascale_common.service.identity.rates import OpenStreams
 from megascale_driver import profile_request, wire
 from megascale_driver.core import machine, unreadable
 from megascale_driver.core.events import Mutation, Outcome, PlatformReport, RequestKey
@@ -43,6 +44,8 @@ DEFAULT_PAGE = 100
 MAX_PAGE = 1000
 MAX_REQUEST_ID = 128
 MAX_REASON = 1024
+# Readers of ranks' logs at once, of one caller and of all: each has a connection to a node.
+MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS = 128, 512
 MAX_SPEC_BYTES = 64 << 10  # etcd takes 1.5 MiB for a whole transaction
 # What the core refuses, by its reason.
 _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
@@ -88,6 +91,7 @@ class ServiceBase:
         self.engine = engine
         self.leader = leader
         self._cluster = cluster
+        self._log_streams = OpenStreams(MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS)
 
     def _require_state(self) -> None:
         """Refuse the call if another driver's state may be newer than this one's."""
@@ -204,7 +208,7 @@ def expired(error: ExpiredError) -> ExpiredError:
 def from_node(node: str, error: grpc.aio.AioRpcError) -> ServiceError:
     """The error of a call to a node's agent or daemon, as the driver's own caller gets it."""
     refusal = status.read(error)
-    if isinstance(refusal, (NotFoundError, RequestError, StateError, PreemptedError)):
+    if isinstance(refusal, (NotFoundError, RequestError, StateError, PreemptedError, LimitError)):
         text = f"node {node}: {refusal}"
         return status.of_code(
             refusal.code, "REFUSED_BY_NODE", text, fields=refusal.fields, metadata=refusal.metadata

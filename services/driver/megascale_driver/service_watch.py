@@ -17,6 +17,7 @@ from megascale_common.service.errors import (
     invalid,
 )
 from megascale_common.service.handlers import answers, streams
+from megascale_common.service.identity.gate import caller
 from megascale_driver import wire
 from megascale_driver.core.attempt import NodeSlot
 from megascale_driver.core.events import Audit
@@ -156,8 +157,9 @@ class WatchMethods(ServiceBase):
             follow=request.follow,
         )
         try:
-            async for line in self.engine.node_calls.tail(self._node(slot.node), tail):
-                yield driver_pb2.TailLogsResponse(line=line)
+            with self._log_streams.one_more(caller()):
+                async for line in self.engine.node_calls.tail(self._node(slot.node), tail):
+                    yield driver_pb2.TailLogsResponse(line=line)
         except grpc.aio.AioRpcError as error:
             raise from_node(slot.node, error) from error
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.replicas.encrypted import Encrypted, as_client, as_server
+from megascale_checkpoint.replicas.encrypted import Encrypted, as_client, as_server, shut
 from megascale_checkpoint.replicas.protocol import (
     VERSION,
     PieceBytes,
@@ -103,6 +103,7 @@ class Connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._cancelled = sock, cancelled
+        self._is_shut = False
         self.activity = Activity()
 
     @classmethod
@@ -138,8 +139,9 @@ class Connection:
         if (files := presented()) is not None:
             assert isinstance(self._sock, socket.socket)
             try:
-                self._sock = as_server(self._sock, files, SILENCE_S)
+                self._sock = as_server(self._sock, files, SILENCE_S, self._goes_on_as)
             except (OSError, ServiceError) as error:
+                self.close()  # and no word to it
                 raise PeerError(f"a caller cannot be trusted: {error}") from error
         hello = self.receive(MAX_HELLO_BYTES)
         if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
@@ -233,10 +235,18 @@ class Connection:
 
     def shut(self) -> None:
         """End the connection: a thread that waits in it returns with a PeerError."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer was faster
+        self._is_shut = True
+        with contextlib.suppress(OSError):  # the peer was faster
+            if isinstance(self._sock, Encrypted):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            else:
+                shut(self._sock, socket.SHUT_RDWR)
+
+    def _goes_on_as(self, sock: socket.socket) -> None:
+        """Take the socket that has taken the place of ours, which a deadline may have shut."""
+        self._sock = sock
+        if self._is_shut:
+            self.shut()
 
     def close(self) -> None:
         """Close it; no thread waits in it any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Callable
 
 from megascale_common.service.errors import ForbiddenError
 from megascale_common.service.identity.certificates import Certificates
@@ -59,7 +60,7 @@ class Encrypted:
 
     def shutdown(self, how: int) -> None:
         """End both ways; the other side may still read what was sent before."""
-        self._sock.shutdown(how)
+        shut(self._sock, how)
 
     def close(self) -> None:
         """As of a socket."""
@@ -85,12 +86,31 @@ def as_client(sock: socket.socket, host: str, files: Certificates, silence_s: fl
     return _checked(context.wrap_socket(sock, server_hostname=host), silence_s)
 
 
-def as_server(sock: socket.socket, files: Certificates, silence_s: float) -> Encrypted:
-    """The connection of a daemon that has dialled; raises as :func:`as_client`."""
+def as_server(
+    sock: socket.socket,
+    files: Certificates,
+    silence_s: float,
+    begins: Callable[[socket.socket], None],
+) -> Encrypted:
+    """The connection of a daemon that has dialled; raises as :func:`as_client`.
+
+    ``begins`` gets what has taken the place of ``sock``, before anything is received.
+    """
     context = files.context(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     sock.settimeout(silence_s)
-    return _checked(context.wrap_socket(sock, server_side=True), silence_s)
+    tls = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    begins(tls)
+    tls.do_handshake()
+    return _checked(tls, silence_s)
+
+
+def shut(sock: socket.socket, how: int) -> None:
+    """End a connection while another thread waits in it.
+
+    Not by the method of an SSLSocket: it takes the TLS away from under that thread.
+    """
+    socket.socket.shutdown(sock, how)
 
 
 def _checked(sock: ssl.SSLSocket, silence_s: float) -> Encrypted:

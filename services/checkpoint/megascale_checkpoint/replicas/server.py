@@ -1,7 +1,9 @@
 """The TCP server of a node's replicas: takes states of other nodes, and gives them back.
 
 A thread per connection, of which a transfer has several; of all there is a bounded number. What it
-decides runs on the event loop. A caller shows the cluster token before anything else is read.
+decides runs on the event loop. A caller shows a certificate or the cluster token before anything
+else is read, and has a few seconds for it. Until then it is a stranger: of those there are few at a
+time, and a new one takes the place of another stranger, never of a peer.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import asyncio
 import contextlib
 import functools
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from megascale_checkpoint.accepting import accept_all
+from megascale_checkpoint.accepting import Reported, accept_all
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.replicas.arrival import Arrival, Arrivals
 from megascale_checkpoint.replicas.connection import Activity, Connection, PeerError
@@ -35,6 +39,8 @@ T = TypeVar("T")
 log = logs.get("replicas")
 # The ranks of a peer or two that store, and of one that restores, each with its streams.
 MAX_CONNECTIONS = 128
+MAX_STRANGERS = 32  # connections whose caller has not shown yet who it is
+HELLO_TIMEOUT_S = 5.0  # for a caller to show it, handshake of TLS included
 PATIENCE_S = 2.0  # a caller for whom room is made hears so again
 END_TIMEOUT_S = 5.0  # for the threads of closed connections
 
@@ -44,11 +50,14 @@ class ReplicaServer:
 
     def __init__(self, store: ReplicaStore, token: str) -> None:
         self._store, self._token = store, token
-        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, "replica-server")
+        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS + MAX_STRANGERS, "replica-server")
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: dict[Connection, Cancellation] = {}
         self._serving: set[asyncio.Future[None]] = set()
+        self._lock = threading.Lock()  # of the strangers: one that is shut has not been let in
+        self._strangers: dict[Connection, str] = {}  # with its address; the oldest first
+        self._pushed_out = Reported("callers gave way to others before they said who they are")
         self._arrivals = Arrivals()
 
     def start(self, host: str, port: int = 0) -> str:
@@ -78,19 +87,50 @@ class ReplicaServer:
 
     async def _accept(self) -> None:
         assert self._listener is not None
-        await accept_all(
-            self._listener, "a peer", self._connections, MAX_CONNECTIONS, self._take_in
-        )
+        await accept_all(self._listener, "a peer", self._is_full, self._take_in)
+
+    def _is_full(self) -> bool:
+        with self._lock:
+            return len(self._connections) - len(self._strangers) >= MAX_CONNECTIONS
 
     def _take_in(self, sock: socket.socket) -> None:
         loop, cancelled = asyncio.get_running_loop(), Cancellation()
         connection = Connection(sock, cancelled)
+        self._make_room()
+        with self._lock:
+            self._strangers[connection] = _address(sock)
         self._connections[connection] = cancelled
+        late = loop.call_later(HELLO_TIMEOUT_S, self._shut_stranger, connection)
         serving = loop.run_in_executor(self._threads, self._serve, connection, loop)
         self._serving.add(serving)
-        serving.add_done_callback(functools.partial(self._ended, connection))
+        serving.add_done_callback(functools.partial(self._ended, connection, late))
 
-    def _ended(self, connection: Connection, serving: asyncio.Future[None]) -> None:
+    def _make_room(self) -> None:
+        """Shut a stranger where there are too many: the oldest of the address with the most."""
+        with self._lock:
+            if len(self._strangers) < MAX_STRANGERS:
+                return
+            [(worst, _)] = Counter(self._strangers.values()).most_common(1)
+            oldest = next(each for each, address in self._strangers.items() if address == worst)
+        self._pushed_out.one_more()
+        self._shut_stranger(oldest)
+
+    def _shut_stranger(self, connection: Connection) -> None:
+        with self._lock:
+            if self._strangers.pop(connection, None) is not None:
+                connection.shut()
+
+    def _let_in(self, connection: Connection) -> None:
+        with self._lock:
+            if self._strangers.pop(connection, None) is None:
+                raise PeerError("the caller took too long to show who it is, or others came")
+
+    def _ended(
+        self, connection: Connection, late: asyncio.TimerHandle, serving: asyncio.Future[None]
+    ) -> None:
+        late.cancel()
+        with self._lock:
+            self._strangers.pop(connection, None)
         self._connections.pop(connection)
         self._serving.discard(serving)
 
@@ -99,6 +139,7 @@ class ReplicaServer:
         with connection:
             try:
                 connection.accept(self._token)
+                self._let_in(connection)
                 request = connection.receive()
                 if request.get("verb") == "store":
                     state = SealedState.from_mapping(request.get("state"))
@@ -174,6 +215,13 @@ class ReplicaServer:
 
     async def _lend(self, key: StateKey) -> ReplicaSlot:
         return self._store.lend(key)
+
+
+def _address(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:  # gone already
+        return ""
 
 
 def _on(

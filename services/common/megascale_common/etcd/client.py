@@ -48,9 +48,10 @@ class MemberStatus:
 class EtcdClient:
     """One client of one cluster, for use as `async with EtcdClient(["127.0.0.1:2379"]) as etcd:`.
 
-    `endpoints` are host:port; calls fail over among them. `prefix` (empty, or ending with "/") is
-    put before every key and removed from results. `timeout_s` bounds each call, retries of reads
-    included. Every call may raise `EtcdUnavailable`, writes also `UnknownOutcome`; see `errors`.
+    `endpoints` are host:port or unix:///PATH; calls fail over among them. `prefix` (empty, or
+    ending with "/") is put before every key and removed from results. `timeout_s` bounds each call,
+    retries of reads included. Every call may raise `EtcdUnavailable`, writes also `UnknownOutcome`;
+    see `errors`.
     """
 
     def __init__(

@@ -31,6 +31,7 @@ KEEPALIVE_INTERVAL_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
 # A page of large values, or a watch response; etcd itself caps one request at 1.5 MiB.
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024
+SOCKET = "unix:///"  # what an endpoint begins with that is a unix socket's absolute path
 RECONNECT_BACKOFF_MIN_S = 0.1
 RECONNECT_BACKOFF_MAX_S = 1.0
 RETRY_BACKOFF_MIN_S = 0.05
@@ -131,9 +132,9 @@ class EtcdMembers:
         if not endpoints:
             raise InvalidEtcdRequest("endpoints: at least one host:port is needed")
         for endpoint in endpoints:
-            if "://" in endpoint or ":" not in endpoint:
+            if not endpoint.startswith(SOCKET) and ("://" in endpoint or ":" not in endpoint):
                 raise InvalidEtcdRequest(
-                    f"endpoints: {endpoint!r} must be host:port without a scheme"
+                    f"endpoints: {endpoint!r} must be host:port without a scheme, or {SOCKET}PATH"
                 )
         self._members = [Member(endpoint, tls) for endpoint in endpoints]
         self._tls = tls

@@ -1,5 +1,8 @@
 """A real etcd server for one machine: what `megascale up` and the tests start.
 
+It listens on unix sockets in a folder of mode 0700 and on no port: whoever writes to etcd decides
+which code runs under the account of the nodes, and etcd itself asks callers for nothing.
+
 Production uses a cluster of its own (three or five members of a patched 3.5 or 3.6 on fast disks);
 with this one, a laptop or a single host needs nothing else installed.
 """
@@ -8,31 +11,26 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable
-from megascale_common.node.addresses import joined
 from megascale_common.node.process import armed_command, child_environment
+from megascale_common.node.socket_folder import create_socket_folder
 
 PROGRAM_VARIABLE = "MEGASCALE_ETCD"
-_LOWEST_PORT, _PORTS_TRIED = 15_000, 100
-_given: deque[int] = deque(maxlen=1000)
-_PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-PORT_ATTEMPTS = 5  # a free port may be taken before etcd binds it
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.02
+_NAME = "megascale"
 LOG_TAIL_BYTES = 16_000  # a panic writes some 5,000 after its reason
 _NO_ROOM = "no space left on device"
 
@@ -56,51 +54,25 @@ def find_etcd() -> str:
     )
 
 
-def free_port(host: str) -> int:
-    """A port that nothing listens on now, outside of those that the system gives to connections.
-
-    Else a connection may get the port of a server that is down, which then cannot start again.
-    Nor is it one that this process was given a while ago: its server may not have begun to listen.
-    """
-    candidates = range(_LOWEST_PORT, max(_LOWEST_PORT, _first_of_connections()))
-    for port in random.sample(candidates, min(_PORTS_TRIED, len(candidates))):
-        if port not in _given and (found := _bound(host, port)) is not None:
-            _given.append(found)
-            return found
-    found = _bound(host, 0)
-    assert found is not None, "the system has no port left"
-    return found
-
-
-def _first_of_connections() -> int:
-    """The lowest port that the system gives to connections; 0 where it does not say."""
-    try:
-        return int(_PORTS_OF_CONNECTIONS.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _bound(host: str, port: int) -> int | None:
-    """``port`` (0: any), if it could be bound just now."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return None
-        found: int = probe.getsockname()[1]
-    return found
+def _client_socket(name: str) -> str:
+    return f"{name}-client:1"
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
     """One member of a cluster of several on this machine.
 
-    `ports` has (client port, peer port) of all by name. Start the members together: none is ready
-    before most are.
+    `names` are those of all members, and `sockets` is the folder of their sockets, which their
+    owner makes and removes. Start the members together: none is ready before most are.
     """
 
     name: str
-    ports: Mapping[str, tuple[int, int]]
+    names: Sequence[str]
+    sockets: Path
+
+    def peer_url(self, name: str) -> str:
+        """Where the member ``name`` listens to the others."""
+        return f"unix://{name}-peer:1"
 
 
 class EtcdServer:
@@ -108,42 +80,37 @@ class EtcdServer:
 
     By default it is a cluster of its own.
 
-    `start` (or `async with`) picks free loopback ports, which later starts keep. The log goes to
-    `<data_dir>.log`. `unsafe_no_fsync` is for tests: a machine crash (not a kill) may lose data.
-    `extra_arguments` are passed on. Start it from the main thread: the parent-death signal fires
-    when the starting thread ends. It belongs to no event loop: tests may use it from several in
-    turn.
+    `start` (or `async with`) makes the folder of its sockets; later starts have the same endpoint.
+    The log goes to `<data_dir>.log`. `unsafe_no_fsync` is for tests: a machine crash (not a kill)
+    may lose data. `extra_arguments` are passed on. Start it from the main thread: the parent-death
+    signal fires when the starting thread ends. It belongs to no event loop: tests may use it from
+    several in turn.
     """
 
     def __init__(
         self,
         data_dir: Path,
         *,
-        host: str = "127.0.0.1",
         unsafe_no_fsync: bool = False,
         extra_arguments: Sequence[str] = (),
         membership: Membership | None = None,
     ) -> None:
         self.data_dir = data_dir
         self.log_path = data_dir.with_name(data_dir.name + ".log")
-        self._host = host
         self._unsafe_no_fsync = unsafe_no_fsync
         self._extra_arguments = tuple(extra_arguments)
-        self._ports: tuple[int, int] | None = None
-        self._name = "megascale"
-        self._others: dict[str, tuple[int, int]] = {}
-        if membership is not None:
-            self._name, self._others = membership.name, dict(membership.ports)
-            self._ports = self._others.pop(self._name)
+        self._given = membership
+        self._membership = membership
+        self._incarnation = uuid.uuid4().hex[:16]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
 
     @property
     def endpoint(self) -> str:
-        """host:port for clients. Raises EtcdError before the first start."""
-        if self._ports is None:
+        """Its client socket, unix:///PATH. Raises EtcdError before the first start."""
+        if self._membership is None:
             raise EtcdError("the etcd server has not been started yet")
-        return joined(self._host, self._ports[0])
+        return f"unix://{self._membership.sockets / _client_socket(self._membership.name)}"
 
     @property
     def pid(self) -> int | None:
@@ -159,18 +126,13 @@ class EtcdServer:
         """
         if self.pid is not None:
             return
-        keep_ports = self._ports is not None
-        for attempt in range(1, PORT_ATTEMPTS + 1):
-            if not keep_ports:
-                self._ports = (free_port(self._host), free_port(self._host))
-            self._spawn()
-            try:
-                return await self._wait_ready()
-            except EtcdError:
-                self.kill()
-                if "address already in use" not in self._log_tail() or attempt == PORT_ATTEMPTS:
-                    raise
-                await asyncio.sleep(attempt * 0.1)
+        self._make_sockets()
+        self._spawn()
+        try:
+            await self._wait_ready()
+        except EtcdError:
+            self.kill()
+            raise
 
     async def stop(self) -> None:
         """End the server in order (SIGTERM), by force after STOP_TIMEOUT_S."""
@@ -183,6 +145,7 @@ class EtcdServer:
                 return self.kill()
             await asyncio.sleep(POLL_INTERVAL_S)
         self._process = None
+        self._remove_sockets()
 
     def kill(self) -> None:
         """End the server at once (SIGKILL), also when it is paused; the data stays."""
@@ -190,9 +153,10 @@ class EtcdServer:
         if process is not None:
             process.send_signal(signal.SIGKILL)
             process.wait()
+        self._remove_sockets()
 
     async def restart(self) -> None:
-        """Stop, then start on the same data and ports."""
+        """Stop, then start on the same data and sockets."""
         await self.stop()
         await self.start()
 
@@ -203,19 +167,31 @@ class EtcdServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def _arguments(self) -> list[str]:
-        if self._ports is None:
-            raise EtcdError("the etcd server has no ports yet")
-        client_url, peer_url = (f"http://{joined(self._host, port)}" for port in self._ports)
-        others = {
-            name: f"http://{joined(self._host, port)}" for name, (_, port) in self._others.items()
-        }
-        peers = {self._name: peer_url, **others}
+    def _make_sockets(self) -> None:
+        """Make the folder of the sockets, new at each start and always at the same path."""
+        if self._given is not None:
+            return
+        self._remove_sockets()
+        try:
+            folder = create_socket_folder(str(self.data_dir.resolve()), "etcd", self._incarnation)
+        except OSError as error:
+            raise EtcdError(f"no folder for the sockets of etcd: {error}") from None
+        self._membership = Membership(_NAME, (_NAME,), folder)
+
+    def _remove_sockets(self) -> None:
+        if self._given is None and self._membership is not None:
+            shutil.rmtree(self._membership.sockets, ignore_errors=True)
+
+    def _arguments(self, member: Membership) -> list[str]:
+        # etcd 3.5 takes a socket as NAME:NUMBER below its working folder, and no path.
+        client_url = f"unix://{_client_socket(member.name)}"
+        peer_url = member.peer_url(member.name)
+        cluster = ",".join(f"{name}={member.peer_url(name)}" for name in member.names)
         arguments = [
-            *("--name", self._name, "--data-dir", str(self.data_dir)),
+            *("--name", member.name, "--data-dir", str(self.data_dir.resolve())),
             *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
-            *("--initial-cluster", ",".join(f"{name}={url}" for name, url in peers.items())),
+            *("--initial-cluster", cluster),
             *("--log-level", "warn"),
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
         ]
@@ -224,12 +200,15 @@ class EtcdServer:
         return [*arguments, *self._extra_arguments]
 
     def _spawn(self) -> None:
+        member = self._membership
+        assert member is not None, "the folder of the sockets is made first"
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Append: after a crash, the log of the run before it has the reason.
         with self.log_path.open("ab") as log:
             self._log_start_bytes = log.tell()
             self._process = subprocess.Popen(
-                armed_command([find_etcd(), *self._arguments()]),
+                armed_command([find_etcd(), *self._arguments(member)]),
+                cwd=member.sockets,
                 env=child_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -248,8 +227,7 @@ class EtcdServer:
                         f"{self._last_line()}"
                     )
                 try:
-                    # Another server on our port would answer as well, until ours fails to bind it.
-                    if self._listens() and (await client.status()).leader_id:
+                    if (await client.status()).leader_id:
                         await client.get("ready")  # linearizable: the leader has taken office
                         return
                 except EtcdUnavailable:
@@ -259,11 +237,6 @@ class EtcdServer:
             f"etcd not ready in {READY_TIMEOUT_S:g} s; its log {self.log_path} ends with: "
             f"{self._last_line()}"
         )
-
-    def _listens(self) -> bool:
-        """Whether our process itself holds the listening socket of the client port."""
-        pid, ports = self.pid, self._ports
-        return pid is not None and ports is not None and bool(_listeners(ports[0]) & _sockets(pid))
 
     def _last_line(self) -> str:
         # Below a refused option stands etcd's help, below a panic its stack: not the reason.
@@ -281,24 +254,3 @@ class EtcdServer:
         """The end of what the present run wrote."""
         text = self.log_path.read_bytes()[self._log_start_bytes :]
         return text[-LOG_TAIL_BYTES:].decode(errors="replace")
-
-
-def _listeners(port: int) -> set[str]:
-    """The socket inodes that listen on a TCP port (proc_pid_net(5))."""
-    found = set()
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        for row in table.read_text().splitlines()[1:] if table.exists() else ():
-            fields = row.split()
-            if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
-                found.add(fields[9])
-    return found
-
-
-def _sockets(pid: int) -> set[str]:
-    """The socket inodes that a process of ours holds open; none if it has ended."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                found.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import TlsConfig
+from megascale_common.etcd.connection import SOCKET, TlsConfig
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
 
@@ -13,15 +13,19 @@ TIMEOUT_S = 5.0
 
 
 def check_endpoints(option: str, endpoints: Sequence[str]) -> None:
-    """Check that ``endpoints`` are host:port, so that a client can be made of them.
+    """Check that ``endpoints`` are host:port or unix:///PATH, so that a client can be made of them.
 
     Raises:
         OptionError: one is not.
     """
     for endpoint in endpoints:
+        if endpoint.startswith(SOCKET):
+            continue
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal() or "/" in host:
-            raise OptionError(f"{option}: {endpoint!r} is not host:port, such as 127.0.0.1:2379")
+            raise OptionError(
+                f"{option}: {endpoint!r} is not host:port, such as 127.0.0.1:2379, or {SOCKET}PATH"
+            )
 
 
 async def require_etcd(
@@ -33,7 +37,7 @@ async def require_etcd(
     """Return once a member of etcd answers.
 
     Raises:
-        OptionError: ``endpoints`` are not host:port.
+        OptionError: ``endpoints`` are not host:port or unix:///PATH.
         UnavailableError: none answers within ``timeout_s``.
         ClusterError: it refuses.
     """

@@ -14,31 +14,44 @@ _MAX_TAIL_BYTES = 16 << 20
 _POLL_S = 0.2
 
 
-def tail(path: Path, lines: int) -> tuple[list[str], int]:
-    """The last ``lines`` lines of a file, and the offset after them, from which to follow it.
+def ending(path: Path, lines: int) -> tuple[int, int]:
+    """Where the last ``lines`` lines of a file begin and end; it may be followed from their end.
 
-    A line that is still being written is left out. At most 16 MiB from the end are read.
+    A line that is still being written is left out. At most 16 MiB from the end are looked at, and
+    none of it is kept.
 
     Raises:
         OSError: the file cannot be read.
     """
+    end, left = 0, lines + 1  # newlines: that of the last line, and that before the first one
     with path.open("rb") as file:
-        end = position = file.seek(0, 2)
-        blocks: list[bytes] = []
-        newlines = 0
-        while position > 0 and newlines <= lines and end - position < _MAX_TAIL_BYTES:
-            step = min(_BLOCK_BYTES, position)
-            position -= step
+        size = position = file.seek(0, 2)
+        while position > 0 and size - position < _MAX_TAIL_BYTES:
+            position = max(0, position - _BLOCK_BYTES)
             file.seek(position)
-            blocks.append(file.read(step))
-            newlines += blocks[-1].count(b"\n")
-    data = b"".join(reversed(blocks))
-    whole, newline, unfinished = data.rpartition(b"\n")
-    if not newline:
-        return [], end - len(unfinished)
-    return [_text(line) for line in whole.split(b"\n")[-lines:]] if lines > 0 else [], end - len(
-        unfinished
-    )
+            block = file.read(min(_BLOCK_BYTES, size - position))
+            at = len(block)
+            while (at := block.rfind(b"\n", 0, at)) >= 0:
+                end, left = end or position + at + 1, left - 1
+                if not left:
+                    return position + at + 1, end
+    return position, end or position
+
+
+async def between(path: Path, begin: int, end: int) -> AsyncIterator[str]:
+    """The lines of a part of a file that ends with a newline, read block by block."""
+    pending = b""
+    while begin < end:
+        with path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(min(_BLOCK_BYTES, end - begin))
+        if not data:  # the file was cut
+            return
+        begin += len(data)
+        *whole, pending = (pending + data).split(b"\n")
+        for line in whole:
+            yield _text(line)
+        pending = pending[: 4 * MAX_LINE_CHARS]  # more of a line is not shown
 
 
 async def follow(path: Path, offset: int, is_over: Callable[[], bool]) -> AsyncIterator[str]:

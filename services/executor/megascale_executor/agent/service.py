@@ -18,14 +18,18 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.node.addresses import joined
 from megascale_common.service.errors import NotFoundError, StateError, invalid
 from megascale_common.service.handlers import answers, streams
+from megascale_common.service.identity.gate import caller
+from megascale_common.service.identity.rates import OpenStreams
 from megascale_executor.agent import folders
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.group_checks import GroupChecks
-from megascale_executor.agent.rank_logs import DEFAULT_LINES, MAX_LINES, follow, tail
+from megascale_executor.agent.rank_logs import DEFAULT_LINES, MAX_LINES, between, ending, follow
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.registry import UnknownDiagnostic
 
 SERVICE_NAME = "megascale.v1.ExecutorService"
+# Readers of logs at once, of one caller and of all: each has a block of its log in memory.
+MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS = 64, 128
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -52,6 +56,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     ) -> None:
         self._node_folder, self._status, self._is_active = node_folder, status, is_active
         self._holder, self._diagnose, self._groups = holder, diagnose, groups
+        self._log_streams = OpenStreams(MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS)
 
     @answers
     async def GetNodeStatus(
@@ -102,20 +107,21 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             raise invalid("lines", problem, f"give 0 (the default) to {MAX_LINES}")
         number = request.attempt or folders.newest_attempt(self._node_folder, request.job)
         path = folders.attempt_folder(self._node_folder, request.job, number).log(request.rank)
-        try:
-            lines, offset = await asyncio.to_thread(tail, path, request.lines or DEFAULT_LINES)
-        except OSError as error:
-            raise NotFoundError(
-                f"this node has no log of rank {request.rank} of job {request.job}, "
-                f"attempt {number}; use `megascale logs`, which finds the node of each rank",
-                reason="LOG_NOT_FOUND",
-            ) from error
-        for line in lines:
-            yield executor_pb2.TailWorkerLogsResponse(line=line)
-        if request.follow:
-            key = AttemptKey(request.job, number)
-            async for line in follow(path, offset, is_over=lambda: not self._is_active(key)):
+        with self._log_streams.one_more(caller()):
+            try:
+                begin, end = await asyncio.to_thread(ending, path, request.lines or DEFAULT_LINES)
+            except OSError as error:
+                raise NotFoundError(
+                    f"this node has no log of rank {request.rank} of job {request.job}, attempt "
+                    f"{number}; use `megascale logs`, which finds the node of each rank",
+                    reason="LOG_NOT_FOUND",
+                ) from error
+            async for line in between(path, begin, end):
                 yield executor_pb2.TailWorkerLogsResponse(line=line)
+            if request.follow:
+                key = AttemptKey(request.job, number)
+                async for line in follow(path, end, is_over=lambda: not self._is_active(key)):
+                    yield executor_pb2.TailWorkerLogsResponse(line=line)
 
     def _refuse_if_busy(self) -> None:
         holder = self._holder()

@@ -1,4 +1,6 @@
-"""How many calls one peer may begin: a bucket of tokens for each, and a bound on the buckets.
+"""How many calls one peer may begin, and how many streams it may have open.
+
+For calls there is a bucket of tokens for each peer, and a bound on the buckets.
 
 It keeps a program that has gone wrong from taking a server's time from all others. Messages within
 a stream are not counted: gRPC's flow control and the bounds of their readers hold for those.
@@ -6,9 +8,10 @@ a stream are not counted: gRPC's flow control and the bounds of their readers ho
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 
 from megascale_common.service.errors import LimitError
 
@@ -53,3 +56,37 @@ class CallRate:
                 "keep channels and streams open instead of calling again",
                 reason="TOO_MANY_CALLS",
             )
+
+
+class OpenStreams:
+    """Streams of one kind that callers have open at once: each takes memory while it lasts.
+
+    Args:
+        most_of_one: of one caller. Where callers show no certificate all of them are one.
+        most: of all together.
+    """
+
+    def __init__(self, most_of_one: int, most: int) -> None:
+        self._most_of_one, self._most = most_of_one, most
+        self._open: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def one_more(self, caller: object) -> Iterator[None]:
+        """Hold one open while the block lasts.
+
+        Raises:
+            LimitError: there are too many.
+        """
+        name = str(caller)
+        if self._open[name] >= self._most_of_one or self._open.total() >= self._most:
+            raise LimitError(
+                f"{self._open.total()} such streams are open here, {self._open[name]} of them are "
+                f"yours: one caller may have {self._most_of_one}, and all {self._most}; close some",
+                reason="TOO_MANY_STREAMS",
+            )
+        self._open[name] += 1
+        try:
+            yield
+        finally:
+            self._open[name] -= 1
+            self._open += Counter()  # forgets callers that have none
