@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megascale_checkpoint.staging import OWNER_FILE, StagingFolder
@@ -37,6 +39,46 @@ def test_slots_are_allocated_private_files(tmp_path: Path) -> None:
     assert slots[0].path.read_bytes()[:4] == b"data"
     staging.free(slots)
     assert staging.used_bytes == 0 and not slots[0].path.exists()
+
+
+def test_freed_slots_keep_no_page_and_no_descriptor_whoever_holds_a_view(tmp_path: Path) -> None:
+    """The traceback of a failed write holds one, and no garbage collection comes for minutes."""
+    staging = folder(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        slots = staging.allocate("job", 0, 3 * PAGE, 4)
+        pages = [os.open(slot.path, os.O_RDONLY) for slot in slots]
+        assert all(os.fstat(each).st_blocks for each in pages)
+        slots[0].view[:4] = b"data"
+        held = [slot.view[:4] for slot in slots]
+        exported = np.frombuffer(slots[1].view, np.uint8)
+        staging.free(slots)
+        assert [os.fstat(each).st_blocks for each in pages] == [0] * 4
+        for each in pages:
+            os.close(each)
+        assert len(os.listdir("/proc/self/fd")) == before
+        # A thread that still reads finds zeros, and is not killed.
+        assert bytes(held[0]) == bytes(4) and not exported.any()
+    finally:
+        gc.enable()
+
+
+def test_the_addresses_of_a_freed_slot_go_with_its_last_view(tmp_path: Path) -> None:
+    staging = folder(tmp_path)
+    [slot] = staging.allocate("job", 0, PAGE, 1)
+    held = slot.view[:4]
+
+    def mapped() -> bool:
+        return str(tmp_path) in Path("/proc/self/maps").read_text()
+
+    staging.free([slot])
+    del slot
+    assert mapped()
+    held.release()
+    del held
+    assert not mapped()
 
 
 def test_slots_as_many_as_the_ranks_of_the_node_have_room_for(tmp_path: Path) -> None:
