@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megascale_checkpoint.staging import OWNER_FILE, StagingFolder
+from megascale_checkpoint.staging import LOCK_FILE, OWNER_FILE, StagingFolder
 from megascale_common.service.errors import LimitError
 
 PAGE = 4096
@@ -161,6 +162,37 @@ def test_folders_of_dead_owners_go_at_the_next_start(tmp_path: Path) -> None:
     assert sorted(p.name for p in left.iterdir() if p.is_dir()) == ["beside", "living"]
     living.remove()
     again.remove()
+    assert not (tmp_path / "staging").exists()
+
+
+def test_nothing_is_left_of_a_daemon_at_whose_folder_another_has_looked(tmp_path: Path) -> None:
+    """Each that starts looks at the folders of all others, and must leave nothing there."""
+    first = StagingFolder(tmp_path / "staging", "first", "n", "i1")
+    second = StagingFolder(tmp_path / "staging", "second", "n", "i1")
+    first.remove()
+    assert [path.name for path in (tmp_path / "staging").iterdir()] == ["second"]
+    second.remove()
+    assert not (tmp_path / "staging").exists()
+
+
+def test_empty_folders_of_ended_daemons_go_at_the_next_start(tmp_path: Path) -> None:
+    left = tmp_path / "staging" / "ended" / "n"
+    left.mkdir(parents=True, mode=0o700)
+    (tmp_path / "staging").chmod(0o700)
+    (left / LOCK_FILE).touch()
+    folder(tmp_path)
+    assert not left.parent.exists()
+
+
+def test_daemons_that_come_and_go_leave_nothing_and_fail_none(tmp_path: Path) -> None:
+    def come_and_go(number: int) -> None:
+        for each in range(60):
+            found = StagingFolder(tmp_path / "staging", f"c{number % 2}", "n", f"i{number}-{each}")
+            assert (found.path / OWNER_FILE).exists(), "nobody takes it for a stale one"
+            found.remove()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(come_and_go, range(4)))
     assert not (tmp_path / "staging").exists()
 
 

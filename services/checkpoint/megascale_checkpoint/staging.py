@@ -38,6 +38,7 @@ from megascale_common.sizes.staging import LEAST_SLOTS
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
+MAX_MAKE_TRIES = 100  # of making the folder, while other daemons remove its empty parents
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 # One slot's pages are allocated by so many threads, in parts between which they can be stopped.
 POPULATING_THREADS = min(8, max(1, os.cpu_count() or 1))
@@ -167,12 +168,7 @@ class StagingFolder:
         self._node_folder = base / cluster / node
         self.path = self._node_folder / incarnation
         try:
-            _private_folder(base)
-            self._node_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _locked(self._node_folder):
-                self._remove_stale()
-                self.path.mkdir(mode=0o700)
-                (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
+            self._make()
             self._remove_other_names()
         except FileExistsError as error:
             raise LimitError(
@@ -293,15 +289,29 @@ class StagingFolder:
     def remove(self) -> None:
         """Remove the folder when the daemon exits, and its parents if they are empty."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):
-            if not any(entry.is_dir() for entry in self._node_folder.iterdir()):
-                (self._node_folder / LOCK_FILE).unlink()
-            for folder in (self._node_folder, self._node_folder.parent, self._base):
-                folder.rmdir()
+        with suppress(OSError), _locked(self._node_folder):
+            _remove_empty(self._node_folder)
 
     def _unreserve(self, size_bytes: int) -> None:
         with self._reserving:
             self.used_bytes -= size_bytes
+
+    def _make(self) -> None:
+        """Make the folder; raises FileExistsError where a running daemon has it."""
+        for tries_left in reversed(range(MAX_MAKE_TRIES)):
+            try:
+                _private_folder(self._base)
+                self._node_folder.parent.mkdir(mode=0o700, exist_ok=True)
+                self._node_folder.mkdir(mode=0o700, exist_ok=True)
+                with _locked(self._node_folder, create=True):
+                    self._remove_stale()
+                    self.path.mkdir(mode=0o700)
+                    (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
+                return
+            except (FileNotFoundError, FileExistsError) as error:
+                # Another daemon, which ends or starts, has removed a folder that was still empty.
+                if not tries_left or error.filename == str(self.path):
+                    raise
 
     def _remove_stale(self) -> None:
         # Folder and owner file are made under the same lock: a folder without an owner file belongs
@@ -320,6 +330,7 @@ class StagingFolder:
                 for folder in node_folder.iterdir():
                     if folder.is_dir() and not _owner_lives(folder):
                         shutil.rmtree(folder, ignore_errors=True)
+                _remove_empty(node_folder)
 
     def _no_room(self, job: str, rank: int, wanted_bytes: int) -> str:
         return (
@@ -376,15 +387,40 @@ def _private_folder(base: Path) -> None:
         )
 
 
+def _remove_empty(node_folder: Path) -> None:
+    """Remove a node's folder, whose lock is held, and its parents, where no daemon uses them.
+
+    Raises:
+        OSError: one of the parents is in use.
+    """
+    if any(entry.is_dir() for entry in node_folder.iterdir()):
+        return
+    (node_folder / LOCK_FILE).unlink()
+    for folder in (node_folder, node_folder.parent, node_folder.parent.parent):
+        folder.rmdir()
+
+
 @contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+def _locked(folder: Path, *, wait: bool = True, create: bool = False) -> Iterator[None]:
+    """Hold the lock of a node's folder.
+
+    Raises:
+        FileNotFoundError: the folder is gone, or has no lock that is to be created.
+        BlockingIOError: another process holds it, and this one is not to ``wait``.
+    """
     # flock and not a file's existence: the kernel releases it when its holder dies.
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(descriptor)
+    path = folder / LOCK_FILE
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    while True:
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # Who held it may have removed it with its folder: then it locks nothing any more.
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                yield
+                return
+        finally:
+            os.close(descriptor)
 
 
 def _owner_lives(folder: Path) -> bool:
