@@ -503,3 +503,25 @@ async def test_another_job_gets_the_memory_of_one_that_is_done(
             return bool(third.register(job="other", slots=2)["kind"] == "registered")
 
     await eventually(registered, "the memory of the first job")
+
+
+async def test_a_worker_that_ends_while_it_waits_gives_its_memory_back(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Not after the hour for which it was ready to wait."""
+    uri, slots_bytes = str(tmp_path / "checkpoints"), 2 * layout_of(0, 2).slot_bytes
+    daemon = stack.enter_context(
+        DaemonProcess(tmp_path, "n0", arguments=("--staging-limit-bytes", str(slots_bytes)))
+    )
+    await open_attempt(daemon, uri, 1, 2)
+    worker = stack.enter_context(WorkerClient(daemon))
+    worker.register(world_size=2, uri=uri, committer=daemon.address, slots=2)
+    worker.write(10)
+    framing.send(worker.sock, {"kind": "drain", "step": 10, "timeout_s": 3600.0})
+    worker.close()
+
+    async def registered() -> bool:
+        with WorkerClient(daemon) as third:
+            return bool(third.register(job="other", slots=2)["kind"] == "registered")
+
+    await eventually(registered, "the memory of the first job")

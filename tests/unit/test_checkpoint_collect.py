@@ -129,7 +129,9 @@ def test_what_never_became_a_checkpoint_is_collected_when_it_no_longer_can(tmp_p
     storage.create("attempts/attempt-000002/step-000000050/rank-00000.safetensors", b"1")
     storage.create("attempts/notes/step-000000001/mine", b"1")
     Path(below, "step-000000005", ".rank-00001.unfinished").write_text("half")
-    assert [found.checkpoint for found in leftovers(opened(storage), storage)] == [(1, 5)]
+    assert [found.checkpoint for found in leftovers(opened(storage), storage, pytest.fail)] == [
+        (1, 5)
+    ]
     opened(storage).append_open(3, lambda: {"job": "job"})
     assert collect_all(opened(storage), storage) == 3
     assert folders(tmp_path) == ["step-000000001", *(f"step-0000000{n}" for n in (10, 20, 30))]

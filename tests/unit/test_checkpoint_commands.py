@@ -11,6 +11,7 @@ from tests.harness.checkpoint_node import layout_of
 from tests.harness.command_line import Answer, command
 
 from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.retention.collect import collect_all
 from megascale_checkpoint.storage import FileStorage
 from megascale_cli.exits import FAILED, NOT_FOUND, OK, REFUSED, UNAVAILABLE, USAGE
 
@@ -65,6 +66,68 @@ def test_gc_removes_files_that_belong_to_no_checkpoint(root: Path) -> None:
     assert "files of no checkpoint, 5 B: would be removed" in checkpoint("gc", root).stdout
     assert "5 B freed" in checkpoint("gc", root, "--yes").stdout
     assert not left.exists() and steps(root) == [40, 30, 20, 10]
+
+
+@pytest.fixture
+def archive(root: Path, tmp_path: Path) -> Path:
+    """A folder of somebody, to which links below attempts/ lead in the place of what was there."""
+    CommitLog(FileStorage(root)).append_open(2, lambda: {"job": "job"})
+    folder = tmp_path / "archive"
+    (root / "attempts/attempt-000001/step-000000010").rename(folder)
+    (root / "attempts/attempt-000001/step-000000010").symlink_to(folder)
+    (root / "attempts/attempt-000001/step-000000050").symlink_to(folder)
+    (folder / "step-000000001").mkdir()
+    (folder / "step-000000001/thesis.txt").write_text("nobody has a copy")
+    (root / "attempts/attempt-000000").symlink_to(folder)
+    return folder
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_gc_removes_links_themselves_and_nothing_behind_them(root: Path, archive: Path) -> None:
+    before = contents(archive)
+    inside = root / "attempts/attempt-000001/step-000000060"
+    inside.mkdir()
+    (inside / "rank-00000.safetensors").symlink_to(archive / "manifest.json")
+    shown = checkpoint("gc", root, "--keep-latest", "3")
+    for step, what in ((10, "checkpoint"), (50, "files of no checkpoint")):
+        assert f"step {step} of attempt 1, {what} (a symbolic link: the link alone" in shown.stdout
+    assert "attempt-000000" in shown.stderr and "left as it is" in shown.stderr
+    checkpoint("gc", root, "--keep-latest", "3", "--yes")
+    assert contents(archive) == before
+    assert sorted(path.name for path in root.glob("attempts/attempt-000001/*")) == [
+        f"step-0000000{step}" for step in (20, 30, 40)
+    ]
+    assert (root / "attempts/attempt-000000").is_symlink() and steps(root) == [40, 30, 20]
+
+
+def test_retention_removes_links_themselves_and_nothing_behind_them(
+    root: Path, archive: Path
+) -> None:
+    before, storage = contents(archive), FileStorage(root)
+    log = CommitLog(storage)
+    log.refresh()
+    assert collect_all(log, storage) == 1
+    assert not (root / "attempts/attempt-000001/step-000000050").is_symlink()
+    assert contents(archive) == before
+
+
+@pytest.mark.parametrize("place", ["attempts", "attempts/attempt-000001", "commits"])
+def test_a_link_in_the_place_of_a_folder_is_refused_with_its_name(
+    place: str, root: Path, tmp_path: Path
+) -> None:
+    (root / place).rename(tmp_path / "moved")
+    (root / place).symlink_to(tmp_path / "moved")
+    verbs = {"show": USAGE, "verify": FAILED, "gc": USAGE}
+    if place == "commits":
+        verbs = dict.fromkeys(("list", "show", "verify", "gc", "repair"), USAGE)
+    for verb, status in verbs.items():
+        answer = checkpoint(verb, root, status=status)
+        assert f"{root / place}" in answer.text and "symbolic link" in answer.text
+    exported = command("checkpoint", "export", root, "--to", tmp_path / "out", "--format", "dcp")
+    assert exported.status != OK and "symbolic link" in exported.stderr
 
 
 def test_a_pinned_checkpoint_stays_with_its_reason(root: Path) -> None:

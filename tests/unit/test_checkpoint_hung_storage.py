@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -185,6 +187,69 @@ async def test_memory_that_a_storage_holds_is_free_for_another_job(
     assert bytes(held) == bytes(4), "its pages are gone, whoever maps them"
     disk.answers.set()
     assert await jobs.close(0.0)
+
+
+def open_slots(base: Path) -> int:
+    """Descriptors of slots below a folder, also of those whose file is removed."""
+    names = (os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd"))
+    return sum(name.startswith(f"{base}/") and "/slot-" in name for name in names)
+
+
+async def test_the_memory_of_jobs_that_ended_unsaved_is_free_for_the_next(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Another rank's part was not written: what waits for the commit holds no memory."""
+    held = []
+    for number in range(3):
+        job = f"job{number}"
+        snapshots = await register(jobs, job, str(tmp_path / job))
+        held.append((jobs._staging.used_bytes, open_slots(tmp_path)))
+        seal(snapshots, 10)
+        await eventually(lambda: jobs.job(job).persists.count == 1, "the file")
+        snapshots.owner = None
+    assert held[0] == held[1] == held[2] and held[0][1] > 0
+    assert await jobs.close(0.0)
+
+
+async def test_slots_of_failed_writes_leave_no_descriptor(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("no folder can be made here")
+    gc.disable()
+    try:
+        for number in range(4):
+            job = f"job{number}"
+            snapshots = await register(jobs, job, f"{tmp_path}/full/{number}")
+            expected = len(snapshots.memories)
+            assert open_slots(tmp_path) == expected
+            for step in (1, 2):
+                seal(snapshots, step)
+            await eventually(lambda: jobs.job(job).failures >= 2, "failed writes")
+            snapshots.owner = None
+    finally:
+        gc.enable()
+    assert await jobs.close(0.0)
+
+
+async def test_a_report_outlives_the_memory_of_its_job(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files of its last step are durable: the commit is noted when it comes."""
+    complete = asyncio.Event()
+
+    async def report_prepared(*_: object) -> str:
+        await complete.wait()
+        return "manifest"
+
+    monkeypatch.setattr(jobs._committer, "report_prepared", report_prepared)
+    snapshots = await register(jobs, "job", str(tmp_path / "a"))
+    seal(snapshots, 10)
+    await eventually(lambda: snapshots.is_reported(10), "the report")
+    snapshots.owner = None
+    await register(jobs, "other", str(tmp_path / "b"))
+    job = jobs.job("job")
+    assert not job.ranks and job.committed.step == 0
+    asyncio.get_running_loop().call_later(0.05, complete.set)
+    assert await jobs.close(CALL_TIMEOUT_S)
+    assert job.committed.step == 10, "also a daemon that ends waits for it"
 
 
 class Blocked:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megascale_checkpoint.staging import OWNER_FILE, StagingFolder
+from megascale_checkpoint.staging import LOCK_FILE, OWNER_FILE, StagingFolder
 from megascale_common.service.errors import LimitError
 
 PAGE = 4096
@@ -37,6 +40,46 @@ def test_slots_are_allocated_private_files(tmp_path: Path) -> None:
     assert slots[0].path.read_bytes()[:4] == b"data"
     staging.free(slots)
     assert staging.used_bytes == 0 and not slots[0].path.exists()
+
+
+def test_freed_slots_keep_no_page_and_no_descriptor_whoever_holds_a_view(tmp_path: Path) -> None:
+    """The traceback of a failed write holds one, and no garbage collection comes for minutes."""
+    staging = folder(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        slots = staging.allocate("job", 0, 3 * PAGE, 4)
+        pages = [os.open(slot.path, os.O_RDONLY) for slot in slots]
+        assert all(os.fstat(each).st_blocks for each in pages)
+        slots[0].view[:4] = b"data"
+        held = [slot.view[:4] for slot in slots]
+        exported = np.frombuffer(slots[1].view, np.uint8)
+        staging.free(slots)
+        assert [os.fstat(each).st_blocks for each in pages] == [0] * 4
+        for each in pages:
+            os.close(each)
+        assert len(os.listdir("/proc/self/fd")) == before
+        # A thread that still reads finds zeros, and is not killed.
+        assert bytes(held[0]) == bytes(4) and not exported.any()
+    finally:
+        gc.enable()
+
+
+def test_the_addresses_of_a_freed_slot_go_with_its_last_view(tmp_path: Path) -> None:
+    staging = folder(tmp_path)
+    [slot] = staging.allocate("job", 0, PAGE, 1)
+    held = slot.view[:4]
+
+    def mapped() -> bool:
+        return str(tmp_path) in Path("/proc/self/maps").read_text()
+
+    staging.free([slot])
+    del slot
+    assert mapped()
+    held.release()
+    del held
+    assert not mapped()
 
 
 def test_slots_as_many_as_the_ranks_of_the_node_have_room_for(tmp_path: Path) -> None:
@@ -119,6 +162,37 @@ def test_folders_of_dead_owners_go_at_the_next_start(tmp_path: Path) -> None:
     assert sorted(p.name for p in left.iterdir() if p.is_dir()) == ["beside", "living"]
     living.remove()
     again.remove()
+    assert not (tmp_path / "staging").exists()
+
+
+def test_nothing_is_left_of_a_daemon_at_whose_folder_another_has_looked(tmp_path: Path) -> None:
+    """Each that starts looks at the folders of all others, and must leave nothing there."""
+    first = StagingFolder(tmp_path / "staging", "first", "n", "i1")
+    second = StagingFolder(tmp_path / "staging", "second", "n", "i1")
+    first.remove()
+    assert [path.name for path in (tmp_path / "staging").iterdir()] == ["second"]
+    second.remove()
+    assert not (tmp_path / "staging").exists()
+
+
+def test_empty_folders_of_ended_daemons_go_at_the_next_start(tmp_path: Path) -> None:
+    left = tmp_path / "staging" / "ended" / "n"
+    left.mkdir(parents=True, mode=0o700)
+    (tmp_path / "staging").chmod(0o700)
+    (left / LOCK_FILE).touch()
+    folder(tmp_path)
+    assert not left.parent.exists()
+
+
+def test_daemons_that_come_and_go_leave_nothing_and_fail_none(tmp_path: Path) -> None:
+    def come_and_go(number: int) -> None:
+        for each in range(60):
+            found = StagingFolder(tmp_path / "staging", f"c{number % 2}", "n", f"i{number}-{each}")
+            assert (found.path / OWNER_FILE).exists(), "nobody takes it for a stale one"
+            found.remove()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(come_and_go, range(4)))
     assert not (tmp_path / "staging").exists()
 
 

@@ -12,7 +12,7 @@ import typer
 
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.commit_record import Checkpoint
-from megascale_checkpoint.storage import join, open_storage
+from megascale_checkpoint.storage import SYMBOLIC_LINK, is_link_error, join, open_storage
 from megascale_common.service.errors import (
     ForbiddenError,
     NotFoundError,
@@ -70,6 +70,8 @@ def storage_errors(uri: str) -> Iterator[None]:
     except PermissionError as error:
         raise ForbiddenError(f"{uri} cannot be used: {error}") from error
     except OSError as error:
+        if is_link_error(error):
+            raise RequestError(f"{uri} cannot be used: {error}", reason=SYMBOLIC_LINK) from error
         raise UnavailableError(f"{uri} cannot be used: {error}") from error
 
 

@@ -194,6 +194,8 @@ class Jobs:
         self._jobs: dict[str, JobCheckpoints] = {}
         self.replicas: Replicas | None = None
         self._job_pools: dict[str, Pools] = {}
+        # Those of ranks whose slots are freed; each ends by itself.
+        self._reports: set[asyncio.Task[None]] = set()
         self._registering: dict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def job(self, name: str) -> JobCheckpoints:
@@ -283,7 +285,13 @@ class Jobs:
         all_snapshots = [
             snapshots for job in self._jobs.values() for snapshots in job.ranks.values()
         ]
-        ended = await asyncio.gather(*(snapshots.stop(drain_s) for snapshots in all_snapshots))
+        reports = set(self._reports)
+        stopping = asyncio.gather(*(snapshots.stop(drain_s) for snapshots in all_snapshots))
+        if reports and drain_s:
+            await asyncio.wait(reports, timeout=drain_s)
+        for report in reports:
+            report.cancel()
+        ended = await stopping
         for pools in self._job_pools.values():
             pools.close()
         return all(ended)
@@ -296,7 +304,11 @@ class Jobs:
                 and all(snapshots.idle() for snapshots in job.ranks.values())
             ):
                 log.info("staging memory freed for another job", job=job.name, other=registering)
-                for rank in list(job.ranks):
+                for rank, snapshots in list(job.ranks.items()):
+                    # Their files are durable, and need no slot: the step may become complete yet.
+                    for report in snapshots.hand_over_reports():
+                        self._reports.add(report)
+                        report.add_done_callback(self._reports.discard)
                     await self._free(job, rank)
 
     async def _keep(
@@ -321,12 +333,10 @@ class Jobs:
         snapshots = job.ranks.pop(rank, None)
         if snapshots is not None:
             snapshots.owner = None
-            free = self._staging.free
             if not await snapshots.stop(0.0):
                 # The thread still maps it, and what it may yet read there counts for nothing.
                 log.warning("a storage holds a thread", job=job.name, rank=rank)
-                free = self._staging.free_unread
-            await in_pool(self._pools.memory, free, snapshots.memories)
+            await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
 
     def _pools_of(self, job: str) -> Pools:
         if job not in self._job_pools:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,7 @@ class _WorkerConnection:
         waiting = False
         try:
             async with asyncio.timeout(timeout_s):
-                problem = await snapshots.drain(step)
+                problem = await self._while_connected(snapshots.drain(step))
         except TimeoutError:
             waiting = True
             late = "other ranks" if snapshots.is_reported(step) else "this rank"
@@ -233,6 +233,35 @@ class _WorkerConnection:
             answer["error"] = problem
             answer["waiting"] = waiting
         return answer
+
+    async def _while_connected(self, work: Coroutine[Any, Any, str]) -> str:
+        """The result of ``work``, which may take an hour.
+
+        Raises:
+            ConnectionResetError: the worker has ended meanwhile, so nobody waits for it.
+        """
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+
+        def look() -> None:
+            try:
+                more = self._sock.recv(1, socket.MSG_PEEK)
+            except OSError:
+                more = b""
+            loop.remove_reader(self._sock)
+            if not more:  # else a request that is answered next
+                gone.set()
+
+        working, leaving = asyncio.create_task(work), asyncio.create_task(gone.wait())
+        loop.add_reader(self._sock, look)
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ConnectionResetError("the worker has ended while it waited")
+            return working.result()
+        finally:
+            loop.remove_reader(self._sock)
+            working.cancel()
+            leaving.cancel()
 
     async def _step_time(self, message: Message) -> Pace:
         step, time_s = field(message, "step", int), field(message, "time_s", float)

@@ -169,10 +169,12 @@ class RankSnapshots:
                 task.cancel()
 
     def idle(self) -> bool:
-        """Whether no worker is connected, no step is being persisted, and no thread uses a slot."""
+        """Whether no worker is connected, no step is being persisted, and no thread uses a slot.
+
+        A report needs no slot: where another rank's part could not be written, it waits in vain.
+        """
         in_progress = (
-            self._reports
-            or self._seals
+            self._seals
             or self._following
             or self.restores.in_progress
             or any(slot.in_use for slot in self.table.slots)
@@ -287,6 +289,12 @@ class RankSnapshots:
     def is_reported(self, step: int) -> bool:
         """Whether the present attempt's part of ``step`` is stored, and its commit awaited."""
         return (self.registration.attempt, step) in self._reports
+
+    def hand_over_reports(self) -> list[asyncio.Task[None]]:
+        """The reports in progress, which :meth:`stop` no longer ends."""
+        reports = list(self._reports.values())
+        self._reports.clear()
+        return reports
 
     async def stop(self, drain_s: float) -> bool:
         """Stop persisting, after at most ``drain_s`` for work in progress.

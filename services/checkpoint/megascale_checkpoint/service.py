@@ -19,6 +19,7 @@ from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.opening import Opening
 from megascale_checkpoint.restore_decision import SealedStep
 from megascale_checkpoint.retention.policy import Retention
+from megascale_checkpoint.storage import SYMBOLIC_LINK, is_link_error
 from megascale_common.job.names import is_dns_label
 from megascale_common.job.wire import restore
 from megascale_common.service.errors import (
@@ -168,6 +169,8 @@ def _storage_errors() -> Iterator[None]:
     except PermissionError as error:
         raise ForbiddenError(str(error)) from error
     except OSError as error:
+        if is_link_error(error):  # it stays until somebody takes it away
+            raise RequestError(str(error), reason=SYMBOLIC_LINK) from error
         raise UnavailableError(str(error), reason="STORAGE_UNAVAILABLE") from error
 
 

@@ -21,6 +21,7 @@ import mmap
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -37,11 +38,26 @@ from megascale_common.sizes.staging import LEAST_SLOTS
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
+MAX_MAKE_TRIES = 100  # of making the folder, while other daemons remove its empty parents
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 # One slot's pages are allocated by so many threads, in parts between which they can be stopped.
 POPULATING_THREADS = min(8, max(1, os.cpu_count() or 1))
 POPULATED_BYTES, LEAST_BYTES_OF_A_THREAD = 512 << 20, 16 << 20
 MADV_REMOVE = 9  # frees the pages of a tmpfs file, and leaves a hole
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def default_base() -> Path:
@@ -53,6 +69,9 @@ class SlotMemory:
     """One slot's file, mapped; ``view`` is its memory, which has its pages after :meth:`populate`.
 
     A page behind it holds the number of bytes that the copy into the slot has written so far.
+
+    The map is the system's own and not Python's: that one has a descriptor of its own, and cannot
+    be closed while the traceback of a failed write, or a thread in a hung storage, holds a view.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -63,18 +82,16 @@ class SlotMemory:
             self.landing_at = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             self.file_bytes = self.landing_at + mmap.PAGESIZE
             os.ftruncate(self.descriptor, self.file_bytes)
-            self._map = mmap.mmap(self.descriptor, self.file_bytes, flags=mmap.MAP_SHARED)
-            # Huge pages, where the mount gives them (huge=advise or within_size): mapping and
-            # pinning 4 KiB pages costs a restarted rank several times what the copy does.
-            with suppress(OSError):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+            self._whole = _mapped(self.descriptor, self.file_bytes)
         except OSError:
             os.close(self.descriptor)
             path.unlink()
             raise
-        whole = memoryview(self._map)
-        self.view = whole[:size_bytes]
-        self._landed = whole[self.landing_at :].cast("Q")
+        # Huge pages, where the mount gives them (huge=advise or within_size): mapping and pinning
+        # 4 KiB pages costs a restarted rank several times what the copy does.
+        _advise(self._whole, mmap.MADV_HUGEPAGE)
+        self.view = self._whole[:size_bytes]
+        self._landed = self._whole[self.landing_at :].cast("Q")
 
     def populate(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Allocate all pages; ends early once it is ``stopped``. Before that nobody may write.
@@ -82,11 +99,10 @@ class SlotMemory:
         Raises:
             OSError: there is no room.
         """
-        view = memoryview(self._map)
         for begin in range(0, self.file_bytes, POPULATED_BYTES):
             if stopped():
                 return
-            _populate(view[begin : begin + POPULATED_BYTES])
+            _populate(self._whole[begin : begin + POPULATED_BYTES])
         # Reserve what is not there yet: a full tmpfs raises an error here, while a hole in the
         # file would kill the writer with SIGBUS later.
         os.posix_fallocate(self.descriptor, 0, self.file_bytes)
@@ -101,24 +117,37 @@ class SlotMemory:
     def landed_bytes(self, count: int) -> None:
         self._landed[0] = count
 
-    def empty(self) -> None:
-        """Give the pages back to the system, although others may map them; the content is lost."""
-        if not self._closed:
-            _advise(self.view, MADV_REMOVE)
-
     def close(self) -> None:
-        """Unmap and remove the file, once; its memory is freed when no process maps it any more."""
+        """Remove the file, once: its pages and descriptor go at once, whoever still maps it.
+
+        Whoever reads them later finds zeros. The addresses are given back with the last view.
+        """
         if self._closed:
             return
         self._closed = True
         self.path.unlink(missing_ok=True)
+        _advise(self._whole, MADV_REMOVE)
         os.close(self.descriptor)
-        # The traceback of a failed write may still hold a view of the slot, and a map cannot be
-        # closed before its views; the garbage collector then closes both.
-        with suppress(BufferError):
-            self._landed.release()
-            self.view.release()
-            self._map.close()
+        for view in (self._landed, self.view, self._whole):
+            with suppress(BufferError):  # a thread is in a system call with it
+                view.release()
+
+
+def _mapped(descriptor: int, size_bytes: int) -> memoryview:
+    """A file's memory, shared with all who map it; unmapped when the last view of it goes.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+    address = _libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+    # Not at the exit of the process, where a thread may still read it.
+    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
+    return memoryview(memory).cast("B")
 
 
 class StagingFolder:
@@ -139,12 +168,7 @@ class StagingFolder:
         self._node_folder = base / cluster / node
         self.path = self._node_folder / incarnation
         try:
-            _private_folder(base)
-            self._node_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _locked(self._node_folder):
-                self._remove_stale()
-                self.path.mkdir(mode=0o700)
-                (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
+            self._make()
             self._remove_other_names()
         except FileExistsError as error:
             raise LimitError(
@@ -234,15 +258,6 @@ class StagingFolder:
             self._unreserve(slot.size_bytes)
             slot.close()
 
-    def free_unread(self, slots: list[SlotMemory]) -> None:
-        """As :meth:`free`, for slots that a thread may never unmap: their pages go all the same.
-
-        Whoever reads them later finds zeros.
-        """
-        for slot in slots:
-            slot.empty()
-        self.free(slots)
-
     def room_bytes(self) -> int:
         """Bytes that may still be allocated within the limit, the file system, host memory
         and the memory cgroups of this process."""
@@ -274,15 +289,29 @@ class StagingFolder:
     def remove(self) -> None:
         """Remove the folder when the daemon exits, and its parents if they are empty."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):
-            if not any(entry.is_dir() for entry in self._node_folder.iterdir()):
-                (self._node_folder / LOCK_FILE).unlink()
-            for folder in (self._node_folder, self._node_folder.parent, self._base):
-                folder.rmdir()
+        with suppress(OSError), _locked(self._node_folder):
+            _remove_empty(self._node_folder)
 
     def _unreserve(self, size_bytes: int) -> None:
         with self._reserving:
             self.used_bytes -= size_bytes
+
+    def _make(self) -> None:
+        """Make the folder; raises FileExistsError where a running daemon has it."""
+        for tries_left in reversed(range(MAX_MAKE_TRIES)):
+            try:
+                _private_folder(self._base)
+                self._node_folder.parent.mkdir(mode=0o700, exist_ok=True)
+                self._node_folder.mkdir(mode=0o700, exist_ok=True)
+                with _locked(self._node_folder, create=True):
+                    self._remove_stale()
+                    self.path.mkdir(mode=0o700)
+                    (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
+                return
+            except (FileNotFoundError, FileExistsError) as error:
+                # Another daemon, which ends or starts, has removed a folder that was still empty.
+                if not tries_left or error.filename == str(self.path):
+                    raise
 
     def _remove_stale(self) -> None:
         # Folder and owner file are made under the same lock: a folder without an owner file belongs
@@ -301,6 +330,7 @@ class StagingFolder:
                 for folder in node_folder.iterdir():
                     if folder.is_dir() and not _owner_lives(folder):
                         shutil.rmtree(folder, ignore_errors=True)
+                _remove_empty(node_folder)
 
     def _no_room(self, job: str, rank: int, wanted_bytes: int) -> str:
         return (
@@ -343,7 +373,7 @@ def _advise(view: memoryview, advice: int) -> None:
     # Through ctypes, which releases the interpreter lock meanwhile: with MAP_POPULATE, mmap holds
     # it for seconds.
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(view)), advice)
+    _libc.madvise(address, len(view), advice)
 
 
 def _private_folder(base: Path) -> None:
@@ -357,15 +387,40 @@ def _private_folder(base: Path) -> None:
         )
 
 
+def _remove_empty(node_folder: Path) -> None:
+    """Remove a node's folder, whose lock is held, and its parents, where no daemon uses them.
+
+    Raises:
+        OSError: one of the parents is in use.
+    """
+    if any(entry.is_dir() for entry in node_folder.iterdir()):
+        return
+    (node_folder / LOCK_FILE).unlink()
+    for folder in (node_folder, node_folder.parent, node_folder.parent.parent):
+        folder.rmdir()
+
+
 @contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+def _locked(folder: Path, *, wait: bool = True, create: bool = False) -> Iterator[None]:
+    """Hold the lock of a node's folder.
+
+    Raises:
+        FileNotFoundError: the folder is gone, or has no lock that is to be created.
+        BlockingIOError: another process holds it, and this one is not to ``wait``.
+    """
     # flock and not a file's existence: the kernel releases it when its holder dies.
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(descriptor)
+    path = folder / LOCK_FILE
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    while True:
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # Who held it may have removed it with its folder: then it locks nothing any more.
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                yield
+                return
+        finally:
+            os.close(descriptor)
 
 
 def _owner_lives(folder: Path) -> bool:

@@ -3,6 +3,10 @@
 Order: the RETIRE record comes first, then the manifest goes, then the files, then the folder. After
 a crash in between the checkpoint does not exist, and the next run finds what is left: everything
 below ``attempts/`` that no COMMIT names and that none can name any more.
+
+A symbolic link where a checkpoint's folder or file was is removed itself, and what it names stays:
+somebody may have moved the files to an archive. What lies behind a link in the place of an
+attempt's folder is not known, so it stays, and is reported.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.commit_record import Checkpoint, LogState
-from megascale_checkpoint.storage import Storage
+from megascale_checkpoint.storage import Storage, is_link_error
 from megascale_common.service import logs
 
 _log = logs.get("retention")
@@ -24,15 +28,20 @@ _ATTEMPT, _STEP = re.compile(r"attempt-(\d{6,})"), re.compile(r"step-(\d{9,})")
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A folder of files that belong to no checkpoint."""
+    """A folder of files that belong to no checkpoint; ``link``: a symbolic link is in its place."""
 
     folder: str
     checkpoint: Checkpoint
     retired: bool
+    link: bool = False
 
 
-def leftovers(log: CommitLog, storage: Storage) -> Iterator[Leftover]:
+def leftovers(
+    log: CommitLog, storage: Storage, passed_over: Callable[[OSError], None]
+) -> Iterator[Leftover]:
     """The folders below ``attempts/`` that may go. Reads listings.
+
+    ``passed_over`` is called with each attempt's folder that is a link.
 
     The log must have been read before: what is committed after that is newer than what is looked
     at here, and stays.
@@ -43,15 +52,23 @@ def leftovers(log: CommitLog, storage: Storage) -> Iterator[Leftover]:
     state = log.state
     retired = {record.checkpoint for record in log.records if record.kind == "RETIRE"}
     for attempt, folder in _numbered(storage, ATTEMPTS, _ATTEMPT):
-        for step, path in _numbered(storage, folder, _STEP):
+        try:
+            steps = list(_numbered(storage, folder, _STEP))
+        except OSError as error:
+            if not is_link_error(error):
+                raise
+            passed_over(error)
+            continue
+        for step, path in steps:
             checkpoint = (attempt, step)
             if not _ended(state, checkpoint):
                 continue
             # A manifest without a COMMIT is one that was never committed; or its COMMIT was
             # damaged, and a REPAIR stands there: then somebody may want to look at it.
             sure = checkpoint in retired or not _repaired(log)
-            if sure or storage.size(f"{path}/{manifests.NAME}") is None:
-                yield Leftover(path, checkpoint, checkpoint in retired)
+            link = is_link(storage, path)
+            if sure or (not link and storage.size(f"{path}/{manifests.NAME}") is None):
+                yield Leftover(path, checkpoint, checkpoint in retired, link)
 
 
 def collect(storage: Storage, folder: str, beat: Callable[[], None] = lambda: None) -> int:
@@ -63,6 +80,8 @@ def collect(storage: Storage, folder: str, beat: Callable[[], None] = lambda: No
     Raises:
         OSError: the storage does not answer. Call again: nothing is left half-existing.
     """
+    if is_link(storage, folder):
+        return int(storage.delete(folder))
     count = 0
     manifest = f"{folder}/{manifests.NAME}"
     if storage.delete(manifest):
@@ -80,13 +99,29 @@ def collect_all(log: CommitLog, storage: Storage) -> int:
     """Collect every leftover; returns the folders removed. Errors are logged, not raised."""
     count = 0
     try:
-        for found in list(leftovers(log, storage)):
+        for found in list(leftovers(log, storage, _report_link)):
             collect(storage, found.folder)
             count += 1
     except OSError as error:
         # The rest is found again by the next run.
         _log.warning("files are left", folder=f"{storage.uri}/{ATTEMPTS}", error=str(error))
     return count
+
+
+def is_link(storage: Storage, path: str) -> bool:
+    """Whether a symbolic link is where a folder or file was."""
+    try:
+        storage.size(path)
+    except OSError as error:
+        if not is_link_error(error):
+            raise
+        # Not one above it, which is refused by every call.
+        return error.filename is not None and str(error.filename).endswith(path)
+    return False
+
+
+def _report_link(error: OSError) -> None:
+    _log.warning("files are left", folder=error.filename, error=str(error))
 
 
 def _ended(state: LogState, checkpoint: Checkpoint) -> bool:

@@ -21,7 +21,7 @@ from megascale_checkpoint.command_target import (
 )
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.export.progress import bar
-from megascale_checkpoint.retention.collect import Leftover, collect, leftovers
+from megascale_checkpoint.retention.collect import Leftover, collect, is_link, leftovers
 from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.retention.retire import (
     newest_whole,
@@ -46,6 +46,9 @@ Hours = Annotated[float | None, typer.Option(min=0.02, help="Keep the first of s
 OfStep = Annotated[int, typer.Option(min=0, help="Step of the checkpoint.")]
 Why = Annotated[str, typer.Option(help="Why it stays; `megascale checkpoint list` shows it.")]
 
+# Of a symbolic link in the place of a checkpoint's folder or file.
+_ONLY_LINK = "a symbolic link: the link alone, and nothing behind it"
+
 
 def gc(
     context: typer.Context,
@@ -61,8 +64,9 @@ def gc(
 
     The rules are those of the job (checkpoint.keep_latest, keep_every_steps,
     keep_every_hours), or those given here. The newest whole checkpoint, pinned
-    ones and one that the job is starting from stay in any case. Without --yes
-    it only shows what it would remove.
+    ones and one that the job is starting from stay in any case. A symbolic
+    link is removed itself, and never what is behind it. Without --yes it only
+    shows what it would remove.
 
     Example: megascale checkpoint gc example --keep-latest 3
     """
@@ -75,8 +79,8 @@ def gc(
         whole = newest_whole(log, uri)
         wanted = {each.key for each in to_retire(log, rules, whole)}
         going = [each for each in reversed(log.commits()) if each.checkpoint in wanted]
-        left = list(leftovers(log, storage))
-        rows = [_of_commit(uri, each, log) for each in going] + [
+        left = list(leftovers(log, storage, _report_link))
+        rows = [_of_commit(uri, each, log, storage) for each in going] + [
             _of_leftover(uri, each, storage) for each in left
         ]
         if yes:
@@ -129,6 +133,10 @@ def unpin_checkpoint(
     _print_pin(uri, log, record, "is no longer pinned", as_json=as_json)
 
 
+def _report_link(error: OSError) -> None:
+    typer.echo(f"left as it is: {error}", err=True)
+
+
 def _print_pin(uri: str, log: CommitLog, record: Record, done: str, *, as_json: bool) -> None:
     if as_json:
         print_json(row(uri, record, log.pins()))
@@ -143,18 +151,25 @@ def _remove(storage: Storage, folders: list[str], target: str, *, quiet: bool) -
             collect(storage, folder)
 
 
-def _of_commit(uri: str, record: Record, log: CommitLog) -> dict[str, Any]:
-    return {**row(uri, record, log.pins()), "what": "checkpoint"}
+def _of_commit(uri: str, record: Record, log: CommitLog, storage: Storage) -> dict[str, Any]:
+    what, size_bytes = "checkpoint", record.values["size_bytes"]
+    if is_link(storage, split(record.values["manifest"])[0]):
+        what, size_bytes = f"checkpoint ({_ONLY_LINK})", 0
+    return {**row(uri, record, log.pins()), "size_bytes": size_bytes, "what": what}
 
 
 def _of_leftover(uri: str, found: Leftover, storage: Storage) -> dict[str, Any]:
-    names = storage.names(found.folder)
+    what = "files of a removed checkpoint" if found.retired else "files of no checkpoint"
+    paths = [] if found.link else [f"{found.folder}/{n}" for n in storage.names(found.folder)]
+    links = [path for path in paths if is_link(storage, path)]
+    if found.link or links:
+        what += f" ({_ONLY_LINK})"
     attempt, step = found.checkpoint
     return {
         "step": step,
         "attempt": attempt,
-        "size_bytes": sum(storage.size(f"{found.folder}/{name}") or 0 for name in names),
-        "what": "files of a removed checkpoint" if found.retired else "files of no checkpoint",
+        "size_bytes": sum(storage.size(path) or 0 for path in paths if path not in links),
+        "what": what,
     }
 
 

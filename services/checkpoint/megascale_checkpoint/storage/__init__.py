@@ -6,16 +6,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from megascale_checkpoint.storage import registry
+from megascale_checkpoint.storage.disk import is_link_error
 from megascale_checkpoint.storage.file import FileStorage
 from megascale_checkpoint.storage.protocol import Storage, join, settle, split
 from megascale_common.service.errors import RequestError
 
-__all__ = ["SCHEMES", "FileStorage", "Storage", "join", "open_storage", "settle", "split"]
+# The folder of one checkpoint in that of a job, which manifests are opened by: no link is followed
+# on the way to it either.
+_STEP_FOLDER = re.compile(r"(?P<root>/.*)/attempts/attempt-\d+/step-\d+")
+
+__all__ = [
+    "SCHEMES",
+    "SYMBOLIC_LINK",
+    "FileStorage",
+    "Storage",
+    "is_link_error",
+    "join",
+    "open_storage",
+    "settle",
+    "split",
+]
+
+
+SYMBOLIC_LINK = "SYMBOLIC_LINK"  # reason of a refusal because of a link below a root
 
 
 def open_storage(uri: str) -> Storage:
@@ -41,7 +60,8 @@ def _open_file(uri: str) -> Storage:
             f"checkpoint uri {uri!r} is relative, and each node would resolve it differently: "
             "give an absolute path"
         )
-    return FileStorage(path)
+    inside = _STEP_FOLDER.fullmatch(str(path))
+    return FileStorage(path, links_above=Path(inside["root"]) if inside else None)
 
 
 # By scheme, what opens a URI without a further package; "" is a path.

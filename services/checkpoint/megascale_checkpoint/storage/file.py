@@ -7,6 +7,11 @@ What is reported as written survives a crash of the host: the file is synced bef
 name, the name before success is reported, and every folder on the way down as well. A failed sync
 is never repeated on the same state, because the kernel may have dropped what it could not write and
 would report success: a file is written anew, and a folder is changed before it is synced again.
+
+Nothing below the root is followed, read or written through a symbolic link: whoever can write into
+a checkpoint folder could else have a daemon of another user read and remove files elsewhere, and a
+step that was moved to an archive with a link left behind would be removed there. A link is refused
+with its name; :meth:`FileStorage.delete` removes the link itself.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megascale_checkpoint.storage.disk import SYSTEM, Disk
+from megascale_checkpoint.storage.disk import SYSTEM, Disk, link_error
 from megascale_checkpoint.storage.protocol import check_path
 
 # Unfinished files start with it: names() leaves them out, remove_unfinished() finds them.
@@ -29,12 +34,21 @@ class FileStorage:
 
     Args:
         root: the folder; made when something is written.
-        disk: what the system calls go to.
+        disk: what the system calls go to; by default the system, bounded by ``links_above``.
         uri: address of the folder, when it is not its path.
+        links_above: the folder below which nothing is followed, where it is not ``root`` itself but
+            above it.
     """
 
-    def __init__(self, root: Path, disk: Disk = SYSTEM, uri: str = "") -> None:
-        self._root, self._disk, self._uri = root, disk, uri or str(root)
+    def __init__(
+        self,
+        root: Path,
+        disk: Disk | None = None,
+        uri: str = "",
+        links_above: Path | None = None,
+    ) -> None:
+        self._root, self._uri = root, uri or str(root)
+        self._disk: Disk = disk if disk is not None else SYSTEM.below(links_above or root)
 
     @property
     def uri(self) -> str:
@@ -123,9 +137,12 @@ class FileStorage:
     def size(self, path: str) -> int | None:
         """See :meth:`Storage.size`."""
         try:
-            return self._disk.status(self._at(path)).size_bytes
+            found = self._disk.status(self._at(path))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        if found.is_link:
+            raise link_error(self._at(path))
+        return found.size_bytes
 
     def names(self, folder: str, after: str = "") -> list[str]:
         """See :meth:`Storage.names`."""
@@ -136,7 +153,7 @@ class FileStorage:
         return sorted(n for n in found if n > after and not n.startswith(UNFINISHED))
 
     def delete(self, path: str) -> bool:
-        """See :meth:`Storage.delete`."""
+        """See :meth:`Storage.delete`; of a link, the link alone is removed."""
         target = self._at(path)
         try:
             if self._disk.status(target).is_folder:
@@ -227,6 +244,8 @@ class FileStorage:
             found = self._disk.status(folder)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        if found.is_link:
+            raise link_error(folder)
         if not found.is_folder:
             # Not the error of a file that was written before: this one may go away.
             text = "a file is where a folder is needed"
