@@ -15,11 +15,12 @@ from tests.harness.properties import examples
 
 from megascale_common.job.config import DataSource
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.data.blend import MAX_PERIOD, Blend, parts_of
+from megascale_trainer.data.blend import Blend, parts_of
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 
 UNBOUNDED_VOCABULARY = 1 << 30
+EXPECTED_TREE = [2, 1, 2, 0, 2, 1, 2, 2, 1, 2, 0, 2, 1, 2]
 EXPECTED_ORDER = [0, 3, 4, 2, 7, 5, 9, 1, 8, 6]  # seed 7, source 0, epoch 0, ten documents
 
 
@@ -206,7 +207,7 @@ weight_lists = st.lists(
 
 @examples(40)
 @given(weights=weight_lists)
-def test_a_blend_is_never_a_sample_ahead_and_numbers_each_source_without_gaps(
+def test_a_blend_is_never_far_ahead_and_numbers_each_source_without_gaps(
     weights: list[float],
 ) -> None:
     blend = Blend(weights)
@@ -216,7 +217,8 @@ def test_a_blend_is_never_a_sample_ahead_and_numbers_each_source_without_gaps(
         source, ordinal = blend.locate(sample)
         assert ordinal == counts[source]
         counts[source] += 1
-        assert counts[source] < shares[source] * (sample + 1) + 1
+        ahead = counts[source] - shares[source] * (sample + 1)
+        assert ahead < (1 if blend.scheme == 1 else 1.7)
     far = 10**9 * blend.period
     assert [blend.locate(far + sample)[0] for sample in range(20)] == [
         blend.locate(sample)[0] for sample in range(20)
@@ -239,11 +241,52 @@ def test_weights_written_as_decimals_are_met_exactly(
     assert parts_of(weights) == parts
 
 
-def test_fine_weights_are_rounded_and_no_source_vanishes() -> None:
-    parts = parts_of([1e-9, 0.333333333, 0.666666666])
-    assert sum(parts) == MAX_PERIOD
-    assert parts[0] == 1
-    assert parts[1] / MAX_PERIOD == pytest.approx(1 / 3, abs=2e-4)
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [1e-9, 0.333333333, 0.666666666],
+        [2.0**power for power in range(40)],
+        [round(1.618**power, 6) for power in range(40)],
+        [1.0 + number * 1e-5 for number in range(100)],
+        np.round(np.random.default_rng(0).lognormal(20, 1.5, size=1000)).tolist(),
+        np.round(np.random.default_rng(1).lognormal(20, 3.0, size=10_000)).tolist(),
+    ],
+    ids=["parts of a billion", "doubling", "golden", "nearly equal", "1,000", "10,000"],
+)
+def test_fine_weights_and_many_sources_have_their_shares_in_every_prefix(
+    weights: list[float],
+) -> None:
+    blend, samples = Blend(weights), 20_000
+    shares, counts = np.array(weights) / sum(weights), np.zeros(len(weights))
+    for sample in range(samples):
+        source, ordinal = blend.locate(sample)
+        assert ordinal == counts[source], "a source's samples have no gap and no repetition"
+        counts[source] += 1
+        if sample % 500 == 0:
+            assert np.abs(counts - shares * (sample + 1)).max() < 1.1
+    assert np.abs(counts - shares * samples).max() < 1.1
+    far = 10**6 * blend.period + 17
+    assert blend.locate(far)[0] == blend.locate(17)[0], "and any sample is found at once"
+
+
+def test_a_blend_of_100_000_sources_has_their_shares() -> None:
+    weights = np.round(np.random.default_rng(0).lognormal(20, 1.5, size=100_000)).tolist()
+    blend = Blend(weights)
+    largest = max(range(len(weights)), key=weights.__getitem__)
+    share = weights[largest] / sum(weights)
+    for sample in range(0, 10**9, 10**9 // 200):
+        source, ordinal = blend.locate(sample)
+        assert abs(ordinal - weights[source] / sum(weights) * sample) < 1.1
+    found = sum(blend.locate(sample)[0] == largest for sample in range(20_000))
+    assert abs(found - share * 20_000) < 1.1
+
+
+def test_the_order_of_a_blend_is_the_one_of_earlier_releases() -> None:
+    """What a stored position means: never change these without another scheme number."""
+    table, tree = Blend([0.7, 0.3]), Blend([1.00001, 2.00002, 4.00003])
+    assert [table.locate(sample)[0] for sample in range(10)] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert [tree.locate(sample)[0] for sample in range(14)] == EXPECTED_TREE
+    assert (table.scheme, tree.scheme) == (1, 2)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])

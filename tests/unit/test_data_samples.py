@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import tracemalloc
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -176,24 +178,30 @@ def test_a_step_is_the_same_samples_at_any_dp(tmp_path: Path) -> None:
 @examples(60)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    factor=st.sampled_from([0.5, 1.0, 2.0]),
+    factor=st.sampled_from([0.125, 0.5, 1.0, 2.0]),
 )
 def test_a_blend_by_tokens_has_every_sample_as_often_as_its_weight(
     sizes: list[int], factor: float
 ) -> None:
     blend = TokenBlend([factor] + [1.0] * (len(sizes) - 1), sizes, 7)
-    counts = [max(1, round(factor * sizes[0])), *sizes[1:]]
-    assert blend.samples_per_epoch == sum(counts)
-    for epoch in range(3):
-        found = Counter(
-            blend.locate(epoch * blend.samples_per_epoch + place)
-            for place in range(blend.samples_per_epoch)
-        )
-        assert found == Counter(
-            (source, epoch * count + number)
-            for source, count in enumerate(counts)
-            for number in range(count)
-        )
+    epochs, exact = 4, [factor * sizes[0], *sizes[1:]]
+    counts = [math.floor(epochs * count + 0.5) for count in exact]
+    found = [blend.locate(sample) for sample in range(sum(counts))]
+    assert Counter(found) == Counter(
+        (source, number) for source, count in enumerate(counts) for number in range(count)
+    )
+    ends = [sum(math.floor(epoch * count + 0.5) for count in exact) for epoch in range(epochs)]
+    for number, (source, ordinal) in enumerate(found):
+        epoch = bisect_right(ends, number) - 1
+        assert math.floor(epoch * exact[source] + 0.5) <= ordinal, "an epoch is not mixed with"
+        assert ordinal < math.floor((epoch + 1) * exact[source] + 0.5), "another one"
+    assert blend.scheme == (1 if all(count == round(count) for count in exact) else 2)
+
+
+def test_a_small_weight_of_a_blend_by_tokens_is_no_whole_sample_of_each_epoch() -> None:
+    blend, epochs = TokenBlend([1.0, 0.01], [100, 10], 7), 50
+    found = Counter(blend.locate(sample)[0] for sample in range(epochs * 100 + epochs // 10))
+    assert found == {0: epochs * 100, 1: epochs // 10}
 
 
 def test_an_epoch_of_a_blend_by_tokens_has_every_token_of_all_sources_once(tmp_path: Path) -> None:

@@ -23,12 +23,14 @@ import numpy as np
 import torch
 
 from megascale_common.job.config import JobConfig, ParallelismConfig
+from megascale_common.job.corpus_record import CorpusRecord, data_file_problems
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_trainer import trainer as core
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.daemon_link import START_TIMEOUT_S, DaemonLink, RankRegistration
+from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
-from megascale_trainer.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from megascale_trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megascale_trainer.launch.host_services import HostServices, new_token
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.restore import restore
@@ -178,5 +180,14 @@ def _chosen(logits: torch.Tensor, temperature: float, random: torch.Generator) -
 
 
 def _tokenizer(config: JobConfig) -> Tokenizer:
+    for problem in data_file_problems(config):
+        raise DataError(str(problem))
     given = config.data.tokenizer
-    return ByteTokenizer() if given.kind == "bytes" else BpeTokenizer.load(given.path)
+    if given.kind == "bytes":
+        return ByteTokenizer()
+    tokenizer = load_tokenizer(given.path)
+    if tokenizer.end is None:  # it is not beside its corpus, which has its end
+        records = [CorpusRecord.load(source.prefix) for source in config.data.sources]
+        ends = [record.end_token_id for record in records if record is not None]
+        tokenizer.end_with(ends[0] if ends else None)
+    return tokenizer

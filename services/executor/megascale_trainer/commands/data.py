@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,16 +23,27 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megascale_common.node.files import replace_file
+from megascale_common.job.corpus_record import (
+    TOKENIZER_SUFFIXES,
+    CorpusRecord,
+    record_path,
+)
 from megascale_trainer.data.errors import DataError
-from megascale_trainer.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
+from megascale_trainer.data.indexed import MAGIC, IndexedDataset, bin_path, idx_path, token_dtype
 from megascale_trainer.data.indexed_writer import IndexedWriter
-from megascale_trainer.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from megascale_trainer.data.inputs import FORMATS, Document, Reading, documents_of
+from megascale_trainer.data.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 
 USER_MISTAKE_EXIT_CODE = 2
 DEFAULT_BPE_VOCABULARY = 8192
-BATCH_BYTES = 8 << 20
-BATCH_DOCUMENTS = 256
+_CORPUS_SUFFIXES = (".bin", ".idx", ".corpus.json", *TOKENIZER_SUFFIXES)
+_DRAFT = re.compile(r"\..+\.(bin|idx)\.\d+\.tmp")  # left by a writer that was killed
 
 app = typer.Typer(
     help="Tokenised corpora: make them from text, inspect them.", no_args_is_help=True
@@ -59,12 +72,47 @@ def tokenize(
     ],
     tokenizer: Annotated[
         str,
-        typer.Option(help="bytes, bpe (trained here), or a Hugging Face tokenizers file (.json)."),
+        typer.Option(
+            help="bytes, bpe (trained here), or a file: Hugging Face tokenizers or tekken.json, "
+            "a SentencePiece .model, tiktoken's ranks."
+        ),
     ] = "bytes",
     vocab_size: Annotated[
         int, typer.Option(help="Vocabulary of a bpe trained here.", min=1)
     ] = DEFAULT_BPE_VOCABULARY,
+    end_token: Annotated[
+        str,
+        typer.Option(
+            help="What ends a document: a token of the file, or its id. By default what "
+            "tokenizer_config.json or config.json beside it says, or the file itself."
+        ),
+    ] = "",
+    split_pattern: Annotated[
+        str, typer.Option(help="Regular expression by which tiktoken's ranks divide text.")
+    ] = "",
+    tokenizer_sha256: Annotated[
+        str, typer.Option(help="Refuse a tokenizer file of another SHA-256.")
+    ] = "",
     glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="text (as it is, one document a file), jsonl or parquet (one a row); auto looks "
+            "at each file, and into gzip, bzip2 and xz."
+        ),
+    ] = "auto",
+    field: Annotated[
+        str, typer.Option(help="Which field of JSON lines, or column of Parquet, has the text.")
+    ] = "text",
+    encoding: Annotated[
+        str, typer.Option(help="Of text and JSON lines, such as latin-1; by default UTF-8.")
+    ] = "",
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace", help="Put U+FFFD in place of bytes that are no text; count them."
+        ),
+    ] = False,
     max_bytes: Annotated[
         int, typer.Option(help="Stop before this many bytes of input; 0: no limit.", min=0)
     ] = 0,
@@ -73,39 +121,103 @@ def tokenize(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise files into a .bin/.idx corpus: one document per file, files in the order of names.
+    """Tokenise files into a .bin/.idx corpus, files in the order of names.
+
+    A text file is one document; JSON lines and Parquet have one a row. The tokenizer is put beside
+    the corpus, and what it is into PREFIX.corpus.json. A held-out corpus for trainer.evaluation
+    takes the same one: --tokenizer PREFIX.tokenizer.json.
 
     Example: megascale data tokenize ~/texts --glob "**/*.txt" --output corpus
     """
     with _user_errors():
-        files = _find(inputs, glob, max_bytes)
+        reading = _reading(format, field, encoding, replace)
+        files = _find(inputs, glob, max_bytes, output)
         if idx_path(output).exists() and not overwrite:
             raise DataError(f"{idx_path(output)}: exists already; add --overwrite to replace it")
         output.parent.mkdir(parents=True, exist_ok=True)
         with _progress(as_json) as progress:
-            chosen = _tokenizer(tokenizer, vocab_size, files, progress)
+            training = _documents(files, reading, progress, "learning the vocabulary")
+            if tokenizer == "bpe":
+                chosen: Tokenizer = BpeTokenizer.train(training, vocab_size)
+            else:
+                chosen = _existing_tokenizer(tokenizer, end_token, split_pattern)
+            _compare_digest(chosen, tokenizer, tokenizer_sha256)
+            reading.raw, reading.replaced = chosen.kind == "bytes", 0
             started = time.monotonic()
-            with IndexedWriter(output, token_dtype(chosen.vocab_size)) as writer:
-                for batch in _batches(_documents(files, progress, "tokenising")):
-                    for tokens in chosen.encode(batch):
-                        writer.add_document(tokens)
-                elapsed_s = max(time.monotonic() - started, 1e-9)
-                # Before the writer publishes the index, which makes the corpus exist.
-                tokenizer_file = _publish_tokenizer(chosen, output)
+            writer = _write(chosen, _documents(files, reading, progress, "tokenising"), output)
+            elapsed_s = max(time.monotonic() - started, 1e-9)
+        beside = _tokenizer_path(output, chosen)
         summary = {
             "prefix": str(output),
             "documents": writer.documents,
             "tokens": writer.tokens,
+            "input_files": len(files),
             "input_bytes": sum(file.size_bytes for file in files),
+            "replaced_bytes": reading.replaced,
             "tokens_per_s": round(writer.tokens / elapsed_s),
             "tokenizer": chosen.kind,
-            "tokenizer_file": tokenizer_file,
+            "tokenizer_file": str(beside or ""),
             "tokenizer_sha256": chosen.sha256,
+            "end_token_id": chosen.end,
             "vocab_size": chosen.vocab_size,
             "dtype": token_dtype(chosen.vocab_size).name,
             "bin_sha256": writer.sha256,
         }
         _print(summary, as_json)
+
+
+def _reading(format_name: str, field: str, encoding: str, replace: bool) -> Reading:
+    if format_name not in FORMATS:
+        raise DataError(f"--format {format_name}: is not known: use {', '.join(FORMATS)}")
+    try:
+        known = codecs.lookup(encoding).name if encoding else ""
+    except LookupError as error:
+        raise DataError(
+            f"--encoding {encoding}: is not known: use a name such as latin-1"
+        ) from error
+    return Reading(format_name, field, known, replace)
+
+
+def _compare_digest(tokenizer: Tokenizer, name: str, wanted: str) -> None:
+    if wanted and tokenizer.sha256 != wanted.lower():
+        found = tokenizer.sha256 or "no file, so no SHA-256"
+        raise DataError(
+            f"--tokenizer-sha256 {wanted}: {name} has {found}; give the file that has it"
+        )
+
+
+def _write(tokenizer: Tokenizer, documents: Iterable[Document], output: Path) -> IndexedWriter:
+    """The corpus, the tokenizer beside it, and its record: all of it, or nothing."""
+    with IndexedWriter(output, token_dtype(tokenizer.vocab_size)) as writer:
+        for tokens, last in tokenizer.encode_stream(documents):
+            writer.append(tokens)
+            if last:
+                writer.end_document()
+        if not writer.documents:
+            raise DataError("the input files have no document that is not empty")
+        # Of a corpus that is replaced, too.
+        writer.beside |= {Path(f"{output}{suffix}"): None for suffix in TOKENIZER_SUFFIXES}
+        path = _tokenizer_path(output, tokenizer)
+        if path is not None and isinstance(tokenizer, FileTokenizer):
+            writer.beside[path] = tokenizer.content
+        writer.describe = lambda: {record_path(output): _record(tokenizer, writer).encode()}
+    return writer
+
+
+def _record(tokenizer: Tokenizer, writer: IndexedWriter) -> str:
+    assert tokenizer.end is not None  # else nothing was encoded
+    return CorpusRecord(
+        tokenizer_kind=tokenizer.kind,
+        tokenizer_sha256=tokenizer.sha256,
+        end_token_id=tokenizer.end,
+        vocab_size=tokenizer.vocab_size,
+        highest_token_id=writer.highest,
+        documents=writer.documents,
+        tokens=writer.tokens,
+        identity=writer.identity,
+        bin_sha256=writer.sha256,
+        split_pattern=tokenizer.split_pattern if isinstance(tokenizer, FileTokenizer) else "",
+    ).to_json()
 
 
 @app.command()
@@ -127,8 +239,13 @@ def inspect(
     """
     with _user_errors():
         corpus = IndexedDataset(prefix)
-        own = _tokenizer_path(prefix)
-        chosen = _existing_tokenizer(tokenizer or (str(own) if own.exists() else "bytes"))
+        record = _record_of(prefix)
+        chosen = _existing_tokenizer(tokenizer or _own_tokenizer(prefix))
+        if record is not None and record.tokenizer_sha256 != chosen.sha256:
+            raise DataError(
+                f"{prefix}: was made by the tokenizer of SHA-256 {record.tokenizer_sha256}, and "
+                f"{tokenizer or _own_tokenizer(prefix)} has {chosen.sha256 or 'none'}"
+            )
         lengths = corpus.document_lengths
         summary: dict[str, Any] = {
             "prefix": str(prefix),
@@ -140,6 +257,9 @@ def inspect(
             "shortest_document_tokens": int(lengths.min()) if len(lengths) else 0,
             "longest_document_tokens": int(lengths.max()) if len(lengths) else 0,
             "tokenizer": chosen.kind,
+            "tokenizer_sha256": chosen.sha256,
+            "end_token_id": record.end_token_id if record is not None else chosen.end,
+            "highest_token_id": record.highest_token_id if record is not None else None,
         }
         shown = [
             _beginning(corpus, number, tokens, chosen)
@@ -167,15 +287,20 @@ def _beginning(
     return {"tokens": int(corpus.document_lengths[number]), "ids": ids, "text": text}
 
 
-def _find(inputs: list[Path], glob: str, max_bytes: int) -> list[_Input]:
-    """Files to read, by name, empty ones left out, whole files only up to ``max_bytes``."""
+def _find(inputs: list[Path], glob: str, max_bytes: int, output: Path) -> list[_Input]:
+    """Files to read, by name, empty ones left out, whole files only up to ``max_bytes``.
+
+    Tokenised corpora in the folders, such as the one that is written, are no inputs.
+    """
     paths: set[Path] = set()
     for path in inputs:
         if not path.exists():
             raise DataError(f"{path}: no such file or folder")
-        paths.update(
-            (found for found in path.glob(glob) if found.is_file()) if path.is_dir() else [path]
-        )
+        if path.is_dir():
+            found = {each for each in path.glob(glob) if each.is_file()}
+            paths |= found - _of_corpora(found, output)
+        else:
+            paths.add(path)
     files: list[_Input] = []
     room_bytes = max_bytes or None
     for path in sorted(paths):
@@ -194,57 +319,64 @@ def _find(inputs: list[Path], glob: str, max_bytes: int) -> list[_Input]:
     return files
 
 
-def _documents(files: Iterable[_Input], progress: Progress, title: str) -> Iterator[bytes]:
+def _of_corpora(found: set[Path], output: Path) -> set[Path]:
+    """Those files that belong to a tokenised corpus, the one to write included."""
+    prefixes = {output.resolve()}
+    for path in found:
+        if path.suffix == ".idx":
+            with path.open("rb") as file:
+                if file.read(len(MAGIC)) == MAGIC:
+                    prefixes.add(path.resolve().with_suffix(""))
+    theirs = {f"{prefix}{suffix}" for prefix in prefixes for suffix in _CORPUS_SUFFIXES}
+    return {path for path in found if str(path.resolve()) in theirs or _DRAFT.fullmatch(path.name)}
+
+
+def _documents(
+    files: Iterable[_Input], reading: Reading, progress: Progress, title: str
+) -> Iterator[Document]:
     files = list(files)
     task = progress.add_task(title, total=sum(file.size_bytes for file in files))
+    done_bytes = 0
     for file in files:
-        yield file.path.read_bytes()
-        progress.advance(task, file.size_bytes)
+        before_bytes = done_bytes
+
+        def show(read_bytes: int, before_bytes: int = before_bytes) -> None:
+            progress.update(task, completed=before_bytes + read_bytes)
+
+        yield from documents_of(file.path, reading, show)
+        done_bytes += file.size_bytes
+        progress.update(task, completed=done_bytes)
 
 
-def _batches(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Documents in batches of some :data:`BATCH_BYTES`, for tokenizers that use several cores."""
-    batch: list[bytes] = []
-    for document in documents:
-        batch.append(document)
-        if sum(map(len, batch)) >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _tokenizer(name: str, vocab_size: int, files: list[_Input], progress: Progress) -> Tokenizer:
-    if name == "bpe":
-        return BpeTokenizer.train(
-            _documents(files, progress, "learning the vocabulary"), vocab_size
-        )
-    return _existing_tokenizer(name)
-
-
-def _existing_tokenizer(name: str) -> Tokenizer:
+def _existing_tokenizer(name: str, end_token: str = "", split_pattern: str = "") -> Tokenizer:
     if name == "bytes":
+        if end_token or split_pattern:
+            raise DataError("--end-token and --split-pattern are of tokenizer files, not of bytes")
         return ByteTokenizer()
-    if name.endswith(".json"):
-        return BpeTokenizer.load(name)
-    raise DataError(
-        f"tokenizer {name!r} is not known: use bytes, bpe (tokenize only) or a path that ends in "
-        ".json"
-    )
+    if not Path(name).exists() and not name.endswith((".json", ".model", ".tiktoken")):
+        raise DataError(
+            f"tokenizer {name!r} is not known: use bytes, bpe (tokenize only) or the path of a "
+            "tokenizer file"
+        )
+    return load_tokenizer(name, end_token, split_pattern)
 
 
-def _tokenizer_path(prefix: Path) -> Path:
-    return Path(f"{prefix}.tokenizer.json")
+def _tokenizer_path(prefix: Path, tokenizer: Tokenizer) -> Path | None:
+    """Of the tokenizer's copy beside its corpus; None for bytes, which need no file."""
+    return Path(f"{prefix}{tokenizer.suffix}") if isinstance(tokenizer, FileTokenizer) else None
 
 
-def _publish_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:
-    """Store the tokenizer beside its corpus and return the file's path, empty for bytes."""
-    path = _tokenizer_path(prefix)
-    if not isinstance(tokenizer, BpeTokenizer):
-        path.unlink(missing_ok=True)  # the tokenizer of a replaced corpus
-        return ""
-    replace_file(path, tokenizer.json_text)
-    return str(path)
+def _own_tokenizer(prefix: Path) -> str:
+    """The tokenizer beside a corpus, else bytes."""
+    paths = [Path(f"{prefix}{suffix}") for suffix in TOKENIZER_SUFFIXES]
+    return next((str(path) for path in paths if path.exists()), "bytes")
+
+
+def _record_of(prefix: Path) -> CorpusRecord | None:
+    try:
+        return CorpusRecord.load(prefix)
+    except ValueError as error:
+        raise DataError(str(error)) from error
 
 
 @contextmanager
@@ -280,7 +412,7 @@ def _print(summary: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(summary))
         return
     for name, value in summary.items():
-        shown = f"{value:,}" if isinstance(value, int) else str(value) or "-"
+        shown = f"{value:,}" if isinstance(value, int) else str(value or "-")
         # Plain lines, no table: paths and digests are there to be copied.
         typer.echo(f"{name.replace('_', ' '):<26}{shown}")
 

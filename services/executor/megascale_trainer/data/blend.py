@@ -1,13 +1,20 @@
-"""Which source each sample of a blend comes from: exact shares, in constant time.
+"""Which source each sample of a blend comes from: the shares that the weights say, at any sample.
 
-The interleaving is deterministic.
+The interleaving is deterministic, and any sample is found without the ones before it.
 
-The largest-deficit rule: sample n goes to the source that is furthest behind its share of the first
-n + 1 samples (the first such source on a tie). Shares are whole-number parts of their sum W. The
-deficits sum to one, so the largest is above zero, and no source ever gets a whole sample ahead.
-After W samples all deficits are whole, above minus one, and sum to zero: each source has had
-exactly its parts. So the order repeats with period W, and one table of W entries serves every
-sample.
+Weights whose ratio is of few whole parts (:data:`MAX_PERIOD`) have a table, by the largest-deficit
+rule: sample n goes to the source that is furthest behind its share of the first n + 1 samples (the
+first such source on a tie). Shares are whole-number parts of their sum W. The deficits sum to one,
+so the largest is above zero, and no source ever gets a whole sample ahead. After W samples all
+deficits are whole, above minus one, and sum to zero: each source has had exactly its parts. So the
+order repeats with period W, and one table of W entries serves every sample.
+
+Finer weights, and those of many sources, have a tree, whose leaves are the sources. Of m samples
+of a node its left child gets m times its share, rounded: that is exact integer arithmetic, and
+needs nothing but m. The tree is Huffman's: weights at least double over three levels, so the
+rounding errors of the levels above a source add up to less than two samples of it, whatever the
+weights are, and to less than one where no source is much heavier than its neighbours. Nothing is
+rounded for good: over a long run each source gets its share exactly.
 
 :class:`TokenBlend` takes the shares from the sources' sizes: an epoch of the blend has every sample
 of a source as often as its weight says, in a random order.
@@ -15,27 +22,27 @@ of a source as often as its weight says, in a random order.
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from megascale_trainer.data.permutation import Permutation
 
-# Finer weights are rounded to this many parts; the table costs 16 bytes a part.
+# Weights of more parts have a tree; the table costs 16 bytes a part.
 MAX_PERIOD = 10_000
+# Of the order of samples. What earlier versions would order otherwise has another number, which is
+# stored with a run's position.
+FIRST_SCHEME, TREE_SCHEME = 1, 2
 
 
 def parts_of(weights: Sequence[float]) -> list[int]:
-    """Whole-number parts in the proportion of ``weights``.
-
-    They are exact in the weights' decimal notation up to :data:`MAX_PERIOD`.
-
-    Finer weights are rounded by largest remainder; every source keeps at least one part.
+    """Whole-number parts in the proportion of ``weights``, exact in their decimal notation.
 
     Raises:
         ValueError: no weights, or one that is not a positive finite number.
@@ -45,8 +52,7 @@ def parts_of(weights: Sequence[float]) -> list[int]:
     scale = math.lcm(*(fraction.denominator for fraction in exact))
     parts = [int(fraction * scale) for fraction in exact]
     divisor = math.gcd(*parts)
-    parts = [part // divisor for part in parts]
-    return parts if sum(parts) <= MAX_PERIOD else _rounded(exact)
+    return [part // divisor for part in parts]
 
 
 def _check(weights: Sequence[float]) -> None:
@@ -59,20 +65,13 @@ def _check(weights: Sequence[float]) -> None:
             )
 
 
-def _rounded(exact: list[Fraction]) -> list[int]:
-    total = sum(exact)
-    shares = [fraction / total * (MAX_PERIOD - len(exact)) for fraction in exact]
-    parts = [int(share) + 1 for share in shares]
-    by_remainder = sorted(
-        range(len(parts)), key=lambda source: (int(shares[source]) - shares[source], source)
-    )
-    for source in by_remainder[: MAX_PERIOD - sum(parts)]:
-        parts[source] += 1
-    return parts
-
-
 class Blend:
     """The interleaving of sources with the given weights.
+
+    Attributes:
+        parts: whole numbers in the proportion of the weights.
+        period: their sum: after so many samples each source has had exactly its parts.
+        scheme: of the order.
 
     Raises:
         ValueError: see :func:`parts_of`.
@@ -81,28 +80,81 @@ class Blend:
     def __init__(self, weights: Sequence[float]) -> None:
         self.parts = parts_of(weights)
         self.period = sum(self.parts)
-        shares = np.array(self.parts, np.int64)
+        self.scheme = FIRST_SCHEME if self.period <= MAX_PERIOD else TREE_SCHEME
+        self._order = (_Table if self.scheme == FIRST_SCHEME else _Tree)(self.parts)
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """The source of global ``sample``, and how many samples of that source come before it."""
+        return self._order.locate(sample)
+
+
+class _Table:
+    """The largest-deficit rule, one period of it."""
+
+    def __init__(self, parts: list[int]) -> None:
+        self._parts, self._period = parts, sum(parts)
+        shares = np.array(parts, np.int64)
         counts = np.zeros(len(shares), np.int64)
-        self._source: npt.NDArray[np.int32] = np.empty(self.period, np.int32)
-        self._ordinal: npt.NDArray[np.int64] = np.empty(self.period, np.int64)
-        for sample in range(self.period):
-            chosen = int(np.argmax(shares * (sample + 1) - counts * self.period))
+        self._source: npt.NDArray[np.int32] = np.empty(self._period, np.int32)
+        self._ordinal: npt.NDArray[np.int64] = np.empty(self._period, np.int64)
+        for sample in range(self._period):
+            chosen = int(np.argmax(shares * (sample + 1) - counts * self._period))
             self._source[sample], self._ordinal[sample] = chosen, counts[chosen]
             counts[chosen] += 1
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """The source of global ``sample``, and how many samples of that source come before it."""
-        rounds, place = divmod(sample, self.period)
+        """See :meth:`Blend.locate`."""
+        rounds, place = divmod(sample, self._period)
         source = int(self._source[place])
-        return source, rounds * self.parts[source] + int(self._ordinal[place])
+        return source, rounds * self._parts[source] + int(self._ordinal[place])
+
+
+class _Tree:
+    """Huffman's tree of the parts; nodes 0 to n - 1 are the sources."""
+
+    def __init__(self, parts: list[int]) -> None:
+        self._weights = list(parts)
+        self._children: list[tuple[int, int]] = []
+        self._sources = len(parts)
+        heap = [(weight, node) for node, weight in enumerate(parts)]
+        heapq.heapify(heap)
+        while len(heap) > 1:
+            lighter, left = heapq.heappop(heap)
+            heavier, right = heapq.heappop(heap)
+            node = len(self._weights)
+            self._weights.append(lighter + heavier)
+            self._children.append((left, right))
+            heapq.heappush(heap, (lighter + heavier, node))
+        self._root = heap[0][1]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """See :meth:`Blend.locate`."""
+        node, ordinal = self._root, sample
+        while node >= self._sources:
+            left, right = self._children[node - self._sources]
+            share, whole = self._weights[left], self._weights[node]
+            before = _rounded(ordinal * share, whole)
+            if _rounded((ordinal + 1) * share, whole) > before:
+                node, ordinal = left, before
+            else:
+                node, ordinal = right, ordinal - before
+        return node, ordinal
+
+
+def _rounded(dividend: int, divisor: int) -> int:
+    return (2 * dividend + divisor) // (2 * divisor)
 
 
 class TokenBlend:
     """The order of an epoch of all sources: ``weights[s] * sizes[s]`` samples of source s.
 
-    With weights of 1 every sample of every source comes once in an epoch. Other weights are
-    rounded to whole samples, one at least. The order of each epoch is a permutation drawn from
-    ``seed`` and its number alone; a table of one number for each source serves every sample.
+    With weights of 1 every sample of every source comes once in an epoch. Where a weight asks for
+    part of a sample, some epochs have one sample more of the source than others, so that all of
+    them together have what it says. The order of each epoch is a permutation drawn from ``seed``
+    and its number alone; a table of one number for each source serves every sample of it.
+
+    Attributes:
+        scheme: of the order.
 
     Raises:
         ValueError: no weights, or one that is not a positive finite number.
@@ -110,27 +162,54 @@ class TokenBlend:
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[int], seed: int) -> None:
         _check(weights)
-        self.counts = [
-            max(1, round(Fraction(repr(float(weight))) * size))
+        self._exact = [
+            Fraction(repr(float(weight))) * size
             for weight, size in zip(weights, sizes, strict=True)
         ]
-        self._ends = list(itertools.accumulate(self.counts))
+        whole = all(count.denominator == 1 for count in self._exact)
+        self.scheme = FIRST_SCHEME if whole else TREE_SCHEME
+        self._mean = sum(self._exact)
         self._seed = seed
-        self._orders: dict[int, Permutation] = {}
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples of one epoch of the blend."""
-        return self._ends[-1]
+        self._epochs: dict[int, _Epoch] = {}
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """The source of global ``sample``, and which of the source's samples it is."""
-        epoch, place = divmod(sample, self.samples_per_epoch)
-        if epoch not in self._orders:
-            self._orders = {old: self._orders[old] for old in self._orders if abs(old - epoch) == 1}
-            name = f"blend/{self._seed}/{epoch}"
-            self._orders[epoch] = Permutation(self.samples_per_epoch, name)
-        place = self._orders[epoch](place)
-        source = bisect_right(self._ends, place)
-        first = self._ends[source] - self.counts[source]
-        return source, epoch * self.counts[source] + place - first
+        """The source of global ``sample``, and how many samples of that source come before it."""
+        epoch = self._epoch_of(sample)
+        if epoch not in self._epochs:
+            self._epochs = {old: self._epochs[old] for old in self._epochs if abs(old - epoch) == 1}
+            before, after = self._counts(epoch), self._counts(epoch + 1)
+            self._epochs[epoch] = _Epoch(before, after, f"blend/{self._seed}/{epoch}")
+        return self._epochs[epoch].locate(sample)
+
+    def _counts(self, epochs: int) -> list[int]:
+        """Samples of each source in the first ``epochs`` epochs."""
+        return [_rounded(count.numerator * epochs, count.denominator) for count in self._exact]
+
+    def _epoch_of(self, sample: int) -> int:
+        for number, epoch in self._epochs.items():
+            if epoch.first <= sample < epoch.end:
+                return number
+        guess = int(sample / self._mean)
+        while sum(self._counts(guess)) > sample:
+            guess -= 1
+        while sum(self._counts(guess + 1)) <= sample:
+            guess += 1
+        return guess
+
+
+class _Epoch:
+    """One epoch: the counts of each source ``before`` it and ``after`` it."""
+
+    def __init__(self, before: list[int], after: list[int], name: str) -> None:
+        self._before = before
+        counts = [end - begin for begin, end in zip(before, after, strict=True)]
+        self._firsts = [0, *accumulate(counts)]
+        self.first = sum(before)
+        self.end = self.first + self._firsts[-1]
+        self._order = Permutation(self._firsts[-1], name)
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """See :meth:`TokenBlend.locate`."""
+        place = self._order(sample - self.first)
+        source = bisect_right(self._firsts, place) - 1
+        return source, self._before[source] + place - self._firsts[source]
