@@ -53,7 +53,7 @@ async def test_a_hello_or_heartbeat_that_cannot_be_built_is_built_again(tmp_path
         await driver.until(lambda: len(driver.beats) >= 2 and len(obeyed) == 2)
         assert {hello.node for hello in driver.hellos} == {"n0"} and link.connected
         assert driver.beats[0].seq == 1, "the driver sees no gap"
-        assert driver.connections == 2, "dialled again after the order that failed"
+        assert driver.connections >= 2, "dialled again after the order that failed"
         assert not running.done()
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
