@@ -15,7 +15,8 @@ PYTEST_ARGS ?=
 # 1.8, and so on up to eight (tests/conftest.py has the lanes of tests that start many processes).
 # (nproc counts OMP_NUM_THREADS, which is 1 below, as cores; a newer make passes it on.)
 TEST_PROCESSES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 2 ? 2 : n < 6 ? n + 2 : 8)))
-# Of `make crash`: how many cases, from which number they follow, and how many processes share them.
+# Of `make crash`: how many cases, from which number they follow (SEED is also that of `make soak`),
+# and how many processes share them.
 CASES ?= 200
 SEED ?= 0
 JOBS ?= 1
@@ -60,7 +61,7 @@ HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 # kubectl, unpacked from Debian's package
 KUBERNETES_TOOLS := $(CURDIR)/.tools/kubernetes
 
-.PHONY: help demo train test crash simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-group-start bench-heartbeats test-export test-gpu test-system test-netns netns-tools test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser browser-tools test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo train test crash soak simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-group-start bench-heartbeats test-export test-gpu test-system test-netns netns-tools test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser browser-tools test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -77,6 +78,9 @@ test: $(READY) $(KERNELS_READY) ## run the tests (about 9 minutes on 2 cores)
 
 crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0 JOBS=1): nothing lost, nothing silent
 	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
+
+soak: $(READY) ## jobs under random overlapping faults on a real cluster (MINUTES=20 SEED=1 DRIVERS=1 or 3 TLS=1; root): every promise checked
+	@$(PY) -m tests.soak --minutes $(or $(MINUTES),20) --seed $(if $(filter command line environment,$(origin SEED)),$(SEED),1) --drivers $(or $(DRIVERS),1) $(if $(TLS),--tls)
 
 simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100 JOBS=cores CSV=file; SEED= replays one with its shortest history)
 	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) $(if $(RATE),--rate $(RATE)) $(if $(SPARES),--spares $(SPARES)) \

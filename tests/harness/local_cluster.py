@@ -51,11 +51,11 @@ class UpProcess:
         self, folder: Path, *options: str, dashboard: bool = False, executed: bool = False
     ) -> None:
         self.folder, self.site = folder, folder.with_name(folder.name + ".site")
-        self._mark = uuid.uuid4().hex
+        self.mark = uuid.uuid4().hex
         self._marked = {
             **os.environ,
             "PYTHONPATH": python_path(self.site),
-            MARK_VARIABLE: self._mark,
+            MARK_VARIABLE: self.mark,
         }
         self._output = folder.with_name(folder.name + ".up.jsonl")
         self._errors = folder.with_name(folder.name + ".up.log")
@@ -163,7 +163,7 @@ class UpProcess:
 
     def processes(self) -> list[int]:
         """Running processes of this cluster, including `up`."""
-        return processes_marked(self._mark)
+        return processes_marked(self.mark)
 
 
 def processes_marked(mark: str) -> list[int]:

@@ -537,6 +537,40 @@ async def test_real_training_resumes_from_the_memory_of_its_node(
         agent.end()
 
 
+async def test_a_node_trains_while_nothing_can_be_logged(
+    driver: RecordingDriver, tmp_path: Path
+) -> None:
+    """All logs of the node are full: it links again, its ranks end well, the commit counts."""
+    write_corpus(tmp_path / "corpus", random_documents(seed=1, count=50, longest=60))
+    attempt = tmp_path / "nodes/n0/jobs/demo/attempt-000001"
+    attempt.mkdir(parents=True)
+    names = ["agent.log", "template.log", "checkpoint.log", "self-check.log"]
+    names += [
+        f"{attempt.relative_to(tmp_path / 'nodes/n0')}/rank-0000{rank}.log" for rank in (0, 1)
+    ]
+    for name in names:
+        (tmp_path / "nodes/n0" / name).symlink_to("/dev/full")
+    agent = start_agent(tmp_path, template="")
+    try:
+        await driver.until_joined()
+        given = assignment(tmp_path, steps_of_training=10, uri=str(tmp_path / "checkpoints"))
+        await open_and_start(driver, given)
+        finished = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FINISHED)
+        assert [worker.exit_status for worker in finished.workers] == [0, 0]
+        assert not finished.failure
+        [progress] = finished.checkpoints
+        assert (progress.committed_step, progress.failure.error) == (10, "")
+        linked = driver.connections
+        await driver.stop()
+        again = RecordingDriver("test", TOKEN, revision=2)
+        await again.start(tmp_path / "driver.address")
+        await again.until_joined()
+        await again.stop()
+        assert linked and agent.process.poll() is None
+    finally:
+        agent.end()
+
+
 async def measured_spans(driver: RecordingDriver, ranks: int) -> None:
     """The driver gets what each rank of attempt 1 has measured, in Unix time."""
 

@@ -20,6 +20,7 @@ async def test_a_hello_or_heartbeat_that_cannot_be_built_is_built_again(tmp_path
     driver = RecordingDriver("test", TOKEN, interval_s=0.1)
     address_file = tmp_path / "driver.address"
     hellos, beats = iter([ValueError("no hello yet")]), iter([UnicodeError("no beat yet")] * 2)
+    obeyed: list[int] = []
 
     def hello() -> link_pb2.ExecutorHello:
         for error in hellos:
@@ -31,7 +32,12 @@ async def test_a_hello_or_heartbeat_that_cannot_be_built_is_built_again(tmp_path
             raise error
         return link_pb2.Heartbeat()
 
-    side = NodeSide(hello, heartbeat, see_epoch=lambda epoch: None, desired=lambda desired: None)
+    def obey(desired: link_pb2.DesiredState) -> None:
+        obeyed.append(desired.version)
+        if len(obeyed) == 1:
+            raise RuntimeError("a defect")
+
+    side = NodeSide(hello, heartbeat, see_epoch=lambda epoch: None, desired=obey)
     link = DriverLink(
         "test",
         TOKEN,
@@ -40,12 +46,14 @@ async def test_a_hello_or_heartbeat_that_cannot_be_built_is_built_again(tmp_path
         StepReports(),
         SpanReports("n0"),
     )
+    driver.want(link_pb2.DESIRED_PHASE_IDLE)
     await driver.start(address_file)
     running = asyncio.create_task(link.run())
     try:
-        await driver.until(lambda: len(driver.beats) >= 2)
+        await driver.until(lambda: len(driver.beats) >= 2 and len(obeyed) == 2)
         assert {hello.node for hello in driver.hellos} == {"n0"} and link.connected
         assert driver.beats[0].seq == 1, "the driver sees no gap"
+        assert driver.connections >= 2, "dialled again after the order that failed"
         assert not running.done()
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -22,7 +22,6 @@ from megascale_common.node.socket_folder import create_socket_folder
 from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
 from megascale_common.service.wire_text import encodable
 from megascale_executor.agent import (
-    asyncio_tasks,
     child_processes,
     folders,
     job_code,
@@ -240,20 +239,6 @@ def test_what_a_worker_says_always_fits_a_message() -> None:
         text == "No such file: /data/?.bin"
         and link_pb2.WorkerStatus(error=text).SerializeToString()
     )
-
-
-async def test_an_essential_part_that_is_cancelled_from_within_ends_the_agent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    killed: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
-
-    async def part() -> None:
-        raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio_tasks.essential(part())
-    assert killed == [os.getpid()]
 
 
 async def test_a_template_that_hangs_is_replaced(

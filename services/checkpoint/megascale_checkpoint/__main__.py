@@ -30,7 +30,7 @@ from megascale_checkpoint.staging import StagingFolder, default_base
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.addresses import joined
 from megascale_common.node.process import arm_parent_death
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.channel import present, presented
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates
@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
         # A thread that a storage holds for ever would keep the interpreter from ending.
         log.error("ended although a storage does not answer")
         os._exit(1)
+    if status := tasks.exit_status():
+        raise SystemExit(status)
 
 
 async def _serve(

@@ -40,7 +40,7 @@ from megascale_common.node.messages import (
 )
 from megascale_common.node.opening_messages import AttemptOpened
 from megascale_common.node.unix_socket import listen
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.errors import RequestError, ServiceError
 
 log = logs.get("local_server")
@@ -72,7 +72,7 @@ class LocalServer:
         sock.setblocking(False)
         self._accepted += 1
         connection = _WorkerConnection(sock, self._jobs, self._accepted, self._openings)
-        task = asyncio.create_task(connection.serve())
+        task = tasks.single(connection.serve(), "worker connection")
         self._connections[task] = connection
         task.add_done_callback(self._connections.pop)
 

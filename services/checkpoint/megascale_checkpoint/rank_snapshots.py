@@ -27,7 +27,7 @@ from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.slot_pages import SlotPages, slots_of
 from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.errors import (
     ServiceError,
     SupersededError,
@@ -108,9 +108,8 @@ class RankSnapshots:
         self._storage_failed: set[tuple[int, int]] = set()  # these may succeed when tried again
         self.restores = RankRestores(self, listener, pools)
         self._pages.populate(n for n, memory in enumerate(memories) if not memory.populated)
-        self._worker = asyncio.create_task(
-            self._persist_all(), name=f"persist {registration.job}/{registration.rank}"
-        )
+        what = f"persist {registration.job}/{registration.rank}"
+        self._worker = tasks.essential(self._persist_all(), what)
 
     @classmethod
     async def create(
@@ -230,7 +229,9 @@ class RankSnapshots:
             return
         # A task of its own: the state is whole, so it is sealed even if the worker disconnects.
         landing = self._landings.pop(index)
-        task = asyncio.create_task(self._seal(registration, index, step, small_state, landing))
+        task = tasks.single(
+            self._seal(registration, index, step, small_state, landing), f"seal {step}"
+        )
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
 
@@ -423,7 +424,9 @@ class RankSnapshots:
             self._listener.note_persisted(self.persist_s, size_bytes)
             # Not awaited: the commit waits for all ranks, and the next step can be persisted
             # meanwhile. The slot is free already, because the file is durable.
-            task = asyncio.create_task(self._report(key, prepared, registration.committer_endpoint))
+            task = tasks.single(
+                self._report(key, prepared, registration.committer_endpoint), f"report {key[1]}"
+            )
             self._reports[key] = task
         finally:
             watching.cancel()

@@ -14,6 +14,7 @@ from megascale_checkpoint.concurrency import Pools, Signal, in_pool
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.slots import SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
+from megascale_common.service import tasks
 from megascale_common.service.errors import LimitError
 from megascale_common.sizes.staging import REPLICA_SLOTS
 
@@ -68,7 +69,7 @@ class SlotPages:
         for index in waiting:
             self._slots.table.unpopulated(index)
         if waiting:
-            task = asyncio.create_task(self._populate(waiting), name="pages of slots")
+            task = tasks.single(self._populate(waiting), "pages of slots")
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 

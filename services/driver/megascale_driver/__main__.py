@@ -23,7 +23,7 @@ from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.keeper_process import KeeperProcess
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.build import build_version
 from megascale_common.service.channel import present
 from megascale_common.service.clock import SystemClock
@@ -93,6 +93,8 @@ def main() -> None:
         token, tls = read_token(options.token_file), certificates.of_options(options)
         present(tls)
         uvloop.run(_serve(options, token, tls))
+    if status := tasks.exit_status():
+        raise SystemExit(status)
 
 
 async def _serve(
@@ -157,7 +159,7 @@ async def _serve_until(
         raise
     _log.info("the driver serves", address=engine.address, build=build_version())
     freeze_all()  # what start-up created lives as long as the process: never collect it
-    collecting = asyncio.create_task(collect_now_and_then())
+    collecting = tasks.repeated(collect_now_and_then, "collections")
     keeper.start()  # now, and not with the first lease: a new term must not wait for it
     term = asyncio.create_task(leader.run())
     stopping = asyncio.create_task(stop.wait())

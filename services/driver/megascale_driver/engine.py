@@ -17,7 +17,7 @@ from typing import Any
 
 from megascale.v1 import types_pb2
 from megascale_common.etcd.election import Leadership
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.clock import Clock
 from megascale_common.service.errors import NotLeaderError
 from megascale_driver import probes, wire
@@ -242,9 +242,9 @@ class Engine:
         """
         epoch = _epoch(leadership, loaded)
         self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
-        ticker = asyncio.create_task(self._tick())
-        sender = asyncio.create_task(self.orders.run(epoch, lambda: self.state))
-        lost = asyncio.create_task(self._wake_when(leadership.lease.lost))
+        ticker = tasks.essential(self._tick(), "ticks")
+        sender = tasks.essential(self.orders.run(epoch, lambda: self.state), "orders")
+        lost = tasks.essential(self._wake_when(leadership.lease.lost), "lease")
         try:
             while not leadership.lease.lost.is_set():
                 await self._turn(store, leadership)
@@ -472,7 +472,7 @@ class Engine:
         return await pages_of(links, job.name, job.attempt)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = tasks.single(work, "effect")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -17,7 +17,7 @@ from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutc
 from megascale_common.etcd.keeper import Keeper
 from megascale_common.etcd.lease import now_s
 from megascale_common.etcd.protocol import Etcd
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_common.service.identity.gate import caller
 from megascale_common.service.rhythm import Rhythm
@@ -102,7 +102,7 @@ class Leader:
 
     async def run(self) -> None:
         """Campaign and lead, term after term, until cancelled."""
-        observer = asyncio.create_task(self._observe())
+        observer = tasks.essential(self._observe(), "observer")
         try:
             while True:
                 await self._term()
@@ -190,20 +190,20 @@ class Leader:
             beginning.set()
         trimmer = Trimmer(self._client, leadership, self._retention, self._engine.clock)
         beside = [
-            asyncio.create_task(trimmer.run(lambda: self._engine.state)),
-            asyncio.create_task(self._end_when_deposed(leadership)),
+            tasks.repeated(lambda: trimmer.run(lambda: self._engine.state), "trimming"),
+            tasks.essential(self._end_when_deposed(leadership), "deposed"),
         ]
         engine = self._engine
         traffic = TrafficWatch(
             lambda: engine.state, engine.links.get, engine.clock.now_s, engine.post,
             engine.policy,
         )  # fmt: skip
-        beside.append(asyncio.create_task(traffic.run()))
+        beside.append(tasks.repeated(traffic.run, "traffic"))
         if self._sweep_every_s > 0:
             sweep = Sweep(
                 engine.node_calls, lambda: engine.state, engine.clock.now_s, self._sweep_every_s
             )
-            beside.append(asyncio.create_task(sweep.run()))
+            beside.append(tasks.repeated(sweep.run, "sweep"))
         try:
             await self._engine.lead(leadership, store, loaded)
         finally:

@@ -19,6 +19,7 @@ from megascale_checkpoint.replicas.store import ReplicaStore
 from megascale_checkpoint.replicas.streams import STREAMS
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.node.addresses import split
+from megascale_common.service import tasks
 from megascale_common.service.start import write_address
 
 
@@ -67,7 +68,7 @@ class NodeReplicas:
                 self.endpoint = self._server.start(host, port)
         self.endpoint = self.endpoint or self._server.start(host)
         write_address("--address-file", address_file, self.endpoint)
-        self._following = asyncio.create_task(self._follow(), name="replicas")
+        self._following = tasks.repeated(self._follow, "replicas")
 
     async def close(self) -> None:
         """End all transfers and free the memory."""

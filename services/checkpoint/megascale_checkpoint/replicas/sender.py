@@ -39,7 +39,7 @@ from megascale_checkpoint.replicas.streams import STREAMS, Shares, Streams
 from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
 from megascale_checkpoint.slots import Slot, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.errors import ServiceError
 
 log = logs.get("replicas")
@@ -179,7 +179,7 @@ class ReplicaSender:
         slot.copied = transfer.must_end
         # A view of its own: while it is there, the memory stays mapped.
         image = memoryview(snapshots.memories[slot.index].view)
-        transfer.task = asyncio.create_task(self._send_all(snapshots, image, transfer))
+        transfer.task = tasks.single(self._send_all(snapshots, image, transfer), "replica")
 
     async def _send_all(
         self, snapshots: SealedRank, image: memoryview, transfer: _Transfer

@@ -32,7 +32,7 @@ from megascale_checkpoint.replicas.protocol import (
 )
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_common.node.addresses import joined, listen
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.errors import DamagedError, ServiceError, SupersededError
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class ReplicaServer:
         """
         self._listener = listen(host, port, backlog=MAX_CONNECTIONS)
         self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(), name="replica server")
+        self._accepting = tasks.essential(self._accept(), "replica server")
         return joined(host, self._listener.getsockname()[1])
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ from megascale_checkpoint.retention.collect import collect, collect_all
 from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.retention.retire import retention_of, retire
 from megascale_checkpoint.storage import open_storage, split
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.errors import ServiceError
 
 _log = logs.get("retention")
@@ -50,7 +50,7 @@ class Collector:
         """Have a run follow a commit; returns at once."""
         self._wanted[run.uri] = run
         if run.uri not in self._tasks:
-            self._tasks[run.uri] = asyncio.create_task(self._serve(run.uri))
+            self._tasks[run.uri] = tasks.single(self._serve(run.uri), f"retention {run.uri}")
 
     async def idle(self) -> None:
         """Return when no run is in progress."""

@@ -30,6 +30,7 @@ from megascale_common.etcd import rpc_pb2, rpc_pb2_grpc
 from megascale_common.etcd.connection import CHANNEL_OPTIONS, TlsConfig
 from megascale_common.etcd.keeper import KEEPALIVES_PER_TTL, Renewal
 from megascale_common.etcd.lease import now_s
+from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death, child_environment
 from megascale_common.service import logs
 
@@ -261,6 +262,7 @@ def _tls_options(tls: TlsConfig | None) -> list[str]:
 def main() -> None:
     """Renew what the owner orders, until it is gone."""
     arm_parent_death()
+    steady_streams()
     # Ctrl-C at a terminal is for the owner, which resigns in order; it needs its lease until then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="megascale_common.etcd.keeper_process")

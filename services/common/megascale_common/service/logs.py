@@ -1,9 +1,17 @@
-"""Structured logs of the services on stderr: one JSON object per event, a line on a terminal."""
+"""Structured logs of the services on stderr: one JSON object per event, a line on a terminal.
+
+A log call never raises and never waits for long: what cannot be written is dropped, and the next
+line that can be reports how many were (:mod:`megascale_common.node.output`).
+"""
 
 from __future__ import annotations
 
+import json as json_text
 import logging
 import sys
+from datetime import UTC, datetime
+
+from megascale_common.node.output import steady_streams
 
 # structlog imports rich for tracebacks on a terminal, which are text here (format_exc_info): a
 # fifth of the processor time that the start of a service takes. Without it structlog makes do.
@@ -18,7 +26,10 @@ else:
 
 
 def configure(service: str, *, level: str = "info", json: bool | None = None) -> None:
-    """Set up structlog for a process; ``json`` None means JSON unless stderr is a terminal."""
+    """Set up structlog and the standard streams of a process.
+
+    ``json`` None means JSON unless stderr is a terminal.
+    """
     number = getattr(logging, level.upper(), None)
     if not isinstance(number, int):
         raise ValueError(f"log level {level!r} is not one of debug, info, warning, error")
@@ -26,6 +37,13 @@ def configure(service: str, *, level: str = "info", json: bool | None = None) ->
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     )
+
+    def dropped(count: int, why: str) -> str:
+        fields = {"service": service, "event": "log lines were dropped", "count": count}
+        fields |= {"reason": why, "level": "warning", "timestamp": datetime.now(UTC).isoformat()}
+        return json_text.dumps(fields) if as_json else " ".join(map(str, fields.values()))
+
+    steady_streams(dropped)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_driver.alerting.grouping import Alert, Groups
 from megascale_driver.alerting.messages import Format, body
 from megascale_driver.core.events import Audit
@@ -119,8 +119,8 @@ class Alerts:
 
     def start(self) -> None:
         """Begin to send."""
-        work = [self._group(), *(webhook.run() for webhook in self.webhooks)]
-        self._tasks = [asyncio.create_task(each, name="alerts") for each in work]
+        work = [self._group, *(webhook.run for webhook in self.webhooks)]
+        self._tasks = [tasks.repeated(each, "alerts") for each in work]
 
     def step(self, job: str, record: object) -> None:
         """Steps alert nobody."""

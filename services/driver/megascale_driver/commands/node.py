@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.output import steady_streams
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service.errors import ClusterError, ServiceError, UnavailableError
 from megascale_driver.platform.joining import JoiningNode, RunningCluster, stop_node
@@ -127,6 +128,7 @@ def reporter(as_json: bool) -> Report:
 
 async def run_node(cluster: RunningCluster, name: str, devices: int | None, report: Report) -> int:
     """Start node ``name`` and supervise it until a signal or its end; returns the exit status."""
+    steady_streams()  # a full disk under its own output must not end the node
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.output import steady_streams
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_driver.commands.node import reporter, run_node
 from megascale_driver.platform.dashboard_process import DashboardProcess
@@ -185,6 +186,8 @@ def _print_plan(options: LocalOptions, as_json: bool) -> None:
 
 async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> int:
     """Start, supervise until a signal or a failure, stop; returns the exit status."""
+
+    steady_streams()  # a full disk under its own output must not end the cluster
 
     def report(kind: str, fields: dict[str, Any]) -> None:
         if as_json:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megascale_common.service import tasks
 from megascale_common.service.errors import OptionError
 
 if TYPE_CHECKING:
@@ -83,9 +84,9 @@ class Telemetry:
         parts = views, lambda: engine.state, engine.clock.now_s, engine.post
         self.stragglers, self.plans = StragglerWatch(*parts), PlanWatch(*parts, calibrations)
         self._tasks = [
-            asyncio.create_task(intake.run(), name="spans"),
-            asyncio.create_task(self.stragglers.run(), name="stragglers"),
-            asyncio.create_task(self.plans.run(), name="plans"),
+            tasks.repeated(intake.run, "spans"),
+            tasks.repeated(self.stragglers.run, "stragglers"),
+            tasks.repeated(self.plans.run, "plans"),
         ]
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ import uvloop
 
 from megascale_common.node.addresses import on_route_to, split
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.build import build_version
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates
@@ -261,7 +261,7 @@ def main() -> int:
     logs.configure("agent", level=options.log_level)
     with ends_with_a_sentence("megascale agent"):
         uvloop.run(run_agent(config_from(options)))
-    return 0
+    return tasks.exit_status()
 
 
 if __name__ == "__main__":

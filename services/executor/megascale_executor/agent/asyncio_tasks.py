@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
-
-from megascale_common.service import logs
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 T = TypeVar("T")
-_log = logs.get(__name__)
 
 
 async def cancelled(task: asyncio.Task[None] | None) -> None:
@@ -47,19 +42,3 @@ def once(find: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
         return found[0]
 
     return recall
-
-
-async def essential(part: Coroutine[Any, Any, None]) -> None:
-    """Run a part of the agent that must not fail; if it does, by a defect, the agent exits.
-
-    It exits rather than continue silently without that part: the driver detects a lost node.
-    """
-    try:
-        await part
-    except (Exception, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
-            raise  # the agent is stopping
-        _log.exception("a part of the agent failed; the agent ends")
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise

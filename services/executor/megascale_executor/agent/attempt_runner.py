@@ -21,7 +21,7 @@ from megascale_common.job.wire.spec import from_accepted_proto
 from megascale_common.node.addresses import joined, listen
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import NotLeft
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.errors import AssignmentError, TemplateError
 from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders, job_folders
 from megascale_executor.agent.assignment import (
@@ -290,9 +290,8 @@ class AttemptRunner:
         self._loader = await child_processes.spawn(
             command, folder.loader_log, environment=self._processes.environment
         )
-        self._loader_watch = asyncio.create_task(
-            self._watch_loader(self._loader, folder.loader_log)
-        )
+        watch = self._watch_loader(self._loader, folder.loader_log)
+        self._loader_watch = tasks.single(watch, "loader-exit")
 
     async def _watch_loader(self, loader: asyncio.subprocess.Process, log: Path) -> None:
         """Fail the attempt if the loader ends by itself.
@@ -301,7 +300,10 @@ class AttemptRunner:
         """
         status = await loader.wait()
         await asyncio.sleep(_WORKERS_REPORT_FIRST_S)
-        last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        try:
+            last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        except OSError as error:
+            last_line = f"its log cannot be read ({error.strerror})"
         reason = f"the data loader {describe_exit(status)}: {last_line or 'its log is empty'}"
         if self._workers is not None and self.state.phase in (attempt.STARTING, attempt.RUNNING):
             self._workers.abort(reason)
@@ -314,7 +316,7 @@ class AttemptRunner:
         self._wake_and_report()
 
     def _on_finished(self) -> None:
-        self._activity = asyncio.create_task(self._finish(self._activity))
+        self._activity = asyncio.create_task(self._guard(self._finish(self._activity)))
 
     async def _finish(self, start: asyncio.Task[None] | None) -> None:
         """Report the end once the driver has all step records: watches of the job end with it."""

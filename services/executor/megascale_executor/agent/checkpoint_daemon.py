@@ -18,7 +18,7 @@ import grpc
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2
 from megascale_common.node.account import Account
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.channel import open_channel
 from megascale_executor.agent import asyncio_tasks, child_processes
 from megascale_executor.agent.config import AgentConfig
@@ -79,9 +79,7 @@ class CheckpointDaemon:
     def begin(self) -> None:
         """Start the daemon and follow its progress."""
         self._child.begin()
-        self._watcher = asyncio.create_task(
-            asyncio_tasks.essential(self._watch()), name="checkpoint-progress"
-        )
+        self._watcher = tasks.essential(self._watch(), "checkpoint-progress")
 
     async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether it serves within ``timeout_s``; False at once when it is given up (again)."""

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from megascale_common.node.process import armed_command, child_environment
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_executor.agent import asyncio_tasks
 
 _log = logs.get(__name__)
@@ -124,9 +124,7 @@ class SupervisedChild:
 
     def begin(self) -> None:
         """Start the process and its supervision."""
-        self._task = asyncio.create_task(
-            asyncio_tasks.essential(self._supervise()), name=f"supervise-{self.name}"
-        )
+        self._task = tasks.essential(self._supervise(), f"supervise-{self.name}")
 
     def revive(self) -> None:
         """Start a child again that was given up, with a new budget: the cause may be gone."""

@@ -140,6 +140,9 @@ class DriverLink:
                         reason = error.details()
                         asked_s = max(asked_s, status.read(error).retry_after_s)
                     _log.info("no link to the driver", driver=address, reason=reason)
+                except Exception:
+                    # A defect of ours: this node is of use only with a link, so it dials again.
+                    _log.exception("the link failed; it is dialled again", driver=address)
                 if self._greeted.is_set():
                     backoff.reset()
                     self._greeted.clear()

@@ -16,13 +16,13 @@ from megascale_common.node.addresses import joined
 from megascale_common.node.files import replace_file
 from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.node.socket_folder import create_socket_folder
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.channel import present
 from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import read_token, write_address
-from megascale_executor.agent import asyncio_tasks, attempt, folders, job_secrets, secret_tenants
+from megascale_executor.agent import attempt, folders, job_secrets, secret_tenants
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
@@ -168,10 +168,10 @@ class NodeAgent:
         )
         await self._daemon.wait_ready(_DAEMON_BEFORE_LINK_S)
         self._tasks = [
-            asyncio.create_task(asyncio_tasks.essential(self.runner.run()), name="runner"),
-            asyncio.create_task(asyncio_tasks.essential(self._link.run()), name="link"),
-            asyncio.create_task(asyncio_tasks.essential(self.runner.scanner.run()), name="logs"),
-            asyncio.create_task(asyncio_tasks.essential(self._spans.run()), name="spans"),
+            tasks.essential(self.runner.run(), "runner"),
+            tasks.essential(self._link.run(), "link"),
+            tasks.repeated(self.runner.scanner.run, "logs"),
+            tasks.repeated(self._spans.run, "spans"),
         ]
         self._write_pids()
 

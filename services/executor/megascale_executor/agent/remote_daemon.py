@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from megascale_common.node import framing
+from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death
 
 CONNECT_TIMEOUT_S = 60.0  # containers of a pod start in any order
@@ -27,6 +28,7 @@ CONNECT_POLL_S = 0.2
 def main() -> int:
     """Run until the daemon has ended; its exit status, 128 and a signal's number, or 1."""
     arm_parent_death()
+    steady_streams()
     made = argparse.ArgumentParser(description="Stand for a daemon in another container.")
     made.add_argument("--socket", type=Path, required=True, help="of the sidecar")
     made.add_argument("options", nargs="+", help="after --: those of the daemon")

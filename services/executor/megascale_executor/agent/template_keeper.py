@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megascale_common.service import tasks
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent import asyncio_tasks, child_processes
 from megascale_executor.agent.job_processes import DEFAULT, JobProcesses
@@ -85,7 +86,7 @@ class TemplateKeeper:
         self._current, process = await TemplateProcess.spawn(
             self._command, self._log_path, self._processes
         )
-        self._ending = asyncio.create_task(_end_with(self._current, process), name="template-end")
+        self._ending = tasks.single(_end_with(self._current, process), "template-end")
         self._arrival.set()
         return process
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -143,11 +143,13 @@ class WorkerSet:
             if outcome is not None:
                 raise outcome
         for worker, (assignment, _) in zip(self.workers, assignments, strict=True):
+            listen, watch = self._listen(worker), self._watch(worker, assignment)
             worker.reader = asyncio.create_task(
-                self._listen(worker), name=f"worker-{worker.rank}-messages"
+                self._guard(worker, listen), name=f"worker-{worker.rank}-messages"
             )
-            watch = self._watch(worker, assignment)
-            self._tasks.append(asyncio.create_task(watch, name=f"worker-{worker.rank}-exit"))
+            self._tasks.append(
+                asyncio.create_task(self._guard(worker, watch), name=f"worker-{worker.rank}-exit")
+            )
 
     def _launch(
         self, assignment: Assignment, log_path: Path, store_listen_fd: int | None
@@ -174,6 +176,14 @@ class WorkerSet:
                 f"rank {worker.rank} cannot be given its assignment: {error}"
             ) from error
         return worker, asyncio.create_task(fork())
+
+    async def _guard(self, worker: Worker, part: Coroutine[Any, Any, None]) -> None:
+        """Follow a worker; a defect of ours ends the attempt, which would hang unattended."""
+        try:
+            await part
+        except Exception as error:
+            _log.exception("a worker is no longer followed", rank=worker.rank)
+            self.abort(f"the agent cannot follow rank {worker.rank}: {error!r}")
 
     async def _listen(self, worker: Worker) -> None:
         try:

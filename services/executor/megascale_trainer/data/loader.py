@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megascale_common.job.config import JobConfig, from_json
+from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death
 from megascale_common.node.redaction import redact_streams
 from megascale_common.node.unix_socket import listen
@@ -30,6 +31,7 @@ from megascale_trainer.data.ring import Geometry
 def main(arguments: list[str] | None = None) -> None:
     """Run the loader of one node until it is stopped; exits with status 2 when it cannot start."""
     arm_parent_death()
+    steady_streams()
     redact_streams()
     parser = argparse.ArgumentParser(
         prog="megascale-loader", description="Prepare step batches for the workers of a node."

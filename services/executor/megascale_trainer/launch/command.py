@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError, JobProblem
+from megascale_common.node.output import steady, steady_streams
 from megascale_common.node.process import arm_parent_death
 from megascale_trainer.launch.display import duplicate
 from megascale_trainer.launch.host_services import HostServices, new_token
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         # A shell may end before a run that it started alone; torchrun may not.
         arm_parent_death(expected_parent_pid=os.getppid())
     options = parser().parse_args(arguments)
+    steady_streams()
     rank = os.environ.get("RANK", "0")
     try:
         config, place = load_config(options.job), Place.of(os.environ)
@@ -43,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
             for problem in error.problems:
                 print(f"refused: {problem}", file=sys.stderr)
         return USAGE
-    output, errors = duplicate(1), duplicate(2)
+    output, errors = steady(duplicate(1)), steady(duplicate(2))
     folder = options.run_folder.absolute() / "jobs" / config.name
     with contextlib.ExitStack() as stack:
         services = None

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from megascale_common.node import framing
 from megascale_common.node.messages import Exited, Forked, TemplateHello
+from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death
 from megascale_common.node.redaction import redact_streams
 from megascale_trainer.process.after_fork import renew_thread_pool
@@ -44,6 +45,7 @@ Program = Callable[[socket.socket, framing.Message, list[int]], int]
 def main() -> int:
     """Arm the parent-death signal, import torch, serve until the agent closes the socket."""
     arm_parent_death()
+    steady_streams()
     redact_streams()
     parser = argparse.ArgumentParser(
         prog="python -m megascale_trainer.process", description=__doc__
@@ -160,6 +162,7 @@ class _Template:
             os.close(log)
             sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            steady_streams()
             redact_streams()
             renew_thread_pool()
             status = self._run_first_message(socket.socket(fileno=socket_descriptor))

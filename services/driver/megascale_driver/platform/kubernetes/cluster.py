@@ -12,6 +12,7 @@ import datetime
 import hashlib
 from collections.abc import AsyncIterator
 
+from megascale_common.service import tasks
 from megascale_common.service.errors import ExistsError, NotFoundError, StateError, UnavailableError
 from megascale_driver.platform.kubernetes import objects
 from megascale_driver.platform.kubernetes.api import KubernetesApi
@@ -51,13 +52,13 @@ class KubernetesCluster:
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
         """Within it the copies of machines and pods are kept up to date."""
-        tasks = [asyncio.create_task(each.run()) for each in (self._machines, self._pods)]
+        following = [tasks.repeated(each.run, "copy") for each in (self._machines, self._pods)]
         try:
             yield
         finally:
-            for task in tasks:
+            for task in following:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*following, return_exceptions=True)
 
     @property
     def known(self) -> bool:

@@ -1,0 +1,154 @@
+"""Standard streams that cannot fail a process: what cannot be written is dropped and counted.
+
+A print or a log line is never worth the process that writes it. Python's own streams raise when the
+disk is full or the reader has gone, wait for as long as a reader does not read, and turn the exit
+status into 120 where the last flush fails. These drop lines instead, and report how many as soon as
+a line can be written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from typing import TextIO, cast
+
+# How long a write waits for the reader of a pipe or terminal; once it has waited in vain, it does
+# not wait again before the reader has read.
+PATIENCE_S = 0.2
+# A pipe that is ready takes so many bytes at once without a wait (PIPE_BUF).
+_BLOCK_BYTES = select.PIPE_BUF
+MAX_UNFINISHED_CHARS = 64 * 1024  # of a line without an end; it is written in parts then
+
+Notice = Callable[[int, str], str]
+
+
+def _plain(count: int, why: str) -> str:
+    lines = "1 line was" if count == 1 else f"{count} lines were"
+    return f"[{lines} dropped here: {why}]"
+
+
+class SteadyStream:
+    """A text stream whose writes and flushes never raise; all else is the stream's own.
+
+    Args:
+        notice: the line that reports dropped ones, from their number and the reason.
+    """
+
+    def __init__(self, stream: TextIO, notice: Notice = _plain) -> None:
+        self._stream, self.notice = stream, notice
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+        # Reentrant: a signal handler may print while its thread prints.
+        self._lock = threading.RLock()
+        self._unfinished = ""  # of a line whose end is still to come
+        self._cut = b""  # the rest of a line of which the beginning is written
+        self._dropped = 0
+        self._why = ""
+        self._stalled = False
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+    def write(self, text: str) -> int:
+        """Write ``text``, line by line; returns its length in any case."""
+        if not isinstance(text, str):
+            raise TypeError(f"a text stream takes str, not {type(text).__name__}")
+        with self._lock:
+            text_so_far = self._unfinished + text
+            end = text_so_far.rfind("\n") + 1
+            if len(text_so_far) - end > MAX_UNFINISHED_CHARS:
+                end = len(text_so_far)
+            self._unfinished = text_so_far[end:]
+            if end:
+                self._emit(text_so_far[:end])
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        """Write each of ``lines``."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Write what is there of an unfinished line, and the report of dropped ones."""
+        with self._lock:
+            text, self._unfinished = self._unfinished, ""
+            self._emit(text)
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.flush()  # what was written to its own buffer
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def _emit(self, text: str) -> None:
+        data = text.encode(self._encoding, "backslashreplace")
+        self._cut = self._put(self._cut)
+        if self._dropped and not self._cut:
+            notice = f"{self.notice(self._dropped, self._why)}\n".encode(self._encoding, "replace")
+            left = self._put(notice)
+            if len(left) < len(notice):
+                self._dropped, self._cut = 0, left
+        if self._dropped or self._cut:
+            self._dropped += _lines(data)
+            return
+        left = self._put(data)
+        if left and len(left) < len(data) and data[-len(left) - 1 : -len(left)] != b"\n":
+            cut, end, left = left.partition(b"\n")
+            self._cut = cut + end
+        self._dropped += _lines(left)
+
+    def _put(self, data: bytes) -> bytes:
+        """Write as much of ``data`` as is possible now; returns the rest."""
+        try:
+            descriptor = self._stream.fileno()
+        except (OSError, ValueError, AttributeError):  # a stream in memory, or a closed one
+            return self._put_text(data)
+        try:
+            waits = not stat.S_ISREG(os.fstat(descriptor).st_mode)
+            while data:
+                if waits and not self._ready(descriptor):
+                    self._why = "the reader of this output does not read"
+                    return data
+                data = data[os.write(descriptor, data[:_BLOCK_BYTES] if waits else data) :]
+        except OSError as error:
+            self._why = error.strerror or str(error)
+        return data
+
+    def _put_text(self, data: bytes) -> bytes:
+        if not data:
+            return data
+        try:
+            self._stream.write(data.decode(self._encoding, "replace"))
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._why = str(error)
+            return data
+        return b""
+
+    def _ready(self, descriptor: int) -> bool:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        self._stalled = not poll.poll(0 if self._stalled else round(PATIENCE_S * 1e3))
+        return not self._stalled
+
+
+def _lines(data: bytes) -> int:
+    """How many lines ``data`` has, one without an end included."""
+    return data.count(b"\n") + bool(data and not data.endswith(b"\n"))
+
+
+def steady(stream: TextIO, notice: Notice = _plain) -> TextIO:
+    """A stream that writes to ``stream`` and never raises."""
+    return cast(TextIO, SteadyStream(stream, notice))
+
+
+def steady_streams(notice: Notice = _plain) -> None:
+    """Make ``sys.stdout`` and ``sys.stderr`` steady; to be called again when they are replaced."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, SteadyStream):
+            stream.notice = notice
+        elif stream is not None:
+            setattr(sys, name, steady(stream, notice))
