@@ -159,6 +159,7 @@ class Desk:
         for line in code.splitlines():
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", line],
+                check=False,
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ from megascale_common.job.config import JobConfig, ParallelismConfig, from_accep
 from megascale_common.job.names import is_dns_label
 from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 from megascale_common.sizes.parameter_table import parameter_table
-from megascale_driver.commands.models import MODELS, StartingModel, imported_model
+from megascale_driver.commands.models import MODELS, imported_model
 
 _WIDTH = 118
 _INDENT = "  "
