@@ -10,6 +10,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 NAMED = (
+    "by-hand.md",
+    "coming-from-megatron.md",
+    "coming-from-torchtitan.md",
     "cli.md",
     "client.md",
     "operations.md",
@@ -81,13 +84,18 @@ def commands_in_prose() -> list[tuple[str, str]]:
 
 # (page, words of the block) of what tests/integration/test_first_hour.py runs.
 TERMINAL = ("README.md", "megascale up --nodes 3")
-TRAIN = ("README.md", "megascale data tokenize")
+TRAIN = ("README.md", "megascale data tokenize README.md")
 MEANWHILE = ("README.md", "megascale explain example")
 AFTERWARDS = ("README.md", "megascale checkpoint fetch")
 COMPLETION = ("docs/cli.md", "--show-completion")
 BACKUP = ("docs/operations.md", "snapshot save")
 RESTORE = ("docs/operations.md", "etcd.lost")
 RUN_IN_A_CLUSTER = (TERMINAL, TRAIN, MEANWHILE, AFTERWARDS, COMPLETION, BACKUP, RESTORE)
+# Of what tests/integration/test_first_hour.py runs in an empty folder, without a cluster.
+FIRST_BY_HAND = ("docs/by-hand.md", "--output job.yaml")
+EIGHT_BY_HAND = ("docs/by-hand.md", "--output eight.yaml")
+README_BY_HAND = ("README.md", "--output eight.yaml")
+RUN_BY_HAND = (FIRST_BY_HAND, EIGHT_BY_HAND, README_BY_HAND)
 # Of what tests/chaos/test_high_availability.py runs, which sets the variables of the first.
 MEMBERS_OF_ETCD = ("docs/operations.md", "export MEMBERS=")
 RESTORE_MEMBER = ("docs/operations.md", '--name "$NAME"')

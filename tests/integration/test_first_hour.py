@@ -1,5 +1,7 @@
 """The first hour: the commands of the pages, as they are pasted, in a fresh folder.
 
+Those of training by hand start in an empty one, and end before a cluster is there.
+
 The short form forks what stands alone on a line; the slow one pastes all of it into shells.
 """
 
@@ -26,7 +28,10 @@ from tests.harness.snippets import (
     AFTERWARDS,
     BACKUP,
     COMPLETION,
+    EIGHT_BY_HAND,
+    FIRST_BY_HAND,
     MEANWHILE,
+    README_BY_HAND,
     REPOSITORY,
     RESTORE,
     TERMINAL,
@@ -115,6 +120,74 @@ def words_of(code: str) -> list[list[str]] | None:
         line and line[0] == "megascale" and not any(map(OF_SHELLS.search, line)) for line in lines
     )
     return lines if plain else None
+
+
+# Of a job that `megascale init` has written: as many steps as a test can wait for.
+INITIAL_STEPS, CUT_STEPS = "steps: 200", "steps: 12"
+
+
+PROGRAMS = {"python": "", "megascale": "-m megascale_cli", "torchrun": "-m torch.distributed.run"}
+
+
+class Desk:
+    """An empty folder but for a text, with the programs of an environment that is activated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, programs = folder / "desk", folder / "bin"
+        self.folder.mkdir()
+        programs.mkdir()
+        for name, module in PROGRAMS.items():
+            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+            (programs / name).chmod(0o755)
+        text = "The trainer reads this page, and learns to write others like it.\n"
+        (self.folder / "TEXT.txt").write_text(text * 200)
+        known = ("MEGASCALE_RUN_FOLDER", "CUDA_VISIBLE_DEVICES")
+        self.environment = {
+            **{key: value for key, value in os.environ.items() if key not in known},
+            "CUDA_VISIBLE_DEVICES": "",  # as on a machine without GPUs: eight ranks need eight
+            "HOME": str(folder),
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "COLUMNS": "200",
+        }
+
+    def paste(self, code: str) -> str:
+        """Paste lines into a shell, one after the other, each with success; what they printed.
+
+        A job that is written is cut to a few steps before the next line.
+        """
+        shown = ""
+        for line in code.splitlines():
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", line],
+                check=False,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+            shown += done.stdout
+            for job in self.folder.glob("*.yaml"):
+                job.write_text(job.read_text().replace(INITIAL_STEPS, CUT_STEPS))
+        return shown
+
+
+def test_the_first_commands_by_hand_train_in_an_empty_folder(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    shown = desk.paste(block(*FIRST_BY_HAND).code)
+    assert "all 12 steps are done" in shown and "step 12/12" in shown
+    assert (desk.folder / "checkpoints" / "job" / "commits").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [(FIRST_BY_HAND, EIGHT_BY_HAND), (README_BY_HAND,)])
+def test_eight_ranks_train_beside_one_in_the_same_folder(
+    blocks: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
+    desk = Desk(tmp_path)
+    shown = desk.paste("".join(block(*each).code for each in blocks))
+    assert shown.count("all 12 steps are done") == 2, shown
 
 
 class Hour:

@@ -209,7 +209,8 @@ def test_entry_points_and_the_lists_of_our_commands_agree() -> None:
 
 
 def test_init_and_plan_lead_from_nothing_to_what_a_job_needs(runner: CliRunner) -> None:
-    written = runner.invoke(build_app(), ["init", "--output", "First Try.yaml"])
+    words = ["init", "--ranks", "8", "--output"]
+    written = runner.invoke(build_app(), [*words, "First Try.yaml"])
     assert (written.exit_code, "megascale plan First Try.yaml" in written.output) == (
         exits.OK,
         True,
@@ -225,20 +226,25 @@ def test_init_and_plan_lead_from_nothing_to_what_a_job_needs(runner: CliRunner) 
         "2,048 tokens a step",
         "8 ranks: 2 nodes of 4 devices",
     ]
-    for words in (*lines, "pipeline stage 1: parameters", "checkpoint   9.8 MiB"):
-        assert words in shown.output
+    for line in (*lines, "checkpoint   9.8 MiB"):
+        assert line in shown.output
+    text = Path("First Try.yaml").read_text()
+    assert "#tp: true" in text and "#pp: true" in text, "the file shows the defaults"
+    sizes = text.replace("#tp: 1\n", "tp: 2\n").replace("#pp: 1\n", "pp: 2\n")
+    Path("cut.yaml").write_text(sizes.replace(" dp: 8\n", " dp: 2\n"))
+    shown = runner.invoke(build_app(), ["plan", "cut.yaml"], env={"COLUMNS": "200"})
+    assert "pipeline stage 1: parameters" in shown.output
     assert shown.output.count(", peer memory 256.0 KiB") == 2, (
         "128 tokens, 2 sequences, 128 columns, fp32, two slots"
     )
-    text = Path("First Try.yaml").read_text()
-    assert "#tp: true" in text and "#pp: true" in text, "the file shows the defaults"
-    plain = text.replace("#tp: true", "tp: false").replace("#pp: true", "pp: false")
+    plain = Path("cut.yaml").read_text()
+    plain = plain.replace("#tp: true", "tp: false").replace("#pp: true", "pp: false")
     Path("plain.yaml").write_text(plain)
     shown = runner.invoke(build_app(), ["plan", "plain.yaml"], env={"COLUMNS": "200"})
     assert shown.exit_code == exits.OK and "peer memory" not in shown.output
     as_json = json.loads(runner.invoke(build_app(), ["plan", "First Try.yaml", "--json"]).output)
     assert (as_json["parameters"], as_json["refused"]) == (853_504, [])
-    on_stdout = runner.invoke(build_app(), ["init", "--output", "-", "--name", "first-try"]).output
+    on_stdout = runner.invoke(build_app(), [*words, "-", "--name", "first-try"]).output
     assert on_stdout == Path("First Try.yaml").read_text()
     too_large = runner.invoke(
         build_app(), ["plan", "First Try.yaml", "--device-memory-gib", "0.001"]

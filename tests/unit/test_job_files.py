@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import typing
 from collections.abc import Iterator
@@ -131,6 +132,41 @@ def test_a_model_has_the_size_that_its_summary_states_and_fits_its_devices(model
     scale = {"million": 1e6, "billion": 1e9}[stated[2]]
     assert f"{plan['parameters'] / scale:.2f}" == stated[1]
     assert plan["world_size"] == int(stated[3])
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "sizes"),
+    [
+        ("tiny", None, (1, 1, 1)),
+        ("tiny", 1, (1, 1, 1)),
+        ("tiny", 8, (1, 8, 1)),
+        ("llama3-8b", 4, (4, 1, 1)),
+        ("gpt-13b", 32, (2, 8, 2)),
+    ],
+)
+def test_data_parallelism_takes_the_ranks_that_a_replica_leaves(
+    model: str, ranks: int | None, sizes: tuple[int, int, int]
+) -> None:
+    text = job_template(model, "x", ranks=ranks)
+    job = parse_job(yaml.safe_load(re.sub(r"(prefix|uri): c", r"\1: /c", text)))
+    plan, found = plan_job(job, 8, 0), job_spec.from_proto(job).parallelism
+    assert (found.tp, found.dp, found.pp) == sizes and plan["refused"] == []
+    count = math.prod(sizes)
+    alone = "python -m megascale_trainer FILE" in text
+    assert alone == (count == 1) and (alone or f"--nproc-per-node {count} " in text)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "words"),
+    [
+        ("llama3-8b", 2, "--ranks: 2 is no multiple of 4"),
+        ("tiny", 3, "--ranks: 3 replicas do not divide the 8 micro-batches"),
+        ("tiny", 16, "--ranks: 16 replicas do not divide the 8 micro-batches"),
+    ],
+)
+def test_ranks_that_do_not_fit_a_model_are_refused(model: str, ranks: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        job_template(model, "x", ranks=ranks)
 
 
 PUBLISHED = {  # counted from the weights of the models

@@ -17,6 +17,7 @@ import yaml
 from tests.harness.bad_jobs import good_job
 from tests.harness.command_line import command
 from tests.harness.snippets import (
+    RUN_BY_HAND,
     RUN_IN_A_CLUSTER,
     RUN_ON_THREE_MEMBERS,
     Block,
@@ -27,10 +28,9 @@ from tests.harness.snippets import (
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = "tests/unit/test_how_to.py compares each line with the source"
 INSTALLED = "it installs into the environment; "
-RUN = (*RUN_IN_A_CLUSTER, *RUN_ON_THREE_MEMBERS)
+RUN = (*RUN_BY_HAND, *RUN_IN_A_CLUSTER, *RUN_ON_THREE_MEMBERS)
 # (page, words of the block): why nothing here runs it.
 LEFT_OUT = {
-    ("README.md", "torchrun --nproc-per-node 8"): "integration/test_by_hand.py runs it on CPUs",
     ("README.md", ">>> SIGKILL to torchrun"): "what `make train` prints",
     ("README.md", "0.000 s  PLACED"): "tests/chaos/test_demo.py compares it with a real demo",
     ("docs/goodput.md", "goodput since start"): "formulas",

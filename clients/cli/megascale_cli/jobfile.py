@@ -38,8 +38,12 @@ def init(
             "gpt-30b",
             "gpt-175b",
         ],
-        typer.Option(help="tiny runs on a laptop's CPU, gpt-175b is the MegaScale paper's."),
+        typer.Option(help="tiny is one rank on any CPU, gpt-175b is the MegaScale paper's."),
     ] = "tiny",
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Start on so many ranks: more, or fewer, data-parallel replicas."),
+    ] = None,
     from_hf: Annotated[
         Path | None,
         typer.Option(
@@ -65,7 +69,7 @@ def init(
         if from_hf is not None:
             _check_free(output, overwrite)
             imported = _import(from_hf, output)
-        text = load_function("init")(model, name, imported)
+        text = load_function("init")(model, name, imported, ranks)
     except (ValueError, InvalidRequest) as error:
         raise fail(InvalidRequest(str(error)), as_json) from None
     if str(output) == "-":

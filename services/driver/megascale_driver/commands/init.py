@@ -15,38 +15,44 @@ from typing import Any
 
 import yaml
 
-from megascale_common.job.config import ParallelismConfig, from_accepted
+from megascale_common.job.config import JobConfig, ParallelismConfig, from_accepted
 from megascale_common.job.names import is_dns_label
 from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 from megascale_common.sizes.parameter_table import parameter_table
-from megascale_driver.commands.models import MODELS, StartingModel, imported_model
+from megascale_driver.commands.models import MODELS, imported_model
 
 _WIDTH = 118
 _INDENT = "  "
 
 
-def job_template(model: str, name: str, imported: Mapping[str, Any] | None = None) -> str:
+def job_template(
+    model: str, name: str, imported: Mapping[str, Any] | None = None, ranks: int | None = None
+) -> str:
     """The text of a file for a job named ``name`` that trains ``model``.
 
     Args:
+        ranks: how many it starts on; None: as many as the model's own layout has.
         imported: in place of a model by name: ``model`` (fields of trainer.model), ``load_uri``,
             ``tokenizer`` (path) and ``architecture`` of one that was imported.
 
     Raises:
         KeyError: no such model.
-        ValueError: ``name`` is not a valid name of a job.
+        ValueError: ``name`` is not a valid name of a job, or ``ranks`` do not fit the model.
     """
     if not is_dns_label(name):
         raise ValueError(
             f"{name!r} is not a DNS-1123 label: use 1 to 63 of a-z, 0-9 and '-', no '-' at the ends"
         )
-    checkpoint: dict[str, Any] = {"uri": "checkpoints"}
+    checkpoint: dict[str, Any] = {"uri": f"checkpoints/{name}"}  # a folder holds one job's
     if imported is None:
         chosen = MODELS[model]
     else:
         chosen = imported_model(imported["model"], imported["tokenizer"])
         model = imported["architecture"]
         checkpoint["load_uri"] = imported["load_uri"]
+    if ranks is not None:
+        chosen = chosen.on(ranks)
+    config = from_accepted({"name": "model", "trainer": chosen.sections})
     values = {
         "name": name,
         "trainer": chosen.sections,
@@ -54,8 +60,10 @@ def job_template(model: str, name: str, imported: Mapping[str, Any] | None = Non
         "recovery": {"spare_nodes": 1},
     }
     head = [
-        f"A job: {_summary(model, chosen)}.",
-        "`megascale plan FILE` prints what it needs; `megascale submit FILE --watch` runs it.",
+        f"A job: {_summary(model, config, chosen.device)}.",
+        "`megascale plan FILE` prints what it needs; `megascale submit FILE --watch` runs it on a "
+        "cluster,",
+        f"and without one `{_by_hand(config.layout.world_size)} FILE`.",
         f"First, beside this file: `{chosen.tokenize}`.",
         "Every field is here. A line `#field: value` is a field at its default: "
         "remove the # to change it.",
@@ -66,9 +74,8 @@ def job_template(model: str, name: str, imported: Mapping[str, Any] | None = Non
     )
 
 
-def _summary(model: str, chosen: StartingModel) -> str:
+def _summary(model: str, config: JobConfig, device: str) -> str:
     """Its size and how many devices it starts on."""
-    config = from_accepted({"name": "model", "trainer": chosen.sections})
     alone = replace(config, parallelism=ParallelismConfig())
     sizes = {
         piece.name: math.prod(piece.global_shape) for piece in parameter_table(alone, 0).slices
@@ -77,8 +84,15 @@ def _summary(model: str, chosen: StartingModel) -> str:
     size = (
         f"{parameters / 1e9:.2f} billion" if parameters > 1e9 else f"{parameters / 1e6:.2f} million"
     )
-    devices = "GPUs of 80 GiB" if ranks > 1 else "GPU"
-    return f"{model}, {size} parameters on {ranks} {chosen.where or devices}"
+    devices = f"{ranks} ranks, each {device}" if ranks > 1 else f"1 rank, {device}"
+    return f"{model}, {size} parameters on {devices}"
+
+
+def _by_hand(ranks: int) -> str:
+    """How so many ranks start on one host."""
+    if ranks == 1:
+        return "python -m megascale_trainer"
+    return f"torchrun --nproc-per-node {ranks} -m megascale_trainer"
 
 
 def _message(message: MessageFields, values: Mapping[str, Any], depth: int) -> Iterator[str]:

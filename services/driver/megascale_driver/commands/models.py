@@ -8,7 +8,7 @@ GPT sizes are those that are usual for that number of parameters. Layouts fit de
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _LLAMA: dict[str, Any] = {
@@ -50,7 +50,7 @@ class StartingModel:
     learning_rate: float
     warmup_steps: int
     checkpoint_steps: int = 100
-    where: str = ""
+    device: str = "a GPU of 80 GiB"
     tokenizer: str = ""
 
     @property
@@ -76,6 +76,28 @@ class StartingModel:
             "schedule": {"warmup_steps": self.warmup_steps},
             "data": {"sources": [{"prefix": "corpus"}], "tokenizer": tokenizer},
         }
+
+    def on(self, ranks: int) -> StartingModel:
+        """The same on so many ranks: data parallelism takes what tp and pp leave of them.
+
+        Raises:
+            ValueError: they are no whole replicas, or the batch is no multiple of theirs.
+        """
+        sizes, training = self.parallelism, self.training
+        of_replica = sizes.get("tp", 1) * sizes.get("pp", 1)
+        dp = ranks // of_replica
+        if ranks % of_replica:
+            raise ValueError(
+                f"--ranks: {ranks} is no multiple of {of_replica}, the ranks of one replica (tp "
+                f"{sizes.get('tp', 1)} * pp {sizes.get('pp', 1)}); give one, or change the file"
+            )
+        sequences = training["global_batch_size"] // training["micro_batch_size"]
+        if sequences % dp:
+            raise ValueError(
+                f"--ranks: {dp} replicas do not divide the {sequences} micro-batches of a step; "
+                "give another number, or change the batch in the file"
+            )
+        return replace(self, parallelism={**sizes, "dp": dp})
 
 
 _BYTES_AND_END = 257
@@ -136,6 +158,7 @@ def imported_model(model: Mapping[str, Any], tokenizer: str) -> StartingModel:
         training={**training, "steps": 1000},
         learning_rate=_IMPORTED_LEARNING_RATE,
         warmup_steps=100,
+        device="a GPU",
         tokenizer=tokenizer,
     )
 
@@ -149,7 +172,7 @@ MODELS: dict[str, StartingModel] = {
             "vocab_size": _BYTES_AND_END,
             "sequence_length": 128,
         },
-        parallelism={"tp": 2, "dp": 2, "pp": 2},
+        parallelism={},
         training={
             "steps": 200,
             "global_batch_size": 16,
@@ -159,7 +182,7 @@ MODELS: dict[str, StartingModel] = {
         learning_rate=2e-3,
         warmup_steps=10,
         checkpoint_steps=20,
-        where="CPU ranks: `megascale up --nodes 3 --devices-per-node 4 --device cpu`",
+        device="a CPU or a GPU",
     ),
     "llama3-1b": _on_gpus(
         _llama(
