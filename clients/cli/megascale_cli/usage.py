@@ -14,6 +14,7 @@ import typer.core
 
 from megascale_cli.exits import OK, UsageError, fail, print_error
 from megascale_cli.options import JSON_OPTION
+from megascale_cli.plugins import Completing
 from megascale_client import FieldProblem, InvalidRequest, MegascaleError
 
 
@@ -41,7 +42,7 @@ class _Parts(MutableMapping[str, Any]):
         return len(self._builders.keys() | self._built.keys())
 
 
-class Commands(typer.core.TyperGroup):
+class Commands(Completing):
     """The root of the commands: every error of usage below it is reported here.
 
     To put all commands together takes longer than most of them run; only the help needs all.
