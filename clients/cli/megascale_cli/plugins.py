@@ -262,7 +262,7 @@ def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> 
         raise
     except Exception as error:
         status = report(error, as_json=JSON_OPTION in arguments)
-        if status is None or isinstance(error, BrokenPipeError):
+        if status is None:
             raise
         raise SystemExit(status) from None
     raise SystemExit(0)
