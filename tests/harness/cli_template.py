@@ -81,9 +81,10 @@ def _serve() -> None:
     import typer.main
 
     from megascale_cli import __main__ as entry
+    from megascale_cli import app
 
-    commands = typer.main.get_command(entry.build_app())
-    entry.build_app = lambda: commands  # type: ignore[assignment,return-value]
+    commands = typer.main.get_command(app.build_app())
+    app.build_app = lambda: commands  # type: ignore[assignment,return-value]
     # A collection in a fork would walk through all that was imported, and copy its pages.
     gc.collect()
     gc.freeze()

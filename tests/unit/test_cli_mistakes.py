@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
 from megascale_cli.exits import NOT_FOUND, REFUSED, UNAVAILABLE, USAGE, with_client
+from megascale_driver.platform.local import LocalCluster, LocalOptions
 
 JOB: dict[str, Any] = {
     "name": "a",
@@ -171,7 +176,12 @@ def test_a_run_folder_that_may_not_be_entered_is_no_traceback(
         ("token", b"\xff\xfe", REFUSED, "holds no token"),
         ("token", b"two\nlines", REFUSED, "holds no token"),
         ("driver.address", b"", UNAVAILABLE, "the cluster in damaged is down"),
-        ("driver.address", b"127.0.0.1:1", UNAVAILABLE, "the cluster is down: no driver answered"),
+        (
+            "driver.address",
+            b"127.0.0.1:1",
+            UNAVAILABLE,
+            "the cluster in damaged is down: no driver answered",
+        ),
     ],
 )
 def test_a_cluster_that_is_down_is_called_so(
@@ -191,6 +201,105 @@ def test_a_cluster_that_is_down_is_called_so(
     assert (result.exit_code, message in result.stderr) == (status, True), result.output
     assert "megascale up --run-folder damaged" in result.stderr
     assert "errno" not in result.stderr and "ipv4:" not in result.stderr
+
+
+@pytest.fixture
+def held(folder: Path) -> Iterator[Path]:
+    """A run folder that a `megascale up` holds; its driver does not answer."""
+    place = folder / "held"
+    options = LocalOptions(run_folder=place, words=("--nodes", "3", "--cluster", "a b"))
+    place.mkdir()
+    cluster = LocalCluster(options, lambda *_: None)
+    cluster._take_lock()
+    (place / "token").write_text("x")
+    (place / "driver.address").write_text("127.0.0.1:1")
+    yield place
+    if cluster._lock is not None:
+        os.close(cluster._lock)
+
+
+def release(held: Path) -> None:
+    """End the `megascale up` of the folder, as the kernel does when its process is killed."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.readlink() == (held / "up.lock").resolve():
+                fcntl.flock(int(entry.name), fcntl.LOCK_UN)
+
+
+@pytest.mark.parametrize("missing", ["", "driver.address"])
+@pytest.mark.parametrize("command", ["jobs", "watch x", "logs x --follow"])
+def test_a_cluster_whose_up_has_ended_is_down_without_a_retry(
+    held: Path, monkeypatch: pytest.MonkeyPatch, missing: str, command: str
+) -> None:
+    async def no_retry(self: object) -> bool:
+        raise AssertionError("nothing is to be awaited")
+
+    release(held)
+    (held / missing).unlink() if missing else None
+    monkeypatch.setattr("megascale_client.connection.RetryTimer.wait", no_retry)
+    result = CliRunner().invoke(build_app(), [*command.split(), "--cluster", "held"])
+    assert (result.exit_code, result.stderr) == (
+        UNAVAILABLE,
+        "error: the cluster in held is down: no `megascale up` runs there; start it with "
+        "`megascale up --run-folder held --nodes 3 --cluster 'a b'`\n",
+    )
+
+
+@pytest.mark.parametrize("missing", ["", "driver.address"])
+def test_a_driver_that_is_away_below_a_running_up_is_awaited(
+    held: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setattr(with_client, "__kwdefaults__", {"retry_for_s": 0.3})
+    (held / missing).unlink() if missing else None
+    result = CliRunner().invoke(build_app(), ["jobs", "--cluster", "held"])
+    assert result.exit_code == UNAVAILABLE
+    assert result.stderr.startswith("error: the driver of the cluster in held is down: no driver ")
+    assert "held/driver.log says why it ended" in result.stderr
+
+
+def test_a_token_that_is_deleted_below_a_running_up_is_said(held: Path) -> None:
+    (held / "token").unlink()
+    result = CliRunner().invoke(build_app(), ["jobs", "--cluster", "held"])
+    assert (result.exit_code, "put the file back" in result.stderr) == (REFUSED, True)
+    release(held)
+    result = CliRunner().invoke(build_app(), ["jobs", "--cluster", "held"])
+    assert (result.exit_code, "held holds no cluster" in result.stderr) == (UNAVAILABLE, True)
+
+
+def test_a_look_at_the_lock_does_not_keep_a_cluster_from_starting(
+    held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release(held)
+    with (held / "up.lock").open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(asking, fcntl.LOCK_UN))
+        other = LocalCluster(LocalOptions(run_folder=held), lambda *_: None)
+        other._take_lock()
+    assert other._lock is not None
+    os.close(other._lock)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("", ()),
+        ("--nodes 2 --no-dashboard --tls --json", ("--nodes", "2", "--tls", "--no-dashboard")),
+        ("--run-folder x --device cpu", ("--device", "cpu")),
+        ("--calibration /a --calibration /b", ("--calibration", "/a", "--calibration", "/b")),
+    ],
+)
+def test_up_notes_the_options_with_which_it_starts_again(
+    monkeypatch: pytest.MonkeyPatch, given: str, words: tuple[str, ...]
+) -> None:
+    seen: list[LocalOptions] = []
+
+    async def run(options: LocalOptions, *_: object) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr("megascale_driver.commands.up._run", run)
+    result = CliRunner().invoke(build_app(), ["up", *given.split()])
+    assert (result.exit_code, [options.words for options in seen]) == (0, [words]), result.output
 
 
 GOOD = yaml.safe_dump(JOB)

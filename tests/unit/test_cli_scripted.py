@@ -155,6 +155,41 @@ async def test_events_are_followed_across_a_lost_driver_until_ctrl_c(
     assert (process.returncode, output, errors) == (INTERRUPTED, b"", b"")
 
 
+JOB_FILE = """name: x
+trainer:
+  model: {layers: 1, hidden_size: 16, heads: 2, vocab_size: 257, sequence_length: 16}
+  training: {steps: 2, global_batch_size: 2}
+  data: {sources: [{prefix: /corpus}]}
+"""
+
+
+@pytest.mark.parametrize("command", [("watch", "x"), ("submit", "x.yaml", "--watch")])
+async def test_ctrl_c_of_a_watch_says_that_the_job_continues(
+    driver: ScriptedDriver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text(JOB_FILE)
+    driver.phases = [types_pb2.JOB_PHASE_RUNNING]
+    process = await start(*command)
+    assert process.stdout is not None
+    while b"running" not in await asyncio.wait_for(process.stdout.readline(), CALL_TIMEOUT_S):
+        pass
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = await process.communicate()
+    said = b"job x continues; `megascale watch x` shows it\n"
+    assert (process.returncode, errors) == (INTERRUPTED, said)
+
+
+async def test_an_error_of_fetch_is_one_line(driver: ScriptedDriver, tmp_path: Path) -> None:
+    driver.unknown = {"x"}
+    status, output, errors = await run("checkpoint", "fetch", "x", "--to", str(tmp_path / "to"))
+    assert (status, output) == (NOT_FOUND, "")
+    assert len(errors.splitlines()) == 1 and errors.startswith("error: ")
+
+
 @pytest.mark.parametrize(
     ("words", "names"), [("cordon n", ["n0", "n1", "n2"]), ("diagnose n2", ["n2"])]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_cli.exits import USAGE
+from megascale_cli.exits import INTERRUPTED, UNAVAILABLE, USAGE
 
 # More than a pipe holds, so that the writer is still writing when its reader ends.
 FIELDS = 20_000
@@ -89,14 +90,77 @@ def test_a_reader_that_leaves_ends_a_command_quietly(folder: Path) -> None:
     assert (status, first, errors) == (0, b"n", b"")
 
 
-def test_a_reader_that_has_left_before_is_no_failure(folder: Path) -> None:
-    for command in ("version", "init --output -"):
-        done = subprocess.run(
-            ["bash", "-c", f"set -o pipefail; {sys.executable} -m megascale_cli {command} | true"],
-            capture_output=True,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, b""), command
+@pytest.mark.parametrize(
+    "command",
+    [
+        "version",
+        "init --output -",
+        "data tokenize text --output other",
+        "data inspect corpus",
+        "plan search --help",
+        "pipeline draw --stages 4 --micro-batches 16",
+        "platform list",
+        "checkpoint verify --help",
+    ],
+)
+@pytest.mark.parametrize("streams", ["", "2>&1"])
+def test_a_reader_that_has_left_before_is_no_failure(
+    folder: Path, command: str, streams: str
+) -> None:
+    (folder / "text").write_text("some text")
+    if "inspect" in command:
+        made = CliRunner().invoke(build_app(), ["data", "tokenize", "text", "--output", "corpus"])
+        assert made.exit_code == 0
+    program = f"{sys.executable} -m megascale_cli {command} {streams}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {program} | true"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_error_keeps_its_status_where_its_reader_has_left() -> None:
+    program = f"{sys.executable} -m megascale_cli jobs --cluster nowhere 2>&1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {program} | true"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (UNAVAILABLE, b"")
+
+
+def test_ctrl_c_while_the_commands_are_imported_ends_quietly() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'megascale_cli.app':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        "sys.argv = ['megascale', '--help']\n"
+        "from megascale_cli.__main__ import main\n"
+        "main()\n"
+    )
+    shell = ["bash", "-c", f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}; exit $?"]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (INTERRUPTED, "")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "interrupted"),
+    [
+        ("plan job.yaml", "megascale_cli.jobfile.load_job"),
+        ("data tokenize text --output corpus", "megascale_trainer.commands.data._find"),
+        ("jobs --cluster x", "megascale_client.AsyncClient.from_run_folder"),
+    ],
+)
+def test_ctrl_c_ends_every_command_with_its_status(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, interrupted: str
+) -> None:
+    def ctrl_c(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interrupted, ctrl_c)
+    result = CliRunner().invoke(build_app(), arguments.split())
+    assert (result.exit_code, result.output) == (INTERRUPTED, "")
 
 
 @pytest.mark.parametrize("command", ["up", "data", "checkpoint verify"])

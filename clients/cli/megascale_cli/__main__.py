@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import signal
 import sys
+from typing import Any, TextIO
 
-from megascale_cli.app import build_app
-from megascale_cli.usage import silence
+
+class ReaderLeft(SystemExit):
+    """The reader of stdout (head, less) has ended, and so does the command, with status 0.
+
+    No error, so that no command takes it for one of a file of its own.
+    """
+
+
+class _Stream(io.FileIO):
+    """stdout or stderr; where its reader has left, the rest is discarded."""
+
+    def write(self, data: Any) -> int:
+        """Write; end the command if nobody reads its stdout."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if self.fileno() == 1:
+                raise ReaderLeft(0) from None
+            return len(data)
+
+
+def _quiet(stream: TextIO | None) -> TextIO | None:
+    """The same stream of text; None where the descriptor is closed."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    raw = _Stream(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def main() -> None:
     """Run the command line."""
+    # Nothing is to be cleaned up before a command runs: Ctrl-C ends the process at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.stdout = _quiet(sys.stdout)
+    sys.stderr = _quiet(sys.stderr)
+    from megascale_cli.app import build_app
+
+    app = build_app()
     # A script that runs `megascale up &` starts it with SIGINT ignored, as some CI runners do; a
     # SIGINT that is sent to it must still end it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        build_app()(prog_name="megascale")
+        app(prog_name="megascale")
     finally:
-        try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with contextlib.suppress(ReaderLeft):  # the command has done its work, and has its status
             sys.stdout.flush()
-        except BrokenPipeError:
-            silence()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
 from megascale_cli.output import console, print_json
 from megascale_cli.planning import PlanCommand
-from megascale_cli.plugins import add_storage_commands, plugin_builders, single
+from megascale_cli.plugins import Completing, add_storage_commands, plugin_builders, single
 from megascale_cli.usage import Commands
 
 # The first questions of a newcomer. Lines after \b keep their breaks.
@@ -191,6 +191,7 @@ def _config() -> Any:
 def _group(name: str, summary: str) -> typer.Typer:
     return typer.Typer(
         name=name,
+        cls=Completing,
         help=summary,
         no_args_is_help=True,
         rich_markup_mode="rich",

@@ -129,13 +129,14 @@ def _open_storage(uri: str) -> Any:
 
 
 def _bar(*, quiet: bool) -> Progress:
+    errors = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=quiet,
+        console=errors,
+        disable=quiet or not errors.is_terminal,  # elsewhere its end would be an empty line
         transient=True,
     )

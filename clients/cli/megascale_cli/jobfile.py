@@ -17,6 +17,7 @@ from rich.markup import escape
 from megascale_cli.exits import USAGE, fail
 from megascale_cli.options import Json
 from megascale_cli.output import console, print_json, size_text
+from megascale_cli.planning import planner_words
 from megascale_cli.plugins import load_function
 from megascale_client import InvalidJob, InvalidRequest, load_job
 
@@ -116,7 +117,10 @@ def _import(folder: Path, output: Path) -> dict[str, Any]:
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="JOB.YAML", help="The job.", autocompletion=planner_words),
+    ],
     devices_per_node: Annotated[
         int, typer.Option(min=1, help="Devices of one node.")
     ] = DEFAULT_DEVICES_PER_NODE,

@@ -26,15 +26,8 @@ Item = TypeVar("Item", bound=Message | View)
 MAX_MESSAGE_CHARACTERS = 160  # of an event, on a terminal
 
 
-class _Console(Console):
-    """The console of the commands; lines are never wrapped, so a pipe gets them as they are."""
-
-    def on_broken_pipe(self) -> None:
-        """Leave it to the command line: rich would exit with status 1."""
-        raise BrokenPipeError
-
-
-console = _Console(highlight=False, soft_wrap=True)
+# Lines are never wrapped, so a pipe gets them as they are.
+console = Console(highlight=False, soft_wrap=True)
 
 _PHASE_STYLES = {
     JobPhase.RUNNING: "green",

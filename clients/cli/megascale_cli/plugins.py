@@ -8,14 +8,16 @@ the package to install. How to add one: docs/how-to/add-a-cli-command.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Self, cast
 
 import typer
+import typer.core
 import typer.main
 
 from megascale_cli.exits import RETRY_FOR_S, UsageError, report
@@ -126,8 +128,38 @@ FUNCTIONS = {
     "open_storage": Plugin("", "megascale_checkpoint.storage:open_storage", "checkpoint"),
 }
 
+_OWN_COMPLETION = ("install_completion", "show_completion")
 # The added command gets the rest of the command line unparsed, --help included.
 _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+class Forwarding(typer.core.TyperCommand):
+    """A command that hands its line over to another package, which is loaded only then."""
+
+    def behind(self, arguments: list[str]) -> tuple[Any, list[str]]:
+        """The command of the other package, and what is left for it of ``arguments``.
+
+        Raises:
+            InvalidRequest: it cannot be loaded.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def to(cls, behind: Callable[[list[str]], tuple[Any, list[str]]]) -> type[Self]:
+        """The class of a command in front of another."""
+        return type(cls.__name__, (cls,), {"behind": staticmethod(behind)})
+
+
+class Completing(typer.core.TyperGroup):
+    """A group in which completion reaches the commands of other packages."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name; for completion, the one behind a Forwarding."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if ctx.resilient_parsing and isinstance(command, Forwarding):
+            with contextlib.suppress(InvalidRequest):  # TAB explains nothing
+                command, rest = command.behind(rest)
+        return name, command, rest
 
 
 def plugin_builders() -> dict[str, Callable[[], Any]]:
@@ -174,6 +206,22 @@ def _forwarding(name: str, known: Plugin) -> Any:
     return single(function, name, rich_help_panel=panel, **settings)
 
 
+def loaded_command(name: str, known: Plugin) -> Any:
+    """What click runs for a command of another package.
+
+    Completion is the whole program's: a script that such a command wrote for itself would replace
+    the one of `megascale`, so the options for it are taken out.
+
+    Raises:
+        InvalidRequest: it cannot be loaded; the message has the package to install.
+    """
+    app = _load(name, known)
+    command = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
+    command.params = [one for one in command.params if one.name not in _OWN_COMPLETION]
+    command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
+    return command
+
+
 def _forward_to(
     name: str, known: Plugin, plugin: str = ""
 ) -> tuple[Callable[..., None], dict[str, Any]]:
@@ -184,10 +232,15 @@ def _forward_to(
         path = context.command_path if not plugin else context.command_path.rsplit(" ", 1)[0]
         run_plugin(plugin or name, known, arguments, path)
 
+    def behind(arguments: list[str]) -> tuple[Any, list[str]]:
+        command = loaded_command(plugin or name, known)
+        return (command.commands[name] if plugin else command), arguments
+
     help_text = (
         f"{known.summary} [dim](megascale\\[{known.extra}])[/dim]" if known.extra else known.summary
     )
     return forward, {
+        "cls": Forwarding.to(behind),
         "help": help_text,
         "context_settings": _FORWARD,
         "add_help_option": False,
@@ -196,11 +249,9 @@ def _forward_to(
 
 def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> NoReturn:
     """Load the command ``name``, run it with ``arguments``, and exit with its status."""
-    app = _load(name, known)
-    command = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
-    command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
+    command = loaded_command(name, known)
     try:
-        if isinstance(app, typer.Typer):
+        if isinstance(command, typer.core.TyperCommand | typer.core.TyperGroup):
             # So an error of usage reaches the root of the commands, as one of our own does.
             found = {"checkpoint_uri": checkpoint_uri}
             with command.make_context(program, arguments, obj=found) as context:
@@ -211,7 +262,7 @@ def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> 
         raise
     except Exception as error:
         status = report(error, as_json=JSON_OPTION in arguments)
-        if status is None or isinstance(error, BrokenPipeError):
+        if status is None:
             raise
         raise SystemExit(status) from None
     raise SystemExit(0)

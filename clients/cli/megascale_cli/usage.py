@@ -1,10 +1,7 @@
-"""The root of the command line, and how it ends: wrong usage as an error, readers that leave."""
+"""The root of the command line, and how it ends: wrong usage as an error, Ctrl-C as a status."""
 
 from __future__ import annotations
 
-import os
-import select
-import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -12,8 +9,9 @@ from typing import Any, Self
 import typer
 import typer.core
 
-from megascale_cli.exits import OK, UsageError, fail, print_error
+from megascale_cli.exits import INTERRUPTED, UsageError, fail, print_error
 from megascale_cli.options import JSON_OPTION
+from megascale_cli.plugins import Completing
 from megascale_client import FieldProblem, InvalidRequest, MegascaleError
 
 
@@ -41,7 +39,7 @@ class _Parts(MutableMapping[str, Any]):
         return len(self._builders.keys() | self._built.keys())
 
 
-class Commands(typer.core.TyperGroup):
+class Commands(Completing):
     """The root of the commands: every error of usage below it is reported here.
 
     To put all commands together takes longer than most of them run; only the help needs all.
@@ -75,9 +73,7 @@ class Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Parse and run a command."""
         with _ends(self._as_json):
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
+            return super().invoke(ctx)
 
 
 @contextmanager
@@ -91,11 +87,8 @@ def _ends(as_json: bool) -> Iterator[None]:
         raise typer.Exit(_report(error, as_json)) from None
     except MegascaleError as error:
         raise fail(error, as_json) from None
-    except BrokenPipeError:
-        if not reader_is_gone():
-            raise
-        silence()
-        raise typer.Exit(OK) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _report(error: Any, as_json: bool) -> int:
@@ -117,18 +110,3 @@ def _report(error: Any, as_json: bool) -> int:
     )
     print_error(usage, as_json)
     return int(error.exit_code)
-
-
-def reader_is_gone() -> bool:
-    """Whether stdout is a pipe whose reader (head, less) has ended."""
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), select.POLLOUT)
-        return any(state & select.POLLERR for _, state in poll.poll(0))
-    except (OSError, ValueError):  # no file behind it
-        return False
-
-
-def silence() -> None:
-    """Discard what is still to be written, or the flush at the interpreter's end would fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

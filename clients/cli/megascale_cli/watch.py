@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+
 from rich.console import OverflowMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -35,15 +38,12 @@ async def watch_job(client: AsyncClient, name: str, as_json: bool) -> int:
     if as_json:
         return await _watch_json(client, name)
     view = _Bar() if on_a_terminal() else _Lines()
-    with view:
-        async for update in client.watch(name):
-            kind = update.WhichOneof("update")
-            if kind == "job":
-                view.job(update.job)
-            elif kind == "step":
-                view.step(update.step)
-            elif kind == "event":
-                view.event(update.event)
+    try:
+        with view:
+            await _follow(client, name, view)
+    except asyncio.CancelledError:  # Ctrl-C, which ends the watch alone
+        print(f"job {name} continues; `megascale watch {name}` shows it", file=sys.stderr)
+        raise
     job = await client.get(name)
     console.print(
         f"job [bold]{name}[/bold] {phase_text(job.phase)}: {escape(job.phase_reason)}",
@@ -52,6 +52,17 @@ async def watch_job(client: AsyncClient, name: str, as_json: bool) -> int:
     for line in condition_lines(job):
         console.print(line, soft_wrap=True)
     return _status(job)
+
+
+async def _follow(client: AsyncClient, name: str, view: _Lines) -> None:
+    async for update in client.watch(name):
+        kind = update.WhichOneof("update")
+        if kind == "job":
+            view.job(update.job)
+        elif kind == "step":
+            view.step(update.step)
+        elif kind == "event":
+            view.event(update.event)
 
 
 async def _watch_json(client: AsyncClient, name: str) -> int:

@@ -14,6 +14,7 @@ Every method retries while no driver answers, and raises
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -48,9 +49,10 @@ from megascale_client.orders import OrderCalls
 from megascale_client.repetition import Seen, request_id
 from megascale_client.run_folder import (
     address_reader,
+    ended,
+    fate,
     find_run_folder,
     read_token,
-    start_again,
 )
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -116,7 +118,8 @@ class AsyncClient(OrderCalls):
             key=files.key if files is not None else None,
             retry_for_s=retry_for_s,
         )
-        client._connection.remedy = start_again(found)
+        client._connection.fate = functools.partial(fate, found)
+        client._connection.ended = functools.partial(ended, found)
         return client
 
     async def __aenter__(self) -> Self:

@@ -95,7 +95,12 @@ class Connection:
         timeout_s: float,
         retry_for_s: float,
     ) -> None:
-        self.remedy = "is a driver of the cluster running there?"  # when none answers
+        # When none answers: what is down, and the remedy.
+        self.fate = lambda: ("the cluster is down", "is a driver of the cluster running there?")
+        # Before the first answer: an error that makes repeating a call useless. Later a call is
+        # repeated in any case, because a watch is to survive a restart of the whole cluster.
+        self.ended: Callable[[], MegascaleError | None] = lambda: None
+        self._answered = False
         self._address = address
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._tls = tls
@@ -126,7 +131,7 @@ class Connection:
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
                 await self.recover(error, retry)
                 continue
-            self._hints_in_a_row = 0
+            self._note_answer()
             assert isinstance(result, answer)
             return result
 
@@ -150,7 +155,7 @@ class Connection:
         call = self._call(method)(request, metadata=self._metadata)
         try:
             async for result in call:
-                self._hints_in_a_row = 0
+                self._note_answer()
                 assert isinstance(result, answer)
                 yield result
         finally:
@@ -176,12 +181,16 @@ class Connection:
         self, error: grpc.aio.AioRpcError | MegascaleError, retry: RetryTimer
     ) -> None:
         """After a failed call: return when it may be repeated, else raise the matching error."""
+        if not isinstance(error, MegascaleError) and error.code() not in _RETRIED:
+            raise from_rpc(error) from None
+        if not self._answered and not _is_of_a_driver(error):
+            gone = self.ended()
+            if gone is not None:
+                raise gone from None
         if isinstance(error, MegascaleError):
             if not await retry.wait():
                 raise error
             return
-        if error.code() not in _RETRIED:
-            raise from_rpc(error) from None
         # A hint is followed at once. Without one, or after too many, the next call goes to the
         # address of the run folder, after a wait.
         leader = details_of(error).leader
@@ -193,6 +202,10 @@ class Connection:
         if not await retry.wait():
             raise self._unavailable(from_rpc(error)) from None
 
+    def _note_answer(self) -> None:
+        self._answered = True
+        self._hints_in_a_row = 0
+
     def _unavailable(self, cause: MegascaleError) -> Unavailable:
         if cause.reason == "NODE_UNREACHABLE":
             return Unavailable(str(cause), reason=cause.reason)
@@ -200,7 +213,8 @@ class Connection:
         missing = f"no driver answered within {self._retry_for_s:g} s at {tried}"
         if cause.reason:  # a driver answered, and cannot serve the call
             return Unavailable(f"{missing}: {cause}", reason=cause.reason)
-        return Unavailable(f"the cluster is down: {missing}; {self.remedy}")
+        what, remedy = self.fate()
+        return Unavailable(f"{what}: {missing}; {remedy}")
 
     async def close(self) -> None:
         """Close every channel."""
@@ -218,3 +232,11 @@ class Connection:
         if self._tls is None:
             return grpc.aio.insecure_channel(address, options=_OPTIONS)
         return grpc.aio.secure_channel(address, self._tls.credentials(), options=_OPTIONS)
+
+
+def _is_of_a_driver(error: grpc.aio.AioRpcError | MegascaleError) -> bool:
+    """Whether a driver answered, if only that it cannot serve the call."""
+    if isinstance(error, MegascaleError):
+        return False
+    details = details_of(error)
+    return bool(details.reason or details.leader)

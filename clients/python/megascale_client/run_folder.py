@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,8 @@ from megascale_client.errors import ClusterNotFound, NotAllowed
 
 ADDRESS_FILE = "driver.address"
 TOKEN_FILE = "token"
+# `megascale up` holds a lock on it as long as it runs, and writes there how it was started.
+LOCK_FILE = "up.lock"
 RUN_FOLDER_VARIABLE = "MEGASCALE_RUN_FOLDER"
 DEFAULT_RUN_FOLDER = Path("runs") / "current"
 
@@ -44,11 +49,17 @@ def read_token(folder: Path) -> str:
 
     Raises:
         ClusterNotFound: there is no token, so no cluster was ever started in this folder.
-        NotAllowed: the token cannot be read by this user, or is damaged.
+        NotAllowed: the token cannot be read by this user, is damaged, or missing while the cluster
+            runs.
     """
     try:
         token = (folder / TOKEN_FILE).read_text().strip()
     except FileNotFoundError:
+        if is_held(folder):
+            raise NotAllowed(
+                f"{folder / TOKEN_FILE} is missing, and the cluster runs: put the file back from a "
+                "copy, or stop `megascale up` and start it again, which makes a new one"
+            ) from None
         raise ClusterNotFound(
             f"{folder} holds no cluster (no file `{TOKEN_FILE}`): "
             f"start one there with `megascale up --run-folder {folder}`"
@@ -80,18 +91,58 @@ def address_reader(folder: Path) -> Callable[[], str]:
         except OSError as error:
             raise _not_allowed(folder / ADDRESS_FILE, error) from None
         if not address:
-            raise ClusterNotFound(
-                f"the cluster in {folder} is down: no driver has written its address there; "
-                f"{start_again(folder)}"
-            )
+            what, remedy = fate(folder)
+            raise ClusterNotFound(f"{what}: no driver has written its address there; {remedy}")
         return address
 
     return read
 
 
+def ended(folder: Path) -> ClusterNotFound | None:
+    """The error for a cluster of which no `megascale up` runs; None if one does, or none ever did.
+
+    The kernel frees the lock of a process that has ended, however it ended.
+    """
+    if is_held(folder) is not False:
+        return None
+    what, remedy = fate(folder)
+    return ClusterNotFound(f"{what}: no `megascale up` runs there; {remedy}")
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a `megascale up` runs in the folder; None where that cannot be seen."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # never started by `megascale up`, or by another user
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def fate(folder: Path) -> tuple[str, str]:
+    """What is down where no driver answers, and the remedy."""
+    if is_held(folder):
+        log = folder / "driver.log"
+        remedy = f"`megascale up` runs there and starts its driver again; {log} says why it ended"
+        return f"the driver of the cluster in {folder} is down", remedy
+    return f"the cluster in {folder} is down", start_again(folder)
+
+
 def start_again(folder: Path) -> str:
-    """What to do about a cluster that is down."""
-    return f"start it with `megascale up --run-folder {folder}`, with the options it had"
+    """The command that starts the cluster of a run folder again."""
+    try:
+        words = json.loads((folder / LOCK_FILE).read_text())["options"]
+        command = shlex.join(["megascale", "up", "--run-folder", str(folder), *words])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"start it with `megascale up --run-folder {folder}`, with the options it had"
+    return f"start it with `{command}`"
 
 
 def _not_allowed(path: Path, error: OSError) -> NotAllowed:

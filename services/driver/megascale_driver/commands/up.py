@@ -52,7 +52,15 @@ _SENTENCES = {
 }
 
 
-Nodes = Annotated[int, typer.Option(min=0, max=256, help="Number of nodes, named n1 to nN.")]
+Nodes = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=256,
+        help="Number of nodes, named n1 to nN; 0 where others start them (`megascale slurm nodes`, "
+        "`megascale node start`).",
+    ),
+]
 DevicesPerNode = Annotated[
     int, typer.Option(min=1, max=64, help="Devices of each node; on CPU, ranks.")
 ]
@@ -103,6 +111,9 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be started, start nothing.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+
+
+_OF_ONE_START = frozenset({"run_folder", "add_node", "dry_run", "as_json"})
 
 
 @app.command()
@@ -162,11 +173,29 @@ def up(
         hang_floor_s=hang_floor_s,
         tls=tls,
         calibrations=tuple(calibration or ()),
+        words=_words(context),
     )
     if dry_run:
         _print_plan(options, as_json)
         return
     raise typer.Exit(asyncio.run(_run(options, dashboard, as_json)))
+
+
+def _words(context: typer.Context) -> tuple[str, ...]:
+    """The options that make this cluster what it is, as they were given."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name in _OF_ONE_START or source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[name]
+        if isinstance(value, bool):
+            words.append((parameter.opts if value else parameter.secondary_opts)[0])
+            continue
+        for one in value if isinstance(value, list | tuple) else (value,):
+            words += [parameter.opts[0], str(one.resolve() if isinstance(one, Path) else one)]
+    return tuple(words)
 
 
 def _print_plan(options: LocalOptions, as_json: bool) -> None:
@@ -215,19 +244,21 @@ async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> in
 
     living = asyncio.create_task(live())
     stopping = asyncio.create_task(asked_to_stop.wait())
-    await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
-    failure = living.exception() if living.done() and not living.cancelled() else None
-    tasks = (living, stopping, *showing)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    begun = cluster.begun  # a cluster that was refused has nothing to stop
-    if begun:
-        report("stopping", {})
-    await dashboard.stop()
-    await cluster.stop()
-    if begun:
-        report("stopped", {})
+    try:
+        await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
+    finally:  # also where the reader of the reports has left, which ends this command
+        failure = living.exception() if living.done() and not living.cancelled() else None
+        tasks = (living, stopping, *showing)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        begun = cluster.begun  # a cluster that was refused has nothing to stop
+        if begun:
+            report("stopping", {})
+        await dashboard.stop()
+        await cluster.stop()
+        if begun:
+            report("stopped", {})
     if failure is not None:
         raise failure
     return 0

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,10 @@ MAX_RESTARTS = 20
 # Before the first, second, ... restart; the last delay is that of all further ones.
 RESTART_DELAYS_S = (0.5, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
+# Whoever asks whether a run folder is in use holds its lock for an instant.
+LOCK_TRIES = 5
+LOCK_RETRY_S = 0.05
+
 Report = Callable[[str, dict[str, Any]], None]
 
 
@@ -68,6 +73,7 @@ class LocalOptions:
     ``host``: where the driver serves; beyond loopback it needs ``tls``. ``nodes`` may be 0, where
     others start them. ``tls``: make an authority in the run folder, unless it has one, which is
     used in any case. ``calibrations``: files by which running jobs are compared with their plans.
+    ``words``: the options of `megascale up`, to start the same cluster again; None: it is not one.
     """
 
     run_folder: Path
@@ -82,6 +88,7 @@ class LocalOptions:
     tls: bool = False
     host: str = "127.0.0.1"
     calibrations: tuple[Path, ...] = ()
+    words: tuple[str, ...] | None = None
 
     @property
     def node_names(self) -> list[str]:
@@ -227,15 +234,23 @@ class LocalCluster:
         # The kernel releases the lock when the process ends, however it ends; that the file exists
         # means nothing.
         descriptor = os.open(self.folder / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            raise ClusterError(
-                f"{self.folder} is in use by another `megascale up`: "
-                "stop that one, or choose another --run-folder"
-            ) from None
+        for left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not left:
+                    os.close(descriptor)
+                    raise ClusterError(
+                        f"{self.folder} is in use by another `megascale up`: "
+                        "stop that one, or choose another --run-folder"
+                    ) from None
+            time.sleep(LOCK_RETRY_S)  # a command that asks whether it is held, holds it meanwhile
         self._lock = descriptor
+        # For those who find the cluster down: how to start it again.
+        os.truncate(descriptor, 0)
+        if self.options.words is not None:
+            os.write(descriptor, json.dumps({"options": self.options.words}).encode())
 
     def _prepare_tls(self) -> None:
         """Make the authority that was asked for, and the certificates of driver and operator."""

@@ -402,7 +402,7 @@ def _progress(quiet: bool) -> Progress:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=_messages,
-        disable=quiet,
+        disable=quiet or not _messages.is_terminal,
         transient=True,
     )
 
