@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.harness.desk import POLICY, Desk
+from tests.harness.desk import POLICY, Desk, job_with
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import driver_pb2
@@ -208,8 +208,10 @@ def test_state_of_an_earlier_job_of_the_name_is_named_as_such() -> None:
     opened(desk, RestorePlan(RestoreSource.STORAGE, 6, 4, "/m/6"))
     (line,) = lines(desk, "ATTEMPT_OPENED")
     assert line.endswith(", which an earlier job of this name (or a run by hand) wrote")
+    # The same numbers, once the job has taken a step of its own.
     own = prepared()
-    opened(own, RestorePlan(RestoreSource.STORAGE, 6, 1, "/m/6"))
+    own.state = replace(own.state, jobs={"a": job_with(own.job(), best_step=9)})
+    opened(own, RestorePlan(RestoreSource.STORAGE, 6, 4, "/m/6"))
     assert "earlier job" not in lines(own, "ATTEMPT_OPENED")[0]
 
 
@@ -222,6 +224,13 @@ def test_a_job_that_finds_its_last_step_in_an_old_folder_says_that_it_trained_no
     assert job.phase is JobPhase.SUCCEEDED
     assert job.reason.startswith("nothing was left to train: ")
     assert "another folder" in job.reason
+    # The daemons still have it in memory: the workers start and commit it once more.
+    sealed = prepared()
+    opened(sealed, RestorePlan(RestoreSource.MEMORY, STEPS, 1))
+    for node in NODES:
+        sealed.report(node, AttemptPhase.RUNNING)
+    finish(sealed, committed(STEPS))
+    assert sealed.job().reason.startswith("nothing was left to train: ")
 
 
 def test_a_job_without_checkpoints_succeeds_as_before() -> None:
@@ -235,7 +244,7 @@ def test_a_job_without_checkpoints_succeeds_as_before() -> None:
 @pytest.mark.parametrize(
     ("step", "written_by", "phase", "words"),
     [
-        (STEPS, 1, JobPhase.SUCCEEDED, "has saved the last"),
+        (STEPS, 1, JobPhase.SUCCEEDED, "nothing was left to train"),
         (STEPS, 0, JobPhase.FAILED, f"restored step {STEPS} is not below"),
         (STEPS + 100, 0, JobPhase.FAILED, f"restored step {STEPS + 100} is not below"),
         (STEPS + 100, 1, JobPhase.FAILED, f"trainer.training.steps {STEPS}"),

@@ -30,6 +30,8 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
     """How the job ends, all of whose nodes have finished; None while that is not known yet."""
     steps = job.config.training.steps
     done = f"all {steps} steps are done"
+    if (restore := job.current.restore) and restore.step >= steps and is_earlier(job, restore):
+        done = _nothing_left(job)  # its workers have committed what was in memory
     if not job.config.checkpoint.uri or _saved(job):
         return JobPhase.SUCCEEDED, done
     if not job.current.finished_at_s:
@@ -77,19 +79,22 @@ def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[Jo
         manifest_uri=restore.manifest_uri,
     )
     text = f"all {steps} steps are done: attempt {restore.written_by_attempt} has saved the last"
-    if is_earlier(job, restore):
-        uri = job.config.checkpoint.uri
-        text = (
-            f"nothing was left to train: {uri} holds step {steps}, the last one, of {EARLIER}; to "
-            "start over, give checkpoint.uri another folder"
-        )
-    return JobPhase.SUCCEEDED, text
+    return JobPhase.SUCCEEDED, _nothing_left(job) if is_earlier(job, restore) else text
 
 
-def is_earlier(job: Job, restore: RestorePlan) -> bool:
-    """Whether the state in the job's own folder is of no attempt of the job itself."""
-    written_by = restore.written_by_attempt  # 0: of another job, which checkpoint.load_uri names
-    return bool(written_by) and all(record.number != written_by for record in job.attempts)
+def is_earlier(job: Job, restore: RestorePlan | None) -> bool:
+    """Whether the state in the job's own folder was there before the job took a step."""
+    if restore is None or not restore.written_by_attempt:
+        return False  # of nobody, or of the job that checkpoint.load_uri names
+    return not max(job.best_step, job.progress_mark)
+
+
+def _nothing_left(job: Job) -> str:
+    steps = job.config.training.steps
+    return (
+        f"nothing was left to train: {job.config.checkpoint.uri} holds step {steps}, the last one, "
+        f"of {EARLIER}; to start over, give checkpoint.uri another folder"
+    )
 
 
 def went_back(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str | None:
