@@ -215,7 +215,8 @@ def check_cause(found: Explanation, message: str) -> None:
     assert found.cause is not None and found.suggestions
     assert message in found.cause.message
     headings = [line for line in found.text.splitlines()[1:] if line and line[0] != " "]
-    did = ["what the system did"] if found.actions else []
+    more = any(line.message not in found.sentence for line in found.actions)
+    did = ["what the system did"] if more else []
     assert headings == ["what happened", *did, "what you may do"]
     lines = found.text.splitlines()
     assert found.cause.message in lines[lines.index("what happened") + 1]
@@ -377,6 +378,16 @@ def test_a_failed_job_names_the_way_out_in_its_row() -> None:
     (line,) = [line for line in desk.audit if line.reason == "JOB_FAILED"]
     assert "`megascale restart a` continues it at step 0" in line.outcome
     assert "`megascale update JOB.YAML`" in line.outcome
+
+
+def test_no_sentence_stands_twice_in_an_explanation() -> None:
+    desk = failed()
+    found = explained(desk)
+    assert found.cause is not None and found.cause.message in found.sentence
+    body = found.text.partition("\n")[2]
+    assert body.count(found.cause.message) == 1, "once as what happened"
+    assert desk.job().reason not in body, "the end of the job stands in the first sentence"
+    assert "ATTEMPT_STOPPED attempt 1 has stopped\n" in body
 
 
 def test_no_cause_is_routine() -> None:

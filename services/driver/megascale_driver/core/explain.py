@@ -124,12 +124,12 @@ class Explanation:
         if self.log_root is not None:
             lines += ["", "what the logs say", f"  {self._line(self.log_root)}"]
             lines += [f"    {self.log_root.outcome}"] if self.log_root.outcome else []
-        if self.actions:
-            lines += [
-                "",
-                "what the system did",
-                *(f"  {self._line(line)}" for line in self.actions),
-            ]
+        # The sentence has the end of the job, and what happened has the cause of the stop.
+        did = [line for line in self.actions if line.message not in self.sentence]
+        if did:
+            cause = f": {self.cause.message}" if self.cause is not None else ""
+            shown = (self._line(line).removesuffix(cause) for line in did)
+            lines += ["", "what the system did", *(f"  {line}" for line in shown)]
         if self.suggestions:
             lines += ["", "what you may do"]
             for suggestion in self.suggestions:
