@@ -376,8 +376,8 @@ def test_a_node_that_is_not_alive_says_why() -> None:
 def test_a_failed_job_names_the_way_out_in_its_row() -> None:
     desk = failed()
     (line,) = [line for line in desk.audit if line.reason == "JOB_FAILED"]
-    assert "`megascale restart a` continues it at step 0" in line.outcome
-    assert "`megascale update JOB.YAML`" in line.outcome
+    assert "`megascale restart a --reason REASON` continues it at step 0" in line.outcome
+    assert "`megascale update JOB.YAML --reason REASON`" in line.outcome
 
 
 def test_no_sentence_stands_twice_in_an_explanation() -> None:
