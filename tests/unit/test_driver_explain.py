@@ -30,6 +30,7 @@ from megascale_driver.core.events import (
     Tick,
 )
 from megascale_driver.core.explain import CAUSES, ROUTINE, Explanation, explanation
+from megascale_driver.core.hang import SHOWN_AFTER
 from megascale_driver.core.state import (
     AttemptPhase,
     Check,
@@ -358,8 +359,17 @@ def test_a_job_that_stands_still_is_not_healthy() -> None:
     found = explained(desk)
     assert "rank 6 on node n2" in found.sentence
     assert found.stall is not None and found.stall.held_up_by == "rank 6 on n2 holds it up"
+    # People are shown it once it lasts: in the beginning a step is only long.
+    shown_from_s = found.stall.limit_s * SHOWN_AFTER
+    assert found.stall.still_s < shown_from_s
     message = wire.explanation_message(found, wire.types_pb2.Epoch())
-    assert message.still_s == pytest.approx(found.stall.still_s) and message.held_up_by
+    assert (message.still_s, message.held_up_by) == (0.0, "")
+    desk.now_s += shown_from_s
+    still = explained(desk)
+    assert still.stall is not None
+    message = wire.explanation_message(still, wire.types_pb2.Epoch())
+    assert message.still_s == pytest.approx(still.stall.still_s)
+    assert message.held_up_by == "rank 6 on n2 holds it up"
     assert found.suggestions[0].command == "megascale logs a --rank 6"
 
 

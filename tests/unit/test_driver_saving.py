@@ -16,7 +16,14 @@ from megascale_common.sizes.parameter_table import checkpoint_bytes
 from megascale_driver import storage_reach
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import CheckpointFailure, ConditionType
-from megascale_driver.core.events import AttemptOpened, JobSubmitted, LeaderStarted, Tick, utc
+from megascale_driver.core.events import (
+    AttemptOpened,
+    JobSubmitted,
+    LeaderStarted,
+    SuspendRequested,
+    Tick,
+    utc,
+)
 from megascale_driver.core.explain import explain
 from megascale_driver.core.orders import origin, restart_consequence
 from megascale_driver.core.state import AttemptPhase, Job, JobPhase, Node
@@ -198,11 +205,25 @@ async def test_a_submit_says_what_the_folder_of_the_job_holds(
     assert (said in found[0]) if said else not found
 
 
-def test_an_earlier_checkpoint_that_fails_has_no_deadline() -> None:
-    desk = desk_with_job()
+def test_an_earlier_checkpoint_that_fails_needs_room_and_has_no_deadline() -> None:
+    desk = desk_with_job(uri="/mnt/small")
     desk.report("n1", AttemptPhase.RUNNING, progress=(failure(STEPS - 5),))
     (condition,) = desk.job().conditions
-    assert condition.message.endswith(FULL)
+    assert condition.message.endswith("MiB (a whole checkpoint) below /mnt/small")
+    assert "until" not in condition.message
+    # Also while the job saves to leave its nodes.
+    desk.feed(SuspendRequested(desk.now_s, "a", "later", "ada"))
+    assert condition.message in explain(desk.state, "a", desk.now_s, POLICY)
+
+
+def test_a_save_that_fails_for_another_reason_asks_for_no_room() -> None:
+    desk = desk_with_job()
+    broken = CheckpointFailure(1, STEPS - 5, 3, "[Errno 5] Input/output error")
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", failure=broken),))
+    assert desk.job().conditions[0].message.endswith("Input/output error")
+    broken = replace(broken, step=STEPS)
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", failure=broken),))
+    assert "mend its storage before that, or the job fails" in desk.job().conditions[0].message
 
 
 def test_state_of_an_earlier_job_of_the_name_is_named_as_such() -> None:

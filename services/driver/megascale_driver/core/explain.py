@@ -190,7 +190,8 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
     if job.phase is JobPhase.SUSPENDED:
         return f"job {name} is {job.reason}"
     if job.phase is JobPhase.RUNNING and job.current.leaving is not None:
-        return f"job {name}: {job.reason}; its last known step is {job.current.step}"
+        step = f"its last known step is {job.current.step}"
+        return f"job {name}: {job.reason}; {step}{_failing_checkpoint(job, now_s)}"
     if job.phase is JobPhase.RUNNING:
         restarts = f" after {job.restarts} restarts" if job.restarts else ""
         nodes = ", ".join(slot.node for slot in job.slots)

@@ -201,20 +201,21 @@ def _failing(draft: Draft, job: Job, failure: CheckpointFailure) -> tuple[Condit
     since_s = next((item.since_s for item in job.conditions if item.type is kind), draft.now_s)
     message = (
         f"the checkpoint of step {failure.step} is not saved by rank {failure.rank}: "
-        f"{failure.error[:MAX_CAUSE]}{_of_last_step(job, failure)}"
+        f"{failure.error[:MAX_CAUSE]}{_remedy(job, failure)}"
     )
     return (*without_failing(job), Condition(kind, "PERSIST_FAILED", message, since_s))
 
 
-def _of_last_step(job: Job, failure: CheckpointFailure) -> str:
-    """What is missing where nothing is left to train, and until when it may be mended."""
-    if failure.step < job.config.training.steps:
-        return ""
+def _remedy(job: Job, failure: CheckpointFailure) -> str:
+    """What is missing, and where nothing is left to train until when it may be mended."""
     checkpoint = job.config.checkpoint
+    full = any(word in failure.error for word in _FULL)
     room = "mend its storage"
-    if any(word in failure.error for word in _FULL):
+    if full:
         size_mib = checkpoint_bytes(job.config) / 2**20
         room = f"make room for {size_mib:,.1f} MiB (a whole checkpoint) below {checkpoint.uri}"
+    if failure.step < job.config.training.steps:
+        return f"; {room}" if full else ""
     ends = "fails" if checkpoint.require_final else "ends without it"
     return (
         f". All {job.config.training.steps} steps are done, and the save is tried again until "
