@@ -270,6 +270,8 @@ def test_a_job_has_not_recovered_before_it_comes_further() -> None:
     # The newest fault is not behind the job; the two before it are.
     assert [each["urgency"] for each in handled] == ["handled"] * 2
     assert page["counts"] == {"act": 0, "watch": 1, "handled": 2}
+    told.setback.failures = 2
+    assert now_of(running_job(), told, THREE_FAULTS)["counts"]["handled"] == 1
 
 
 def test_faults_are_counted_and_each_has_its_own_lines() -> None:

@@ -30,6 +30,7 @@ from megascale_driver.core.events import (
     Tick,
 )
 from megascale_driver.core.explain import CAUSES, ROUTINE, Explanation, explanation
+from megascale_driver.core.hang import SHOWN_AFTER
 from megascale_driver.core.state import (
     AttemptPhase,
     Check,
@@ -215,7 +216,8 @@ def check_cause(found: Explanation, message: str) -> None:
     assert found.cause is not None and found.suggestions
     assert message in found.cause.message
     headings = [line for line in found.text.splitlines()[1:] if line and line[0] != " "]
-    did = ["what the system did"] if found.actions else []
+    more = any(line.message not in found.sentence for line in found.actions)
+    did = ["what the system did"] if more else []
     assert headings == ["what happened", *did, "what you may do"]
     lines = found.text.splitlines()
     assert found.cause.message in lines[lines.index("what happened") + 1]
@@ -357,8 +359,17 @@ def test_a_job_that_stands_still_is_not_healthy() -> None:
     found = explained(desk)
     assert "rank 6 on node n2" in found.sentence
     assert found.stall is not None and found.stall.held_up_by == "rank 6 on n2 holds it up"
+    # People are shown it once it lasts: in the beginning a step is only long.
+    shown_from_s = found.stall.limit_s * SHOWN_AFTER
+    assert found.stall.still_s < shown_from_s
     message = wire.explanation_message(found, wire.types_pb2.Epoch())
-    assert message.still_s == pytest.approx(found.stall.still_s) and message.held_up_by
+    assert (message.still_s, message.held_up_by) == (0.0, "")
+    desk.now_s += shown_from_s
+    still = explained(desk)
+    assert still.stall is not None
+    message = wire.explanation_message(still, wire.types_pb2.Epoch())
+    assert message.still_s == pytest.approx(still.stall.still_s)
+    assert message.held_up_by == "rank 6 on n2 holds it up"
     assert found.suggestions[0].command == "megascale logs a --rank 6"
 
 
@@ -375,8 +386,18 @@ def test_a_node_that_is_not_alive_says_why() -> None:
 def test_a_failed_job_names_the_way_out_in_its_row() -> None:
     desk = failed()
     (line,) = [line for line in desk.audit if line.reason == "JOB_FAILED"]
-    assert "`megascale restart a` continues it at step 0" in line.outcome
-    assert "`megascale update JOB.YAML`" in line.outcome
+    assert "`megascale restart a --reason REASON` continues it at step 0" in line.outcome
+    assert "`megascale update JOB.YAML --reason REASON`" in line.outcome
+
+
+def test_no_sentence_stands_twice_in_an_explanation() -> None:
+    desk = failed()
+    found = explained(desk)
+    assert found.cause is not None and found.cause.message in found.sentence
+    body = found.text.partition("\n")[2]
+    assert body.count(found.cause.message) == 1, "once as what happened"
+    assert desk.job().reason not in body, "the end of the job stands in the first sentence"
+    assert "ATTEMPT_STOPPED attempt 1 has stopped\n" in body
 
 
 def test_no_cause_is_routine() -> None:

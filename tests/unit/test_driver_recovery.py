@@ -579,15 +579,15 @@ def refused_as_known(desk: Desk) -> str:
 def test_a_name_that_is_taken_is_refused_with_the_phase_and_what_may_be_done(desk: Desk) -> None:
     running = refused_as_known(desk)
     assert running.startswith("job a exists already and is running; ")
-    for command in ("update JOB.YAML", "clone a NEW-NAME"):
+    for command in ("update JOB.YAML --reason REASON", "clone a"):
         assert f"`megascale {command}`" in running
     assert "restart" not in running and "delete" not in running
     desk.feed(CancelRequested(desk.now_s, "a", "enough", "me"))
     desk.stop()
     cancelled = refused_as_known(desk)
     assert cancelled.startswith("job a exists already and was cancelled; ")
-    for command in ("update JOB.YAML", "restart a", "clone a NEW-NAME", "delete a"):
-        assert f"`megascale {command}`" in cancelled
+    for order in ("update JOB.YAML", "restart a", "delete a"):
+        assert f"`megascale {order} --reason REASON`" in cancelled
 
 
 def test_cancel_stops_at_once_and_for_good(desk: Desk) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.harness.desk import POLICY, Desk
+from tests.harness.desk import POLICY, Desk, job_with
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import driver_pb2
@@ -15,7 +16,14 @@ from megascale_common.sizes.parameter_table import checkpoint_bytes
 from megascale_driver import storage_reach
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import CheckpointFailure, ConditionType
-from megascale_driver.core.events import AttemptOpened, JobSubmitted, LeaderStarted, Tick, utc
+from megascale_driver.core.events import (
+    AttemptOpened,
+    JobSubmitted,
+    LeaderStarted,
+    SuspendRequested,
+    Tick,
+    utc,
+)
 from megascale_driver.core.explain import explain
 from megascale_driver.core.orders import origin, restart_consequence
 from megascale_driver.core.state import AttemptPhase, Job, JobPhase, Node
@@ -178,8 +186,9 @@ def test_where_an_attempt_begins_is_what_has_been_saved() -> None:
     ],
 )
 async def test_a_submit_says_what_the_folder_of_the_job_holds(
-    steps_held: list[int], said: str | None
+    steps_held: list[int], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(storage_reach, "EARLIER_TIMEOUT_S", 0.05)
     desk = Desk("n1", "n2")
     config = demo_job("a", steps=STEPS)
     asked: list[tuple[str, str, str]] = []
@@ -187,7 +196,7 @@ async def test_a_submit_says_what_the_folder_of_the_job_holds(
     async def listed(node: Node, job: str, uri: str) -> list[driver_pb2.Checkpoint]:
         asked.append((node.name, job, uri))
         if node.name == "n1":
-            raise TimeoutError
+            await asyncio.Event().wait()  # its storage hangs, and the submit goes on
         return [driver_pb2.Checkpoint(step=step) for step in steps_held]
 
     found = await storage_reach.earlier(config, desk.state, listed)
@@ -196,11 +205,25 @@ async def test_a_submit_says_what_the_folder_of_the_job_holds(
     assert (said in found[0]) if said else not found
 
 
-def test_an_earlier_checkpoint_that_fails_has_no_deadline() -> None:
-    desk = desk_with_job()
+def test_an_earlier_checkpoint_that_fails_needs_room_and_has_no_deadline() -> None:
+    desk = desk_with_job(uri="/mnt/small")
     desk.report("n1", AttemptPhase.RUNNING, progress=(failure(STEPS - 5),))
     (condition,) = desk.job().conditions
-    assert condition.message.endswith(FULL)
+    assert condition.message.endswith("MiB (a whole checkpoint) below /mnt/small")
+    assert "until" not in condition.message
+    # Also while the job saves to leave its nodes.
+    desk.feed(SuspendRequested(desk.now_s, "a", "later", "ada"))
+    assert condition.message in explain(desk.state, "a", desk.now_s, POLICY)
+
+
+def test_a_save_that_fails_for_another_reason_asks_for_no_room() -> None:
+    desk = desk_with_job()
+    broken = CheckpointFailure(1, STEPS - 5, 3, "[Errno 5] Input/output error")
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", failure=broken),))
+    assert desk.job().conditions[0].message.endswith("Input/output error")
+    broken = replace(broken, step=STEPS)
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", failure=broken),))
+    assert "mend its storage before that, or the job fails" in desk.job().conditions[0].message
 
 
 def test_state_of_an_earlier_job_of_the_name_is_named_as_such() -> None:
@@ -208,8 +231,10 @@ def test_state_of_an_earlier_job_of_the_name_is_named_as_such() -> None:
     opened(desk, RestorePlan(RestoreSource.STORAGE, 6, 4, "/m/6"))
     (line,) = lines(desk, "ATTEMPT_OPENED")
     assert line.endswith(", which an earlier job of this name (or a run by hand) wrote")
+    # The same numbers, once the job has taken a step of its own.
     own = prepared()
-    opened(own, RestorePlan(RestoreSource.STORAGE, 6, 1, "/m/6"))
+    own.state = replace(own.state, jobs={"a": job_with(own.job(), best_step=9)})
+    opened(own, RestorePlan(RestoreSource.STORAGE, 6, 4, "/m/6"))
     assert "earlier job" not in lines(own, "ATTEMPT_OPENED")[0]
 
 
@@ -222,6 +247,13 @@ def test_a_job_that_finds_its_last_step_in_an_old_folder_says_that_it_trained_no
     assert job.phase is JobPhase.SUCCEEDED
     assert job.reason.startswith("nothing was left to train: ")
     assert "another folder" in job.reason
+    # The daemons still have it in memory: the workers start and commit it once more.
+    sealed = prepared()
+    opened(sealed, RestorePlan(RestoreSource.MEMORY, STEPS, 1))
+    for node in NODES:
+        sealed.report(node, AttemptPhase.RUNNING)
+    finish(sealed, committed(STEPS))
+    assert sealed.job().reason.startswith("nothing was left to train: ")
 
 
 def test_a_job_without_checkpoints_succeeds_as_before() -> None:
@@ -235,7 +267,7 @@ def test_a_job_without_checkpoints_succeeds_as_before() -> None:
 @pytest.mark.parametrize(
     ("step", "written_by", "phase", "words"),
     [
-        (STEPS, 1, JobPhase.SUCCEEDED, "has saved the last"),
+        (STEPS, 1, JobPhase.SUCCEEDED, "nothing was left to train"),
         (STEPS, 0, JobPhase.FAILED, f"restored step {STEPS} is not below"),
         (STEPS + 100, 0, JobPhase.FAILED, f"restored step {STEPS + 100} is not below"),
         (STEPS + 100, 1, JobPhase.FAILED, f"trainer.training.steps {STEPS}"),

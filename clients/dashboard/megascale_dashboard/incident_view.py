@@ -64,9 +64,10 @@ def now(
         ),
     ]
     for name, faults in handled.items():
-        # The newest is no longer behind the job while it has not come further.
-        setback = name in explanations and explanations[name].HasField("setback")
-        past = faults[:-1] if setback else faults
+        # The newest are not behind the job while it has not come further since.
+        told = explanations.get(name)
+        present = told.setback.failures if told and told.HasField("setback") else 0
+        past = faults[: max(0, len(faults) - present)]
         handled[name] = past
         incidents += map(_dealt_with, past[-SHOWN_FAULTS:], itertools.repeat(name))
     incidents.sort(key=lambda each: (URGENCY.index(each["urgency"]), -(each["since_s"] or 0)))

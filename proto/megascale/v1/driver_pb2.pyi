@@ -1837,8 +1837,8 @@ class ExplainJobResponse(google.protobuf.message.Message):
     caller may do.
     """
     still_s: builtins.float
-    """How long the job has completed no step, in seconds, where that is much longer than its pace; 0:
-    it keeps its pace, or does not run.
+    """How long the job has completed no step, in seconds, once that is a third of the time after which
+    it counts as hung; 0: it keeps its pace, or does not run.
     """
     held_up_by: builtins.str
     """Which rank holds it up then, as a clause."""

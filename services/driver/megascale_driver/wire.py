@@ -333,7 +333,7 @@ def explanation_message(
     )
     if (placed := placement_message(found.placement)) is not None:
         message.placement.CopyFrom(placed)
-    if (stall := found.stall) is not None:
+    if (stall := found.stall) is not None and stall.shown:
         message.still_s, message.held_up_by = stall.still_s, stall.held_up_by
     if (setback := found.setback) is not None:
         message.setback.CopyFrom(

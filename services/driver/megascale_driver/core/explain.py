@@ -124,12 +124,12 @@ class Explanation:
         if self.log_root is not None:
             lines += ["", "what the logs say", f"  {self._line(self.log_root)}"]
             lines += [f"    {self.log_root.outcome}"] if self.log_root.outcome else []
-        if self.actions:
-            lines += [
-                "",
-                "what the system did",
-                *(f"  {self._line(line)}" for line in self.actions),
-            ]
+        # The sentence has the end of the job, and what happened has the cause of the stop.
+        did = [line for line in self.actions if line.message not in self.sentence]
+        if did:
+            cause = f": {self.cause.message}" if self.cause is not None else ""
+            shown = (self._line(line).removesuffix(cause) for line in did)
+            lines += ["", "what the system did", *(f"  {line}" for line in shown)]
         if self.suggestions:
             lines += ["", "what you may do"]
             for suggestion in self.suggestions:
@@ -190,7 +190,8 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
     if job.phase is JobPhase.SUSPENDED:
         return f"job {name} is {job.reason}"
     if job.phase is JobPhase.RUNNING and job.current.leaving is not None:
-        return f"job {name}: {job.reason}; its last known step is {job.current.step}"
+        step = f"its last known step is {job.current.step}"
+        return f"job {name}: {job.reason}; {step}{_failing_checkpoint(job, now_s)}"
     if job.phase is JobPhase.RUNNING:
         restarts = f" after {job.restarts} restarts" if job.restarts else ""
         nodes = ", ".join(slot.node for slot in job.slots)

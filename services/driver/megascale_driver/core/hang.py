@@ -39,6 +39,9 @@ from megascale_driver.core.state import (
 
 MAX_EVIDENCE = 16
 MAX_NAMED = 4
+# Of the verdict's limit: from then on people are shown that the job stands still. An evaluation, a
+# long save or the first steps, whose limits are long, are not worth a look sooner.
+SHOWN_AFTER = 1 / 3
 _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 
 
@@ -54,6 +57,11 @@ class Stall:
     limit_s: float = 0.0  # of the verdict, which ends the attempt
     culprit: RankView | None = None
     lost: str = ""
+
+    @property
+    def shown(self) -> bool:
+        """Whether it lasts long enough for people to look."""
+        return self.still_s >= SHOWN_AFTER * self.limit_s
 
     @property
     def held_up_by(self) -> str:

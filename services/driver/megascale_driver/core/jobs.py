@@ -92,13 +92,13 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
 
 def _exists(job: Job) -> str:
     """What may be done instead of submitting a job whose name is taken."""
-    ways = [f"start one like it with `megascale clone {job.name} NEW-NAME`"]
+    ways = [f"start one like it with `megascale clone {job.name}`"]
     if job.phase is not JobPhase.SUCCEEDED:
-        ways.insert(0, "change it with `megascale update JOB.YAML`")
+        ways.insert(0, "change it with `megascale update JOB.YAML --reason REASON`")
     if job.phase in (JobPhase.FAILED, JobPhase.CANCELLED):
-        ways.insert(1, f"continue it with `megascale restart {job.name}`")
+        ways.insert(1, f"continue it with `megascale restart {job.name} --reason REASON`")
     if job.terminal:
-        ways.append(f"free its name with `megascale delete {job.name}`")
+        ways.append(f"free its name with `megascale delete {job.name} --reason REASON`")
     return f"job {job.name} exists already and {job.state}; {', '.join(ways[:-1])} or {ways[-1]}"
 
 
@@ -487,8 +487,8 @@ def _way_out(job: Job) -> str:
     """What people can do about a job that has failed."""
     where = f"from step {job.committed_step}" if job.committed_step else "at step 0"
     return (
-        f"once the cause is gone, `megascale restart {job.name}` continues it {where}; "
-        "`megascale update JOB.YAML` before that changes its file"
+        f"once the cause is gone, `megascale restart {job.name} --reason REASON` continues it "
+        f"{where}; `megascale update JOB.YAML --reason REASON` before that changes its file"
     )
 
 

@@ -213,5 +213,5 @@ def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
     draft.log(
         "JOB_SUSPENDED", f"suspended: {saved}", subject=f"jobs/{job.name}", job=job.name,
         attempt=job.attempt, actor=actor,
-        outcome=f"its nodes are free; `megascale resume {job.name}` starts it again",
+        outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it anew",
     )  # fmt: skip

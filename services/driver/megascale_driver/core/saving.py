@@ -30,6 +30,8 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
     """How the job ends, all of whose nodes have finished; None while that is not known yet."""
     steps = job.config.training.steps
     done = f"all {steps} steps are done"
+    if (restore := job.current.restore) and restore.step >= steps and is_earlier(job, restore):
+        done = _nothing_left(job)  # its workers have committed what was in memory
     if not job.config.checkpoint.uri or _saved(job):
         return JobPhase.SUCCEEDED, done
     if not job.current.finished_at_s:
@@ -77,19 +79,22 @@ def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[Jo
         manifest_uri=restore.manifest_uri,
     )
     text = f"all {steps} steps are done: attempt {restore.written_by_attempt} has saved the last"
-    if is_earlier(job, restore):
-        uri = job.config.checkpoint.uri
-        text = (
-            f"nothing was left to train: {uri} holds step {steps}, the last one, of {EARLIER}; to "
-            "start over, give checkpoint.uri another folder"
-        )
-    return JobPhase.SUCCEEDED, text
+    return JobPhase.SUCCEEDED, _nothing_left(job) if is_earlier(job, restore) else text
 
 
-def is_earlier(job: Job, restore: RestorePlan) -> bool:
-    """Whether the state in the job's own folder is of no attempt of the job itself."""
-    written_by = restore.written_by_attempt  # 0: of another job, which checkpoint.load_uri names
-    return bool(written_by) and all(record.number != written_by for record in job.attempts)
+def is_earlier(job: Job, restore: RestorePlan | None) -> bool:
+    """Whether the state in the job's own folder was there before the job took a step."""
+    if restore is None or not restore.written_by_attempt:
+        return False  # of nobody, or of the job that checkpoint.load_uri names
+    return not max(job.best_step, job.progress_mark)
+
+
+def _nothing_left(job: Job) -> str:
+    steps = job.config.training.steps
+    return (
+        f"nothing was left to train: {job.config.checkpoint.uri} holds step {steps}, the last one, "
+        f"of {EARLIER}; to start over, give checkpoint.uri another folder"
+    )
 
 
 def went_back(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str | None:
@@ -196,20 +201,21 @@ def _failing(draft: Draft, job: Job, failure: CheckpointFailure) -> tuple[Condit
     since_s = next((item.since_s for item in job.conditions if item.type is kind), draft.now_s)
     message = (
         f"the checkpoint of step {failure.step} is not saved by rank {failure.rank}: "
-        f"{failure.error[:MAX_CAUSE]}{_of_last_step(job, failure)}"
+        f"{failure.error[:MAX_CAUSE]}{_remedy(job, failure)}"
     )
     return (*without_failing(job), Condition(kind, "PERSIST_FAILED", message, since_s))
 
 
-def _of_last_step(job: Job, failure: CheckpointFailure) -> str:
-    """What is missing where nothing is left to train, and until when it may be mended."""
-    if failure.step < job.config.training.steps:
-        return ""
+def _remedy(job: Job, failure: CheckpointFailure) -> str:
+    """What is missing, and where nothing is left to train until when it may be mended."""
     checkpoint = job.config.checkpoint
+    full = any(word in failure.error for word in _FULL)
     room = "mend its storage"
-    if any(word in failure.error for word in _FULL):
+    if full:
         size_mib = checkpoint_bytes(job.config) / 2**20
         room = f"make room for {size_mib:,.1f} MiB (a whole checkpoint) below {checkpoint.uri}"
+    if failure.step < job.config.training.steps:
+        return f"; {room}" if full else ""
     ends = "fails" if checkpoint.require_final else "ends without it"
     return (
         f". All {job.config.training.steps} steps are done, and the save is tried again until "
