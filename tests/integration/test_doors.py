@@ -109,7 +109,7 @@ def test_a_server_takes_fewer_connections_than_its_process_has_descriptors(
 async def test_a_stranger_who_sends_no_request_is_refused() -> None:
     """A call that has begun is no idle connection: it must not wait for what never comes."""
     async with serving() as address, grpc.aio.insecure_channel(address) as channel:
-        call = channel.stream_unary(CHECK)()
+        call: grpc.aio.StreamUnaryCall[bytes, bytes] = channel.stream_unary(CHECK)()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 await call
