@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -12,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from tests.harness.processes import until_gone
-from tests.harness.waiting import until
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually, until
 
+from megascale_checkpoint import sidecar
 from megascale_common.node.process import child_environment
 
 
@@ -121,3 +124,22 @@ def test_a_sidecar_that_is_killed_takes_its_daemon_along(pod: Pod) -> None:
     sidecar.kill()
     assert agent.wait(60) == 1
     until_gone([daemon], "the daemon")
+
+
+async def test_a_caller_that_says_nothing_gives_way(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one waits for its end."""
+    monkeypatch.setattr(sidecar, "HELLO_TIMEOUT_S", 0.2)
+    serving = asyncio.create_task(sidecar.Sidecar(pod.socket, []).run())
+    try:
+        await eventually(pod.socket.exists, "the sidecar's socket")
+        assert stat.S_IMODE(pod.socket.stat().st_mode) == 0o600
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            for _ in range(2):
+                reader, writer = await asyncio.open_unix_connection(pod.socket)
+                assert await reader.read() == b""
+                writer.close()
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])

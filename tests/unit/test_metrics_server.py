@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,12 +24,14 @@ from megascale_common.service.metrics import MetricsServer, bind_option, registr
 
 
 class Answer(Collector):
-    """One gauge, which can be made to fail."""
+    """One gauge, which can be made to fail, or to take long."""
 
     def __init__(self) -> None:
-        self.fails = False
+        self.fails, self.takes_s, self.collected = False, 0.0, 0
 
     def collect(self) -> Iterator[Metric]:
+        self.collected += 1
+        time.sleep(self.takes_s)
         if self.fails:
             raise RuntimeError("no figure")
         yield GaugeMetricFamily("megascale_answer", "Of everything.", value=42.0)
@@ -105,25 +109,40 @@ async def test_a_figure_that_cannot_be_had_is_an_error_of_this_scrape_only(
     assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].split()[1] == b"200"
 
 
-async def test_silent_and_too_many_peers_are_cut_off(
+async def test_a_silent_peer_is_cut_off(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = b"GET /metrics HTTP/1.1\r\n\r\n"
-    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", CALL_TIMEOUT_S)
-    silent = [await asyncio.open_connection(*address) for _ in range(metrics.MAX_CONNECTIONS - 1)]
-    assert (await ask(address, request))[0].split()[1] == b"200"  # now all of them are served
-    # The time of one alone is short: the others hold their places, however long this takes.
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(CALL_TIMEOUT_S):
         assert await reader.read() == b""
     writer.close()
+
+
+async def test_silent_peers_keep_no_scraper_out(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", CALL_TIMEOUT_S)
-    assert (await ask(address, request))[0].split()[1] == b"200", "its place is free again"
-    silent.append(await asyncio.open_connection(*address))
-    assert (await ask(address, request))[0].split()[1] == b"503"
+    silent = [await asyncio.open_connection(*address) for _ in range(4 * metrics.MAX_CONNECTIONS)]
+    assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].split()[1] == b"200"
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        with suppress(ConnectionResetError):
+            assert await silent[0][0].read() == b"", "the oldest gave way"
     for _, writer in silent:
         writer.close()
+
+
+async def test_scrapes_without_end_take_a_share_of_the_time(address: tuple[str, int]) -> None:
+    ANSWER.takes_s, ANSWER.collected = 0.05, 0
+    began_s = time.monotonic()
+    try:
+        for _ in range(40):
+            status, _ = await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert status.split()[1] == b"200"
+    finally:
+        ANSWER.takes_s = 0.0
+    most = 1 + (time.monotonic() - began_s) / (0.05 * (1 + metrics.GIVEN_AGAIN))
+    assert 1 <= ANSWER.collected <= most + 1
 
 
 @pytest.mark.parametrize("text", ["9090", "host:", ":9090", "host:port", "host:70000"])

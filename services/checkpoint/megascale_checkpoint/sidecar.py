@@ -23,12 +23,15 @@ from pathlib import Path
 
 from megascale_common.node import framing
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death, child_environment
+from megascale_common.node.unix_socket import listen
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates
 from megascale_common.service.start import ends_with_a_sentence
 
 STOP_TIMEOUT_S = 10.0  # for the daemon to give what it persists some time
+HELLO_TIMEOUT_S = 10.0  # for an agent to say with what options the daemon starts
+MAX_CONNECTIONS = 16  # that wait: one agent, and those before it
 _READ_BYTES = 65536
 _log = logs.get("sidecar")
 
@@ -69,15 +72,14 @@ class Sidecar:
         """Serve until told to stop; then the daemon is, too."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
-        self._path.unlink(missing_ok=True)
         try:
-            server = await asyncio.start_unix_server(self._serve, self._path)
+            listener = listen(self._path, "sidecar", MAX_CONNECTIONS)
+            server = await asyncio.start_unix_server(self._serve, sock=listener)
         except OSError as error:
             raise OptionError(
                 f"--socket: {self._path} cannot be used ({error.strerror or error}): give a short "
                 "path in a folder that exists and that you may write to"
             ) from None
-        self._path.chmod(0o600)
         _log.info("the sidecar serves", socket=str(self._path))
         await self._stopping.wait()
         server.close()
@@ -97,12 +99,13 @@ class Sidecar:
     async def _live(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One daemon, from its start to its end."""
         decoder = framing.Decoder()
-        messages = decoder.feed(await reader.read(_READ_BYTES))
-        while not messages:
-            data = await reader.read(_READ_BYTES)
-            if not data:
-                return
-            messages = decoder.feed(data)
+        messages: list[framing.Message] = []
+        async with asyncio.timeout(HELLO_TIMEOUT_S):  # others wait for the end of this one
+            while not messages:
+                data = await reader.read(_READ_BYTES)
+                if not data:
+                    return
+                messages = decoder.feed(data)
         options = [str(word) for word in messages[0]["options"]]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "megascale_checkpoint", *options, *self._extra),

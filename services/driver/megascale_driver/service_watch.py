@@ -11,6 +11,7 @@ from megascale.v1 import driver_pb2, executor_pb2
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.service.errors import (
     ExpiredError,
+    LimitError,
     NotFoundError,
     ServiceError,
     UnavailableError,
@@ -156,6 +157,8 @@ class WatchMethods(ServiceBase):
             lines=request.lines,
             follow=request.follow,
         )
+        if problem := self._log_streams.problem(caller()):
+            raise LimitError(problem, reason="TOO_MANY_STREAMS")
         try:
             with self._log_streams.one_more(caller()):
                 async for line in self.engine.node_calls.tail(self._node(slot.node), tail):

@@ -3,7 +3,8 @@
 Scrapes are answered on the service's event loop, so a collector may read the service's state
 without locks. Names follow Prometheus: base units (seconds, bytes, ratio), ``_total`` on counters,
 never a step or a rank as a label. The page needs no token, because scrapers send none: it shows
-names and numbers only, and is bound to loopback unless the operator binds it elsewhere.
+names and numbers only, and is bound to loopback unless the operator binds it elsewhere. Whoever
+asks for it without end takes a bounded share of the loop's time and a few connections.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector
@@ -26,6 +29,8 @@ PATH = "/metrics"
 MAX_REQUEST_BYTES = 8192
 MAX_CONNECTIONS = 16
 REQUEST_TIMEOUT_S = 5.0
+# A page is given again for so many times as long as it took to make: a tenth of the loop's time.
+GIVEN_AGAIN = 9.0
 
 _log = logs.get(__name__)
 
@@ -59,7 +64,8 @@ class MetricsServer:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._server: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
+        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._pages: dict[str, tuple[bytes, float]] = {}  # by content type, with how long it counts
 
     async def start(self, bind: str, address_file: Path | None = None) -> str:
         """Listen on ``bind`` ("host:port", port 0 picks one); returns the address with its port.
@@ -94,14 +100,18 @@ class MetricsServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request, one answer; slow peers and long requests are cut off."""
-        self._open.add(writer)
+        self._open[writer] = None
+        if len(self._open) > MAX_CONNECTIONS:  # the oldest gives way: a scraper takes milliseconds
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
         try:
             with contextlib.suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     writer.write(await self._answer(reader))
                     await writer.drain()
         finally:
-            self._open.discard(writer)
+            self._open.pop(writer, None)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
@@ -111,8 +121,6 @@ class MetricsServer:
             return _response(
                 "431 Request Header Fields Too Large", b"the request's head is too long\n"
             )
-        if len(self._open) > MAX_CONNECTIONS:
-            return _response("503 Service Unavailable", b"too many scrapers at once\n")
         first, *lines = head.split("\r\n")
         method, _, rest = first.partition(" ")
         path = rest.partition(" ")[0].partition("?")[0]
@@ -126,12 +134,21 @@ class MetricsServer:
         }
         encode, content_type = choose_encoder(headers.get("accept", ""))
         try:
-            body = encode(self._registry)
+            body = self._page(encode, content_type)
         except Exception:
             # A collector that fails must not end the service's loop; the log has its traceback.
             _log.exception("metrics cannot be collected")
             return _response("500 Internal Server Error", b"see the service's log\n")
         return _response("200 OK", body, content_type)
+
+    def _page(self, encode: Callable[[CollectorRegistry], bytes], content_type: str) -> bytes:
+        began_s = time.monotonic()
+        body, counts_until_s = self._pages.get(content_type, (b"", 0.0))
+        if began_s >= counts_until_s:
+            body = encode(self._registry)
+            now_s = time.monotonic()
+            self._pages[content_type] = (body, now_s + GIVEN_AGAIN * (now_s - began_s))
+        return body
 
 
 def _response(status: str, body: bytes, content_type: str = "text/plain; charset=utf-8") -> bytes:

@@ -5,11 +5,16 @@ A server binds to loopback unless it is given TLS, and even there every call nee
 show a certificate of it instead, and its role says what they may call
 (:mod:`megascale_common.service.identity`). Health and reflection need one as well, so that a
 stranger on the host learns nothing.
+
+Whoever connects uses a descriptor before anything is asked. So connections that do not complete
+their handshake, or make no call, end after a while, and of all there are fewer than the process has
+descriptors: what it has to open itself is not in their way. gRPC cannot bound them by address.
 """
 
 from __future__ import annotations
 
 import hmac
+import resource
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -30,6 +35,11 @@ from megascale_common.service.start import require_bindable
 from megascale_common.service.status import abort
 from megascale_common.service.token import HEADER, bearer, check_token
 
+HANDSHAKE_TIMEOUT_S = 20.0  # for TLS and the first frame of HTTP/2; all nodes may come at once
+IDLE_TIMEOUT_S = 300.0  # without a call; a client that calls again connects again by itself
+WANTED_DESCRIPTORS = 65_536
+OWN_DESCRIPTORS = 1024  # of the process itself: logs, etcd, nodes that it calls; no connection's
+
 # Both sides agree on pings: without these options a client's keepalive ends in GOAWAY
 # too_many_pings.
 _OPTIONS: list[tuple[str, Any]] = [
@@ -39,6 +49,21 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
 ]
+
+
+def most_connections(people: bool) -> int:
+    """How many connections a server may hold; raises the process's limit of descriptors first.
+
+    ``people``: of the port for people, which a process serves beside its other one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < WANTED_DESCRIPTORS:
+        soft = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
+        soft = min(soft, WANTED_DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    limit = WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    usable = limit - min(OWN_DESCRIPTORS, limit // 2)
+    return usable // 4 if people else usable - usable // 4
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -83,18 +108,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     def _refusal_for(
         self, handler: grpc.RpcMethodHandler[Any, Any] | None
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        # The refusal has the shape of the refused call (unary or stream on each side): a handler of
-        # another shape would leave the caller of a stream waiting.
-        make = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }
-        shape = (False, False)
-        if handler is not None:
-            shape = (bool(handler.request_streaming), bool(handler.response_streaming))
-        return make[shape](self._refuse)
+        # The refusal answers as the refused call does (one response or a stream): else the caller
+        # of a stream would wait. It reads no request: a stranger who sends none is refused, too.
+        if handler is not None and handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(self._refuse)
+        return grpc.stream_unary_rpc_method_handler(self._refuse)
 
 
 class RpcServer:
@@ -121,7 +139,13 @@ class RpcServer:
         else:
             mutual = tls is not None and tls.mutual
             gate = Gate(rate=rate) if mutual else TokenInterceptor(token)
-        self.server = grpc.aio.server(interceptors=[gate, RequestReader()], options=_OPTIONS)
+        options = [
+            *_OPTIONS,
+            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
+            ("grpc.max_connection_idle_ms", int(IDLE_TIMEOUT_S * 1000)),
+            ("grpc.max_allowed_incoming_connections", most_connections(people is not None)),
+        ]
+        self.server = grpc.aio.server(interceptors=[gate, RequestReader()], options=options)
         self._tls, self._insecure_network = tls, insecure_network
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

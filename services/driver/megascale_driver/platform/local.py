@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -126,6 +127,11 @@ class LocalCluster:
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.folder.stat().st_mode & stat.S_IWOTH:
+                raise ClusterError(
+                    f"--run-folder: every user may write to {self.folder}, and so put their own "
+                    f"token or address there: chmod o-w {self.folder}, or give another folder"
+                )
             self._take_lock()
             self._token = read_or_create_token(self.folder / "token")
             self._prepare_tls()

@@ -16,7 +16,7 @@ import grpc.aio
 from megascale.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.addresses import joined
-from megascale_common.service.errors import NotFoundError, StateError, invalid
+from megascale_common.service.errors import LimitError, NotFoundError, StateError, invalid
 from megascale_common.service.handlers import answers, streams
 from megascale_common.service.identity.gate import caller
 from megascale_common.service.identity.rates import OpenStreams
@@ -107,6 +107,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             raise invalid("lines", problem, f"give 0 (the default) to {MAX_LINES}")
         number = request.attempt or folders.newest_attempt(self._node_folder, request.job)
         path = folders.attempt_folder(self._node_folder, request.job, number).log(request.rank)
+        if problem := self._log_streams.problem(caller()):
+            raise LimitError(problem, reason="TOO_MANY_STREAMS")
         with self._log_streams.one_more(caller()):
             try:
                 begin, end = await asyncio.to_thread(ending, path, request.lines or DEFAULT_LINES)

@@ -70,23 +70,22 @@ class OpenStreams:
         self._most_of_one, self._most = most_of_one, most
         self._open: Counter[str] = Counter()
 
+    def problem(self, caller: object) -> str:
+        """Why the caller may open no further one; "" where it may."""
+        own, everybodys = self._open[str(caller)], self._open.total()
+        if own < self._most_of_one and everybodys < self._most:
+            return ""
+        return (
+            f"{everybodys} of such streams are open here, {own} of them are yours: one caller may "
+            f"have {self._most_of_one} and all together {self._most}; close some"
+        )
+
     @contextlib.contextmanager
     def one_more(self, caller: object) -> Iterator[None]:
-        """Hold one open while the block lasts.
-
-        Raises:
-            LimitError: there are too many.
-        """
-        name = str(caller)
-        if self._open[name] >= self._most_of_one or self._open.total() >= self._most:
-            raise LimitError(
-                f"{self._open.total()} such streams are open here, {self._open[name]} of them are "
-                f"yours: one caller may have {self._most_of_one}, and all {self._most}; close some",
-                reason="TOO_MANY_STREAMS",
-            )
-        self._open[name] += 1
+        """Hold one open while the block lasts."""
+        self._open[str(caller)] += 1
         try:
             yield
         finally:
-            self._open[name] -= 1
+            self._open[str(caller)] -= 1
             self._open += Counter()  # forgets callers that have none
