@@ -13,6 +13,7 @@ from typing import Any
 
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.commit_record import FOLDER
 from megascale_checkpoint.storage import join, open_storage
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.errors import DamagedError, NotFoundError, UnusableError
@@ -51,16 +52,22 @@ class RestoreDecision:
 
     @classmethod
     def from_record(cls, values: Mapping[str, Any]) -> RestoreDecision:
-        """The inverse of :meth:`to_record`."""
-        plan = RestorePlan(
-            RestoreSource(values["source"]),
-            values["step"],
-            values["attempt"],
-            values["manifest_uri"],
-            values.get("manifest_xxh3", ""),  # older builds wrote none
-            tuple(RestorePlan.from_mapping(older) for older in values.get("older", ())),
-        )
-        return cls(plan, tuple(values["passed_over"]))
+        """The inverse of :meth:`to_record`; raises DamagedError where a field is missing.
+
+        What is there was checked when the record was read.
+        """
+        try:
+            plan = RestorePlan(
+                RestoreSource(values["source"]),
+                values["step"],
+                values["attempt"],
+                values["manifest_uri"],
+                values.get("manifest_xxh3", ""),  # older builds wrote none
+                tuple(RestorePlan.from_mapping(older) for older in values.get("older", ())),
+            )
+            return cls(plan, tuple(values["passed_over"]))
+        except KeyError as error:
+            raise DamagedError(FOLDER, f"an OPEN lacks restored_from.{error.args[0]}") from error
 
 
 def decide(

@@ -53,7 +53,7 @@ class ParameterReader:
             manifests.check_size(storage, file)
             origin = Origin(manifest.job, manifest.attempt, manifest.step, file.rank)
             try:
-                pieces = read_header(storage, file.path, origin)
+                pieces = read_header(storage, file.path, origin, file.size_bytes)
             except DamagedError as error:
                 raise self._located(error) from error
             for stored in pieces:
