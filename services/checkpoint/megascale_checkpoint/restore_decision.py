@@ -112,7 +112,7 @@ def decide(
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
             raise NotFoundError(
                 f"checkpoint.load_uri: {load_uri} holds no complete checkpoint to start "
-                f"from{damaged}; give the folder of a job that has committed one, or leave it out"
+                f"from{damaged}; {_what_to_give(load_uri)}"
             )
         # Attempt numbers of two jobs are unrelated: no attempt of this job wrote the state.
         plan = replace(
@@ -128,6 +128,20 @@ def decide(
             plan = replace(plan, step=0, older=older)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     return RestoreDecision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
+
+
+def _what_to_give(load_uri: str) -> str:
+    """The remedy for a folder without a checkpoint of a job, which may be of other software."""
+    storage = open_storage(load_uri)
+    if storage.size("config.json") is not None:
+        command = f"megascale checkpoint import {load_uri} --format hf --to NEW"
+        return f"it is a Hugging Face model: `{command}` writes it to a folder to give here"
+    if storage.size(".metadata") is not None:
+        return (
+            "it is one of torch.distributed.checkpoint: give the folder of the job that it was "
+            "exported from; `megascale checkpoint import` reads Hugging Face models"
+        )
+    return "give the folder of a job that has committed one, or leave it out"
 
 
 def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePlan:

@@ -155,9 +155,9 @@ def export_checkpoint(
 def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJson = False) -> None:
     """Write a Hugging Face model as the checkpoint of step 0, from which a job starts.
 
-    It reads Llama, Mistral, Ministral, Cohere, StableLM, Phi and Starcoder2 in
-    safetensors, and prints what belongs into the job file; the job's own
-    checkpoint.uri is another folder.
+    It reads Llama, Mistral, Ministral, Qwen 2 and 3, Cohere, StableLM, Phi and
+    Starcoder2 in safetensors, and prints what belongs into the job file; the
+    job's own checkpoint.uri is another folder.
 
     What a job cannot compute is refused by the field of config.json. Pickled
     weights are never loaded.

@@ -17,7 +17,7 @@ import yaml
 
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint import reshard
-from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.checksums import checksum, shown
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.manifest import Manifest
@@ -70,7 +70,16 @@ class ParameterReader:
     def model(self) -> ModelConfig | None:
         """The model as the job that wrote the checkpoint described it; None if it did not."""
         values = self.manifest.small_state.get(MODEL)
-        return None if values is None else _model(values, "manifest.json")
+        if values is None:
+            return None
+        name = f"{self._storage.uri}/{manifests.NAME}"
+        layers = values.get("layers") if isinstance(values, dict) else None
+        # Before a list of all layers is made.
+        if not isinstance(layers, int) or layers > len(self.shapes):
+            raise DamagedError(
+                name, f"its model is of {shown(layers)} layers with {len(self.shapes)} parameters"
+            )
+        return _model(values, name)
 
     def read(self, name: str, state: str = MASTER) -> Floats:
         """A whole parameter, float32 in its global shape.
