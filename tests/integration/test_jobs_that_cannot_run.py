@@ -145,6 +145,15 @@ def other_model(folder: Path) -> dict[str, Any]:
     return spec
 
 
+def without_its_head(folder: Path) -> dict[str, Any]:
+    """The trained head has no place in a tied model."""
+    spec = job(folder, "without-its-head")
+    spec["trainer"]["model"]["tie_embeddings"] = True
+    spec["trainer"]["training"]["steps"] = 9  # beyond the restored one
+    spec["checkpoint"]["load_uri"] = str(folder / "checkpoints" / "first")
+    return spec
+
+
 def other_batch(folder: Path) -> dict[str, Any]:
     spec = job(folder, "other-batch")
     spec["trainer"]["training"] |= {"global_batch_size": 4, "steps": 9}
@@ -169,6 +178,7 @@ def unknown_optimizer(folder: Path) -> dict[str, Any]:
         (nothing_to_load, "checkpoint.load_uri: ", "give the folder of a job"),
         (foreign_folder, "checkpoint.uri: ", "give foreign-folder a checkpoint.uri of its own"),
         (other_model, "trainer.model: ", "resume with the model and optimizer that wrote it"),
+        (without_its_head, "trainer.model.tie_embeddings: ", "resume with the model"),
         pytest.param(
             *(other_batch, "trainer.training.global_batch_size: ", "keep the batch size"),
             marks=pytest.mark.slow,
