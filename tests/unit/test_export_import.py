@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
 from tests.harness.command_line import command
 from tests.harness.exporting import MODELS, job_of, random_values, write_model
@@ -124,6 +126,33 @@ def test_a_folder_of_other_software_as_load_uri_is_named_with_what_to_do(
     with pytest.raises(NotFoundError, match=words):
         uri = str(tmp_path / "model")
         decide(own, str(tmp_path / "own"), SealedStep(0, 0), frozenset(), uri)
+
+
+def test_the_end_token_and_the_tokenizer_go_along(llama: Path, tmp_path: Path) -> None:
+    """To the job file, and to an export of the import."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "bos_token_id": 1}))
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    to = ("--format", "hf", "--to", str(tmp_path / "imported"))
+    section = yaml.safe_load(command("checkpoint", "import", llama, *to).stdout)
+    assert "data" not in section["trainer"], "there is no tokenizer"
+    out = tmp_path / "out"
+    shown = command("checkpoint", "export", tmp_path / "imported", "--to", out, "--format", "hf")
+    assert "it has no tokenizer" in shown.stderr and "give --tokenizer FILE" in shown.stderr
+    exported = json.loads((out / "config.json").read_text())
+    assert (exported["bos_token_id"], exported["eos_token_id"]) == (1, [2, 5])
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 5]
+
+    words = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}
+    (llama / "tokenizer.json").write_text(json.dumps(words))
+    to = ("--format", "hf", "--to", str(tmp_path / "again"))
+    section = yaml.safe_load(command("checkpoint", "import", llama, *to).stdout)
+    named = section["trainer"]["data"]["tokenizer"]
+    sha256 = hashlib.sha256((llama / "tokenizer.json").read_bytes()).hexdigest()
+    path = str(llama / "tokenizer.json")
+    assert named == {"kind": "bpe", "path": path, "sha256": sha256}
+    command("checkpoint", "export", tmp_path / "again", "--to", tmp_path / "o2", "--format", "hf")
+    assert (tmp_path / "o2/tokenizer.json").read_text() == json.dumps(words)
 
 
 def test_an_interrupted_import_is_no_checkpoint_and_can_be_repeated(

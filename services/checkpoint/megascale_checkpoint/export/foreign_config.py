@@ -1,7 +1,7 @@
 """config.json of a Hugging Face model: from a job's model, and back. Pure.
 
-What a reader would otherwise fill in from the architecture's defaults is written out, such as
-tokens that the job does not know: a default end token would cut texts short.
+What a reader would otherwise fill in from the architecture's defaults is written out. Ids of
+special tokens, which come from the tokenizer, are null here: a default end would cut texts short.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from megascale_checkpoint.export.safetensors_files import (
     read_tensors,
 )
 from megascale_checkpoint.export.tensors import EMBEDDING, HEAD, Transfer, transfers
+from megascale_checkpoint.export.tokenizer_files import of_folder
 from megascale_checkpoint.export.values import Floats, to_logical
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError, invalid
 
@@ -40,11 +41,15 @@ _IGNORED = ("rotary_emb.inv_freq",)
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What was imported, and the address of the manifest."""
+    """What was imported, and the address of the manifest.
+
+    ``tokenizer``: kind, path and sha256 of its file, where there is one, and ``ids`` of tokens.
+    """
 
     foreign: ForeignModel
     parameters: int
     manifest_uri: str
+    tokenizer: Mapping[str, Any]
 
 
 def import_hugging_face(
@@ -74,8 +79,12 @@ def import_hugging_face(
         for each in wanted
         if each.logical
     ]
-    manifest_uri = write_first_checkpoint(uri, foreign.model, parameters, progress, file_bytes)
-    return Imported(foreign, sum(math.prod(each.shape) for each in parameters), manifest_uri)
+    tokenizer = of_folder(folder, foreign.model.vocab_size)
+    manifest_uri = write_first_checkpoint(
+        uri, foreign.model, parameters, progress, file_bytes, tokenizer
+    )
+    count = sum(math.prod(each.shape) for each in parameters)
+    return Imported(foreign, count, manifest_uri, tokenizer)
 
 
 def _tensors(folder: Path) -> dict[str, TensorInFile]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint import reshard
 from megascale_checkpoint.checksums import checksum, shown
 from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.export.tokenizer_files import TOKENIZER
 from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.manifest import Manifest
 from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
 from megascale_checkpoint.storage import Storage, join, open_storage
-from megascale_common.job.config import ModelConfig, from_accepted
+from megascale_common.job.config import JobConfig, ModelConfig, from_accepted
 from megascale_common.job.problems import JobError
 from megascale_common.service.errors import (
     CoverageError,
@@ -178,6 +180,22 @@ def model_of(stored: ParameterReader, job_file: Path | None) -> ModelConfig:
                 "give the file of the job that wrote it",
             )
         return stored.model
+    return _job_of(job_file).model
+
+
+def tokenizer_of(stored: ParameterReader, job_file: Path | None) -> Any:
+    """The fields of the job's tokenizer, from the job file where one is given; None: not known.
+
+    Raises:
+        RequestError: the file is no job.
+        OSError: it cannot be read.
+    """
+    if job_file is None:
+        return stored.manifest.small_state.get(TOKENIZER)
+    return asdict(_job_of(job_file).data.tokenizer)
+
+
+def _job_of(job_file: Path) -> JobConfig:
     try:
         values = yaml.safe_load(job_file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -185,7 +203,7 @@ def model_of(stored: ParameterReader, job_file: Path | None) -> ModelConfig:
             "--job", f"{job_file} is not valid YAML: {error}", "give a job file"
         ) from error
     try:
-        return from_accepted(values).model
+        return from_accepted(values)
     except JobError as error:
         raise RequestError(f"--job: {job_file}: {error}") from error
 
