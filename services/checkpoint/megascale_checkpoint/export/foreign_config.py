@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megascale_checkpoint.checksums import NUMBER
 from megascale_checkpoint.export.architectures import ARCHITECTURES, Architecture
 from megascale_common.job.config import ModelConfig, RopeScalingConfig
 from megascale_common.service.errors import RequestError, invalid
@@ -22,6 +21,7 @@ _LLAMA3 = {
     "original_sequence_length": "original_max_position_embeddings",
 }
 
+MOST = 1e300  # of a number in config.json, which a float holds
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # Since version 5 of transformers; before, it was the other, with rope_theta at the root.
 _ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
@@ -272,7 +272,8 @@ def _whole(values: Mapping[str, Any], name: str) -> int:
 
 def _number(values: Mapping[str, Any], name: str) -> float:
     value = values.get(name)
-    if not NUMBER.fits(value):
+    # JSON as Python reads it has NaN, and whole numbers that no float holds.
+    if type(value) not in (int, float) or not abs(values[name]) < MOST:
         raise _unfit(values, name, "a number")
     return float(values[name])
 

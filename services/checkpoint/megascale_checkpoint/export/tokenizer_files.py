@@ -143,7 +143,7 @@ def _of_bytes() -> TokenizerFiles:
         "trim_offsets": True,
         "use_regex": False,
     }
-    values = {
+    values: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
