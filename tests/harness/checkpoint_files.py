@@ -22,6 +22,11 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 Image = bytearray
 STATES = ("master", "exp_avg", "exp_avg_sq")  # the same parameter has other values in each
+# What a COMMIT has at the least, for tests that look at the log alone.
+COMMIT = {
+    "manifest": f"{manifests.step_folder(1, 10)}/{manifests.NAME}",
+    "manifest_xxh3": checksum(b""),
+}
 Values = Mapping[str, NDArray[np.float32]]
 
 

@@ -464,6 +464,18 @@ async def test_bad_requests_are_answered_and_end_the_connection(
     garbage.sendall(b"\xff\xff\xff\xff")
     answer = framing.receive(garbage)
     assert answer is not None and "limit" in answer[0]["error"]
+    deep = stack.enter_context(WorkerClient(daemon))
+    deep.sock.sendall((200_000).to_bytes(4, "little") + b"[" * 200_000)
+    answer = framing.receive(deep.sock)
+    assert answer is not None and "nested too deeply" in answer[0]["error"]
+    nested: list[Any] = []
+    for _ in range(200):
+        nested = [nested]
+    sealing = stack.enter_context(WorkerClient(daemon))
+    sealing.register(job="other")
+    slot = sealing.ask("acquire", step=1)["slot"]
+    refused = sealing.ask("seal", slot=slot, step=1, small_state={"a": nested}, finite=True)
+    assert "nested deeper than 64" in refused["error"]
     async with connected(daemon) as stub:
         for job, address, problem in (("No", "", "DNS-1123"), ("job", "gs://x", "absolute path")):
             with pytest.raises(grpc.aio.AioRpcError, match=problem) as caught:

@@ -21,6 +21,8 @@ from tests.harness.memory_limit import join, memory_limit
 from tests.harness.paced import paced, release
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_checkpoint.export.stored import open_checkpoint, tokenizer_of
+from megascale_checkpoint.export.tokenizer_files import tokenizer_files
 from megascale_client import Client, parse_job
 from megascale_executor.agent.memory_kills import memory_group
 
@@ -145,6 +147,15 @@ def other_model(folder: Path) -> dict[str, Any]:
     return spec
 
 
+def without_its_head(folder: Path) -> dict[str, Any]:
+    """The trained head has no place in a tied model."""
+    spec = job(folder, "without-its-head")
+    spec["trainer"]["model"]["tie_embeddings"] = True
+    spec["trainer"]["training"]["steps"] = 9  # beyond the restored one
+    spec["checkpoint"]["load_uri"] = str(folder / "checkpoints" / "first")
+    return spec
+
+
 def other_batch(folder: Path) -> dict[str, Any]:
     spec = job(folder, "other-batch")
     spec["trainer"]["training"] |= {"global_batch_size": 4, "steps": 9}
@@ -169,6 +180,7 @@ def unknown_optimizer(folder: Path) -> dict[str, Any]:
         (nothing_to_load, "checkpoint.load_uri: ", "give the folder of a job"),
         (foreign_folder, "checkpoint.uri: ", "give foreign-folder a checkpoint.uri of its own"),
         (other_model, "trainer.model: ", "resume with the model and optimizer that wrote it"),
+        (without_its_head, "trainer.model.tie_embeddings: ", "resume with the model"),
         pytest.param(
             *(other_batch, "trainer.training.global_batch_size: ", "keep the batch size"),
             marks=pytest.mark.slow,
@@ -184,6 +196,13 @@ def test_it_ends_at_its_first_attempt_with_field_and_remedy(
     assert ended.phase == types_pb2.JOB_PHASE_FAILED, ended.phase_reason
     assert field in ended.phase_reason and remedy in ended.phase_reason, ended.phase_reason
     assert (ended.attempt, ended.restarts) == (1, 0)
+
+
+def test_an_export_of_a_job_has_the_end_of_its_tokenizer(cluster: Path) -> None:
+    stored = open_checkpoint(str(cluster / "checkpoints" / "first"))
+    assert tokenizer_of(stored, None)["kind"] == "bytes"
+    words = tokenizer_files(tokenizer_of(stored, None), 257)
+    assert words.ids == {"eos": 256} and "tokenizer.json" in words.files
 
 
 def submit(folder: Path, spec: dict[str, Any]) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.checkpoint_files import COMMIT
 from tests.harness.properties import examples
 
 from megascale_checkpoint.commit_log import CommitLog, Record
@@ -76,7 +77,7 @@ def act(log: CommitLog, attempt: int, step: int) -> None:
         if step == 0:
             log.append_open(attempt, dict)
         else:
-            log.append_commit(attempt, step, {"manifest": f"m{attempt}-{step}"})
+            log.append_commit(attempt, step, COMMIT)
     except ServiceError:
         pass
 
@@ -128,11 +129,11 @@ def test_no_commit_of_a_lower_attempt_after_a_higher_open(
 
 def test_appending_twice_gives_the_same_record(tmp_path: Path) -> None:
     log = CommitLog(FileStorage(tmp_path))
-    opened = log.append_open(3, lambda: {"restored_from": None})
-    committed = log.append_commit(3, 10, {"manifest": "m"})
+    opened = log.append_open(3, lambda: {"restored_from": {}})
+    committed = log.append_commit(3, 10, COMMIT)
     again = CommitLog(FileStorage(tmp_path))
     assert again.append_open(3, lambda: pytest.fail("decided twice")) == opened
-    assert again.append_commit(3, 10, {"manifest": "other"}) == committed
+    assert again.append_commit(3, 10, {**COMMIT, "size_bytes": 1}) == committed
     assert (opened.seq, committed.seq) == (1, 2)
 
 
@@ -141,16 +142,16 @@ def test_a_later_attempt_fences_by_name(tmp_path: Path) -> None:
     old.append_open(1, dict)
     new.append_open(2, dict)
     with pytest.raises(SupersededError, match="attempt 1 is superseded: attempt 2"):
-        old.append_commit(1, 10, {})
+        old.append_commit(1, 10, COMMIT)
     with pytest.raises(ServiceError, match="never opened"):
-        new.append_commit(3, 10, {})
+        new.append_commit(3, 10, COMMIT)
 
 
 def test_a_damaged_record_ends_what_is_read_and_is_named(tmp_path: Path) -> None:
     log = CommitLog(FileStorage(tmp_path))
     log.append_open(1, dict)
-    log.append_commit(1, 10, {"manifest": "m"})
-    log.append_commit(1, 20, {"manifest": "m"})
+    log.append_commit(1, 10, COMMIT)
+    log.append_commit(1, 20, COMMIT)
     path = tmp_path / "commits" / "000000000003.json"
     path.write_bytes(path.read_bytes().replace(b"20", b"21"))
     log = CommitLog(FileStorage(tmp_path))
@@ -162,7 +163,7 @@ def test_a_damaged_record_ends_what_is_read_and_is_named(tmp_path: Path) -> None
 def test_a_removed_record_stops_the_log(tmp_path: Path) -> None:
     log = CommitLog(FileStorage(tmp_path))
     log.append_open(1, dict)
-    log.append_commit(1, 10, {})
+    log.append_commit(1, 10, COMMIT)
     (tmp_path / "commits" / "000000000001.json").unlink()
     with pytest.raises(ServiceError, match=r"000000000001\.json: is missing although later"):
         CommitLog(FileStorage(tmp_path)).append_open(2, dict)

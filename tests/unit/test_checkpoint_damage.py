@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoint
+from tests.harness.checkpoint_files import COMMIT, image_of, slot_bytes, write_checkpoint
+from tests.harness.command_line import command
 from tests.harness.properties import examples
 from typer.testing import CliRunner
 
+from megascale_checkpoint import commit_record as records
 from megascale_checkpoint import restore
-from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.checksums import checksum, dump_record
 from megascale_checkpoint.commands import app
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
+from megascale_checkpoint.shard_file import MAX_HEADER_BYTES, Origin, encode_header
 from megascale_checkpoint.storage import FileStorage
+from megascale_cli.exits import FAILED, OK
 from megascale_common.service.errors import DamagedError, NotFoundError, RequestError, UnusableError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
@@ -217,9 +226,9 @@ def test_storage_that_does_not_answer_is_no_evidence_of_damage(tmp_path: Path) -
     broken = whole.with_name("elsewhere")
     whole.rename(broken)
     whole.symlink_to(whole)  # every access ends in ELOOP
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(OSError, match="symbolic link"):
         read(uri, 1)
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(OSError, match="symbolic link"):
         decision(tmp_path)
     whole.unlink()
     broken.rename(whole)
@@ -259,3 +268,314 @@ def test_small_states_come_back_per_rank(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]
     assert [filled.small_state for filled in found] == states
+
+
+# What a fault of a writer, or somebody who can write there, may leave: every checksum is right.
+Values = dict[str, Any]
+
+
+def committed_again(folder: Path, manifest: bytes, **fields: Any) -> Path:
+    """Put ``manifest`` in the place of the first checkpoint's, with a log that commits it."""
+    path = folder / "attempts/attempt-000001/step-000000010/manifest.json"
+    path.write_bytes(manifest)
+    for record in (folder / "commits").iterdir():
+        record.unlink()
+    log = CommitLog(FileStorage(folder))
+    log.append_open(1, lambda: {"job": "job"})
+    named = {"manifest": str(path.relative_to(folder)), "manifest_xxh3": checksum(manifest)}
+    log.append_commit(1, 10, {"job": "job", "world_size": 2, **named, **fields})
+    return path
+
+
+def changed(values: Values, **fields: Any) -> Values:
+    return {**values, **fields}
+
+
+def without(values: Values, name: str) -> Values:
+    return {key: value for key, value in values.items() if key != name}
+
+
+def deep(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def in_file(values: Values, **fields: Any) -> Values:
+    first, *others = values["files"]
+    return {**values, "files": [{**first, **fields}, *others]}
+
+
+MANIFESTS: dict[str, tuple[Callable[[Values], Values], str]] = {
+    "a field more": (lambda v: changed(v, further=1), "has the unknown field further"),
+    "no layout": (lambda v: without(v, "layout"), "layout is missing"),
+    "files of text": (lambda v: changed(v, files="abc"), "files is 'abc' where a list"),
+    "files of numbers": (lambda v: changed(v, files=[1]), "files is [1] where a list"),
+    "a file's field more": (lambda v: in_file(v, further=1), "unknown field files[0].further"),
+    "a file without a size": (lambda v: in_file(v, size_bytes=None), "files[0].size_bytes is None"),
+    "a file elsewhere": (lambda v: in_file(v, path="../other"), "does not stay below"),
+    "a file twice": (lambda v: in_file(v, path=v["files"][1]["path"]), "names one file twice"),
+    "a rank twice": (lambda v: in_file(v, rank=1), "it names files of 1 ranks"),
+    "no number as step": (lambda v: changed(v, step=float("nan")), "step is nan where a whole"),
+    "true as step": (lambda v: changed(v, step=True), "step is True where a whole number"),
+    "ranks without end": (lambda v: changed(v, world_size=2**40), "world_size is 1099511627776"),
+    "a layout of none": (lambda v: changed(v, layout={"tp": 0}), "layout is {'tp': 0} where"),
+    "a layout of others": (
+        lambda v: changed(v, layout={"tp": 4, "cp": 1, "dp": 1, "pp": 1}),
+        "layout is of 4 ranks, and world_size is 2",
+    ),
+    "text as state": (lambda v: changed(v, small_state="abc"), "small_state is 'abc' where"),
+    "a rank's state of text": (lambda v: changed(v, rank_small_states={"0": 1}), "where an object"),
+    "the state of no rank": (lambda v: changed(v, rank_small_states={"7": {}}), "names rank '7'"),
+    "deep nesting": (lambda v: changed(v, small_state={"a": deep(100)}), "nested deeper than 64"),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_without_meaning_is_damaged_and_named(tmp_path: Path, name: str) -> None:
+    change, problem = MANIFESTS[name]
+    uri = Path(write_checkpoint(tmp_path, LAYOUTS, VALUES))
+    values = {k: v for k, v in json.loads(uri.read_bytes()).items() if k != "xxh3"}
+    path = committed_again(tmp_path, dump_record(change(values)))
+    verified = command("checkpoint", "verify", tmp_path)
+    assert verified.status == FAILED and f"{path}: " in verified.stdout
+    assert problem in verified.stdout
+    for verb in (("show",), ("export", "--to", tmp_path / "out", "--format", "dcp")):
+        answer = command("checkpoint", verb[0], tmp_path, *verb[1:])
+        assert answer.status == FAILED and f"{path}: " in answer.stderr
+        assert problem in answer.stderr
+    with pytest.raises(UnusableError, match=r"manifest\.json"):
+        decision(tmp_path)
+    with pytest.raises(DamagedError):
+        read(str(path), 1)
+
+
+def test_a_manifest_that_is_nested_without_end_is_damaged(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    path = committed_again(tmp_path, b"[" * 200_000 + b"]" * 200_000)
+    verified = command("checkpoint", "verify", tmp_path)
+    assert verified.status == FAILED and f"{path}: is JSON nested deeper" in verified.stdout
+
+
+def test_a_manifest_of_another_commit_is_found_by_verify(tmp_path: Path) -> None:
+    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    committed_again(tmp_path, Path(uri).read_bytes(), world_size=3, size_bytes=1)
+    verified = command("checkpoint", "verify", tmp_path)
+    assert verified.status == FAILED
+    assert "world_size is 2, and 3 was committed" in verified.stdout
+    assert "size_bytes is" in verified.stdout and "and 1 was committed" in verified.stdout
+
+
+RECORDS: dict[str, tuple[Values, str]] = {
+    "deep nesting": ({"kind": "COMMIT", "further": deep(100)}, "nested deeper than 64"),
+    "no manifest": ({"kind": "COMMIT", "step": 10}, "manifest is missing"),
+    "a manifest elsewhere": (
+        {"kind": "COMMIT", "step": 10, "manifest": "../other/manifest.json", "manifest_xxh3": ""},
+        "where that of a manifest below attempts/ is needed",
+    ),
+    "text as step": ({"kind": "COMMIT", **COMMIT, "step": "ten"}, "step is 'ten' where"),
+    "text as time": ({"kind": "COMMIT", **COMMIT, "step": 1, "time": "then"}, "where a time such"),
+    "a kind that is a list": ({"kind": ["OPEN"]}, "is not record 3"),
+    "an epoch of text": ({"kind": "OPEN", "epoch": "ab"}, "epoch is 'ab' where a pair"),
+    "ranks without end": ({"kind": "OPEN", "held": {"n1": [[0, 2**40]]}}, "held is"),
+    "rules of text": ({"kind": "OPEN", "retention": {"keep_latest": "all"}}, "keep_latest is"),
+    "an unknown source": ({"kind": "OPEN", "restored_from": {"source": "moon"}}, "source is"),
+    "half of a plan": (
+        {"kind": "OPEN", "restored_from": {"older": [{"step": 1}]}},
+        "restored_from.older.source is missing",
+    ),
+    "no end of a fence": ({"kind": "REPAIR", "stands_for": "", "fence": 1}, "fence is 1 where"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_without_meaning_is_damaged_and_named(tmp_path: Path, name: str) -> None:
+    values, problem = RECORDS[name]
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    previous = (tmp_path / records.path_of(2)).read_bytes()
+    values = {"time": "2026-01-01T00:00:00.000+00:00", "job": "job", **values}
+    data = records.encode(values, 3, 1, checksum(previous))
+    (tmp_path / records.path_of(3)).write_bytes(data)
+    for verb in ("list", "verify", "show"):
+        answer = command("checkpoint", verb, tmp_path)
+        assert answer.status == OK, "what stands before it is whole"
+        assert f"{records.path_of(3)}: " in answer.stderr and problem in answer.stderr
+    repaired = command("checkpoint", "repair", tmp_path)
+    assert repaired.status == FAILED and problem in repaired.stdout
+    assert command("checkpoint", "repair", tmp_path, "--yes").status == OK
+    assert "damaged" not in command("checkpoint", "list", tmp_path).stderr
+
+
+@pytest.mark.parametrize("data", [b"[" * 200_000 + b"]" * 200_000, b'{"a":' * 90_000])
+def test_a_record_that_is_nested_without_end_is_damaged(tmp_path: Path, data: bytes) -> None:
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    (tmp_path / records.path_of(3)).write_bytes(data)
+    answer = command("checkpoint", "verify", tmp_path)
+    assert f"{records.path_of(3)}: is JSON nested deeper" in answer.stderr
+    assert command("checkpoint", "repair", tmp_path).status == FAILED
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("opens", [[1, "abc"]]), ("live", "abc"), ("last", [1]), ("pins", [[1, 2]]), ("jobs", None)],
+)
+def test_a_snapshot_of_the_log_without_meaning_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 2)
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    [path] = (tmp_path / "snapshots").iterdir()
+    values = {k: v for k, v in json.loads(path.read_bytes()).items() if k != "xxh3"}
+    path.write_bytes(dump_record({**values, name: value}))
+    log = CommitLog(FileStorage(tmp_path))
+    log.refresh()
+    assert [record.step for record in log.commits()] == [10] and not log.damaged
+
+
+def with_header(folder: Path, header: bytes, length: int | None = None) -> Path:
+    """Give the file of rank 1 another header, with a manifest and a log to which it belongs."""
+    path = folder / FILE
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    size = len(header) if length is None else length
+    path.write_bytes(size.to_bytes(8, "little") + header + data[end:])
+    uri = path.with_name("manifest.json")
+    values = {k: v for k, v in json.loads(uri.read_bytes()).items() if k != "xxh3"}
+    values["files"][1]["size_bytes"] = path.stat().st_size
+    values["files"][1]["xxh3"] = checksum(path.read_bytes())
+    committed_again(folder, dump_record(values))
+    return path
+
+
+def header_of(folder: Path) -> Values:
+    data = (folder / FILE).read_bytes()
+    found: Values = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return found
+
+
+def sealed(header: Values) -> bytes:
+    """A header with its own checksum."""
+    metadata = {k: v for k, v in header["__metadata__"].items() if k != "xxh3"}
+    record = json.loads(dump_record({**header, "__metadata__": metadata}))
+    return json.dumps({**header, "__metadata__": {**metadata, "xxh3": record["xxh3"]}}).encode()
+
+
+KEY = "matrix/master/0"
+
+
+def with_entry(header: Values, **fields: Any) -> Values:
+    return {**header, KEY: {**header[KEY], **fields}}
+
+
+def with_metadata(header: Values, **fields: Any) -> Values:
+    return {**header, "__metadata__": {**header["__metadata__"], **fields}}
+
+
+def with_piece(header: Values, **fields: Any) -> Values:
+    values = {**json.loads(header["__metadata__"][KEY]), **fields}
+    return with_metadata(header, **{KEY: json.dumps(values)})
+
+
+HEADERS: dict[str, tuple[Callable[[Values], Values], str]] = {
+    "an unknown type": (lambda h: with_entry(h, dtype="U8"), "dtype is 'U8' where one of F32"),
+    "no metadata": (
+        lambda h: changed(h, __metadata__=without(h["__metadata__"], KEY)),
+        f"{KEY} is missing",
+    ),
+    "metadata of numbers": (lambda h: with_metadata(h, **{KEY: 1}), f"{KEY} is 1 where text"),
+    "metadata of a list": (lambda h: with_metadata(h, **{KEY: "[1]"}), "is not a JSON object"),
+    "metadata that is deep": (
+        lambda h: with_metadata(h, **{KEY: "[" * 100_000}),
+        "is JSON nested deeper",
+    ),
+    "an entry of text": (lambda h: changed(h, **{KEY: "abc"}), f"{KEY} is not an object"),
+    "text as shape": (lambda h: with_entry(h, shape="ab"), "shape is 'ab' where a list"),
+    "another shape": (lambda h: with_entry(h, shape=[31]), "does not agree"),
+    "other bytes": (lambda h: with_entry(h, data_offsets=[0, 4]), "does not agree"),
+    "bytes backwards": (lambda h: with_entry(h, data_offsets=[120, 0]), "does not agree"),
+    "bytes behind the end": (
+        lambda h: with_entry(h, data_offsets=[1 << 40, (1 << 40) + 120]),
+        "describes",
+    ),
+    "a huge parameter": (
+        lambda h: with_piece(h, global_shape=[2**62, 2**62]),
+        "does not agree",
+    ),
+    "too many dimensions": (lambda h: with_piece(h, global_shape=[1] * 100_000), "where a list"),
+    "a box outside": (lambda h: with_piece(h, stop=[7, 10]), "piece lies outside its parameter"),
+    "another box": (lambda h: with_piece(h, start=[0]), "zip()"),
+    "no range": (lambda h: with_piece(h, flat=[0]), "flat is [0] where a pair"),
+    "no checksum": (lambda h: with_piece(h, xxh3="abc"), "xxh3 is 'abc' where an xxh3-128"),
+    "chunks that are none": (lambda h: with_piece(h, chunks=["0" * 32] * 3), "does not agree"),
+    "chunks of text": (lambda h: with_piece(h, chunks="abc"), "chunks is 'abc' where a list"),
+    "an odd state": (lambda h: with_piece(h, state="../x"), "is not the name of an optimizer"),
+    "an origin of text": (lambda h: with_metadata(h, origin="abc"), "is not JSON"),
+    "no origin": (
+        lambda h: changed(h, __metadata__=without(h["__metadata__"], "origin")),
+        "origin is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_without_meaning_is_damaged_and_named(tmp_path: Path, name: str) -> None:
+    change, problem = HEADERS[name]
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    path = with_header(tmp_path, sealed(change(header_of(tmp_path))))
+    refused_by_name(tmp_path, path, problem)
+
+
+def refused_by_name(folder: Path, path: Path, problem: str) -> None:
+    """By the commands, and by a daemon that restores the file."""
+    verified = command("checkpoint", "verify", folder)
+    assert verified.status == FAILED and f"{path}: " in verified.stdout
+    assert problem in verified.stdout
+    exported = command("checkpoint", "export", folder, "--to", folder / "out", "--format", "dcp")
+    assert exported.status == FAILED and f"{path}: " in exported.stderr
+    assert problem in exported.stderr
+    with pytest.raises(DamagedError) as caught:
+        read(str(path.with_name("manifest.json")), 1)
+    assert caught.value.file == str(path)
+
+
+def test_a_header_that_is_nested_without_end_is_damaged(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    path = with_header(tmp_path, b"[" * 200_000 + b"]" * 200_000)
+    refused_by_name(tmp_path, path, "is JSON nested deeper")
+
+
+def test_a_header_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """90 MB of JSON would take 40 s and 3 GiB."""
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    path = with_header(tmp_path, b"", length=MAX_HEADER_BYTES + 1)
+    with path.open("ab") as file:
+        file.truncate(90 << 20)
+    values = json.loads(path.with_name("manifest.json").read_bytes())
+    values["files"][1]["size_bytes"] = 90 << 20
+    committed_again(tmp_path, dump_record({k: v for k, v in values.items() if k != "xxh3"}))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedError, match="announces a header of 16777217 bytes, and files"):
+            read(str(path.with_name("manifest.json")), 1)
+        assert tracemalloc.get_traced_memory()[1] < MAX_HEADER_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_that_no_reader_would_take_is_not_written() -> None:
+    piece = LAYOUTS[0].pieces[0]
+    long = replace(piece, name="x" * MAX_HEADER_BYTES)
+    with pytest.raises(RequestError, match="divide the model over more ranks"):
+        encode_header(Origin("job", 1, 1, 0), [(long, "0" * 32)])
+
+
+def test_a_parameter_that_is_not_whole_is_found_by_verify(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    header = header_of(tmp_path)
+    gone = "matrix/exp_avg/1"
+    header["__metadata__"].pop(gone)
+    with_header(tmp_path, sealed({k: v for k, v in header.items() if k != gone}))
+    verified = command("checkpoint", "verify", tmp_path)
+    assert verified.status == FAILED
+    assert "matrix (exp_avg) of shape [6, 10] is stored with 30 values" in verified.stdout

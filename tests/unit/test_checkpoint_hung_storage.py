@@ -205,7 +205,7 @@ async def test_the_memory_of_jobs_that_ended_unsaved_is_free_for_the_next(
         snapshots = await register(jobs, job, str(tmp_path / job))
         held.append((jobs._staging.used_bytes, open_slots(tmp_path)))
         seal(snapshots, 10)
-        await eventually(lambda: jobs.job(job).persists.count == 1, "the file")
+        await eventually(lambda job=job: jobs.job(job).persists.count == 1, "the file")
         snapshots.owner = None
     assert held[0] == held[1] == held[2] and held[0][1] > 0
     assert await jobs.close(0.0)
@@ -222,7 +222,7 @@ async def test_slots_of_failed_writes_leave_no_descriptor(jobs: Jobs, tmp_path: 
             assert open_slots(tmp_path) == expected
             for step in (1, 2):
                 seal(snapshots, step)
-            await eventually(lambda: jobs.job(job).failures >= 2, "failed writes")
+            await eventually(lambda job=job: jobs.job(job).failures >= 2, "failed writes")
             snapshots.owner = None
     finally:
         gc.enable()

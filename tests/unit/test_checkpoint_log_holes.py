@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.harness.checkpoint_files import write_checkpoint
+from tests.harness.checkpoint_files import COMMIT, write_checkpoint
 from tests.unit.test_checkpoint_damage import LAYOUTS, VALUES, decided
 
 from megascale.v1 import checkpoint_pb2
@@ -125,7 +125,7 @@ async def test_a_caller_that_waits_for_a_stuck_storage_learns_so(
 def test_a_flipped_bit_in_an_open_record_keeps_the_fence(tmp_path: Path) -> None:
     zombie, next_one = CommitLog(FileStorage(tmp_path)), CommitLog(FileStorage(tmp_path))
     zombie.append_open(1, dict)
-    zombie.append_commit(1, 10, {})
+    zombie.append_commit(1, 10, COMMIT)
     next_one.append_open(2, dict)
     path = tmp_path / "commits" / "000000000003.json"
     data = bytearray(path.read_bytes())
@@ -133,7 +133,7 @@ def test_a_flipped_bit_in_an_open_record_keeps_the_fence(tmp_path: Path) -> None
     path.write_bytes(data)
     for log in (zombie, CommitLog(FileStorage(tmp_path))):
         with pytest.raises(DamagedError, match="megascale checkpoint repair"):
-            log.append_commit(1, 20, {})
+            log.append_commit(1, 20, COMMIT)
         with pytest.raises(DamagedError, match=r"000000000003\.json"):
             log.append_open(3, dict)
     assert len(list((tmp_path / "commits").iterdir())) == 3
@@ -157,9 +157,9 @@ def test_a_record_whose_folder_could_not_be_synced_is_written_anew(
 
     monkeypatch.setattr(os, "fsync", failing)
     try:
-        log.append_commit(1, 10, {})
+        log.append_commit(1, 10, COMMIT)
     except OSError:
-        log.append_commit(1, 10, {})
+        log.append_commit(1, 10, COMMIT)
     assert lost and record.stat().st_ino not in lost, "reported, and never written again"
 
 
@@ -168,10 +168,10 @@ def test_a_record_of_another_writer_is_durable_before_one_stands_on_it(tmp_path:
     first = tmp_path / "commits" / "000000000001.json"
     inode = first.stat().st_ino
     log = CommitLog(FileStorage(tmp_path))
-    log.append_commit(1, 10, {})
+    log.append_commit(1, 10, COMMIT)
     confirmed = first.stat().st_ino
     assert confirmed != inode, "its writer may have been killed before its sync"
-    log.append_commit(1, 20, {})
+    log.append_commit(1, 20, COMMIT)
     assert first.stat().st_ino == confirmed
 
 

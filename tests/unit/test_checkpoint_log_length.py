@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.harness.checkpoint_files import COMMIT
 from tests.unit.test_checkpoint_commit_log import MemoryStorage
 
 from megascale_checkpoint import commit_log
@@ -31,7 +32,7 @@ def grown(files: dict[str, bytes], length: int) -> None:
     log = CommitLog(MemoryStorage(files))
     log.append_open(1, dict)
     for step in range(1, length):
-        log.append_commit(1, step, {"manifest": f"m{step}"})
+        log.append_commit(1, step, COMMIT)
 
 
 def costs(files: dict[str, bytes]) -> tuple[int, int]:
@@ -40,9 +41,9 @@ def costs(files: dict[str, bytes]) -> tuple[int, int]:
     log = CommitLog(storage)
     log.refresh()
     opening = storage.count
-    log.append_commit(1, 1_000_000, {})
+    log.append_commit(1, 1_000_000, COMMIT)
     first = storage.count
-    log.append_commit(1, 1_000_001, {})
+    log.append_commit(1, 1_000_001, COMMIT)
     assert first - opening <= 8, "with a snapshot and the confirmation of the record before"
     return opening, storage.count - first
 
@@ -65,7 +66,7 @@ def test_a_snapshot_counts_only_with_the_records_behind_it() -> None:
     log.refresh()
     assert log.state.attempt == 2 and len(log.commits()) == SNAPSHOT_EVERY
     with pytest.raises(SupersededError):
-        log.append_commit(1, 1_000_000, {})
+        log.append_commit(1, 1_000_000, COMMIT)
 
 
 @pytest.mark.parametrize("part", ["snapshot", "record"])
@@ -89,7 +90,7 @@ def test_a_missing_end_that_a_snapshot_has_seen_is_a_gap() -> None:
     grown(files, SNAPSHOT_EVERY)
     del files[path_of(SNAPSHOT_EVERY)]
     with pytest.raises(DamagedError, match="is missing although later records exist"):
-        CommitLog(MemoryStorage(files)).append_commit(1, 1_000_000, {})
+        CommitLog(MemoryStorage(files)).append_commit(1, 1_000_000, COMMIT)
 
 
 def test_a_snapshot_holds_the_newest_commits_and_the_pinned_ones() -> None:
@@ -100,7 +101,7 @@ def test_a_snapshot_holds_the_newest_commits_and_the_pinned_ones() -> None:
     log.append(None, lambda: pin)
     log.append(None, lambda: {"kind": "RETIRE", "of_attempt": 1, "step": 2})
     for step in range(3, KEPT_COMMITS + SNAPSHOT_EVERY):
-        log.append_commit(1, step, {})
+        log.append_commit(1, step, COMMIT)
     again, whole = CommitLog(MemoryStorage(files)), CommitLog(MemoryStorage(files))
     again.refresh()
     whole.refresh(whole=True)
@@ -115,13 +116,13 @@ def test_a_snapshot_holds_the_newest_commits_and_the_pinned_ones() -> None:
 
 def test_records_of_the_old_form_are_read_and_followed(tmp_path: Path) -> None:
     storage = FileStorage(tmp_path)
-    old = {"version": 1, "time": "then", "job": "job"}
+    old = {"version": 1, "time": "2026-01-01T00:00:00.000+00:00", "job": "job"}
     storage.create(path_of(1), dump_record({**old, "seq": 1, "attempt": 1, "kind": "OPEN"}))
-    commit = {**old, "seq": 2, "attempt": 1, "kind": "COMMIT", "step": 10}
+    commit = {**old, "seq": 2, "attempt": 1, "kind": "COMMIT", "step": 10, **COMMIT}
     storage.create(path_of(2), dump_record(commit))
     log = CommitLog(storage)
-    assert log.append_commit(1, 10, {}).seq == 2
-    assert log.append_commit(1, 20, {}).seq == 3
+    assert log.append_commit(1, 10, COMMIT).seq == 2
+    assert log.append_commit(1, 20, COMMIT).seq == 3
     storage.delete(path_of(2))
     storage.create(path_of(2), dump_record({**commit, "step": 11}))
     log = CommitLog(storage)
@@ -145,5 +146,5 @@ def test_a_snapshot_that_cannot_be_written_costs_nothing(
     grown(files, 10)
     monkeypatch.setattr(MemoryStorage, "create", create)
     log = CommitLog(MemoryStorage(files))
-    log.append_commit(1, 10, {})
+    log.append_commit(1, 10, COMMIT)
     assert any(name.startswith("snapshots/") for name in files), "written with the next record"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.harness.checkpoint_files import COMMIT
 from tests.harness.properties import examples
 from typer.testing import CliRunner
 
@@ -22,10 +23,10 @@ def written(root: Path) -> CommitLog:
     """OPEN 1, COMMIT 10, OPEN 2, COMMIT 20, COMMIT 30."""
     log = CommitLog(FileStorage(root))
     log.append_open(1, dict)
-    log.append_commit(1, 10, {"manifest": "m"})
+    log.append_commit(1, 10, COMMIT)
     log.append_open(2, dict)
-    log.append_commit(2, 20, {"manifest": "m"})
-    log.append_commit(2, 30, {"manifest": "m"})
+    log.append_commit(2, 20, COMMIT)
+    log.append_commit(2, 30, COMMIT)
     return log
 
 
@@ -91,7 +92,7 @@ def test_what_is_behind_a_lost_record_is_trusted_again(
     assert repair.seq == seq and not repair.restored
     assert steps(tmp_path) == left
     with pytest.raises(SupersededError):
-        CommitLog(FileStorage(tmp_path)).append_commit(1, 40, {})
+        CommitLog(FileStorage(tmp_path)).append_commit(1, 40, COMMIT)
     CommitLog(FileStorage(tmp_path)).append_open(3, dict)
     assert commit_repair.plan(FileStorage(tmp_path)) == []
 
@@ -103,9 +104,9 @@ def test_a_lost_end_closes_the_attempts_so_far(tmp_path: Path) -> None:
     assert repair.fence
     log = CommitLog(FileStorage(tmp_path))
     with pytest.raises(DataLossError, match=r"attempt 2 may append no more.*submit it again"):
-        log.append_commit(2, 40, {})
+        log.append_commit(2, 40, COMMIT)
     log.append_open(3, dict)
-    log.append_commit(3, 40, {})
+    log.append_commit(3, 40, COMMIT)
     assert steps(tmp_path) == [40, 20, 10]
 
 

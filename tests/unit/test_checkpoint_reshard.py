@@ -115,6 +115,17 @@ def _half(rank: int) -> ShardLayout:
     return ShardLayout((matrix, vector), slot_bytes((matrix, vector)))
 
 
+def test_a_rank_alone_drops_nothing_that_is_stored(tmp_path: Path) -> None:
+    """Also what lies in a file that it needs for nothing else."""
+    uri = write_checkpoint(tmp_path, [_half(0), _half(1)], VALUES)
+    matrix = [replace(_half(rank).pieces[0], slot_offset_bytes=64 * rank) for rank in range(2)]
+    layout = ShardLayout(tuple(matrix), 4096)
+    image = memoryview(bytearray(4096))
+    for step in (10, 0):
+        with pytest.raises(RequestError, match=r"vector \(master\) is stored, and has no place"):
+            restore.fill(uri, step, 0, layout, image, alone=True)
+
+
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     uri = write_checkpoint(tmp_path, [_half(0), _half(1)], VALUES)
     other = replace(_half(0).pieces[0], global_shape=(12, 5))

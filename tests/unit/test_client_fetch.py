@@ -187,3 +187,37 @@ async def test_a_cancelled_fetch_stops_and_leaves_nothing(
     with pytest.raises(asyncio.CancelledError):
         await fetch
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" * 200_000,
+        b'{"xxh3": "", "schema_version": 1, "files": "abc"}',
+        b'{"xxh3": "", "schema_version": 1, "files": [{"path": 1, "size_bytes": 1, "xxh3": ""}]}',
+        b'{"xxh3": "", "schema_version": 1, "files": [{"path": "a", "size_bytes": "", "xxh3": 1}]}',
+    ],
+)
+async def test_a_manifest_without_meaning_is_damaged(
+    client: AsyncClient, stored: Path, tmp_path: Path, data: bytes
+) -> None:
+    (stored / "manifest.json").write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="is not a manifest"):
+        await client.fetch_checkpoint("a", tmp_path / "copy")
+
+
+async def test_nothing_is_fetched_through_a_link(
+    client: AsyncClient, driver: ScriptedDriver, stored: Path, tmp_path: Path
+) -> None:
+    inside = tmp_path / "job" / "attempts" / "attempt-000001"
+    inside.mkdir(parents=True)
+    (inside / "step-000000008").symlink_to(stored)
+    driver.checkpoints[0].manifest_uri = f"{inside}/step-000000008/manifest.json"
+    with pytest.raises(NotPossible, match="a symbolic link"):
+        await client.fetch_checkpoint("a", tmp_path / "copy")
+    (stored / "rank-00000.safetensors").rename(tmp_path / "moved")
+    (stored / "rank-00000.safetensors").symlink_to(tmp_path / "moved")
+    driver.checkpoints[0].manifest_uri = f"{stored}/manifest.json"
+    with pytest.raises(NotPossible, match="a symbolic link"):
+        await client.fetch_checkpoint("a", tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()

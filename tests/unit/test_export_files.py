@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import yaml
 from hypothesis import given
@@ -25,6 +27,7 @@ from tests.harness.training import tiny_job
 from tests.harness.waiting import until
 from typer.testing import CliRunner, Result
 
+from megascale_checkpoint.checksums import dump_record
 from megascale_checkpoint.commands import app
 from megascale_checkpoint.export.architectures import ARCHITECTURES, choose, misfits
 from megascale_checkpoint.export.foreign_config import config_values, read_config
@@ -32,6 +35,7 @@ from megascale_checkpoint.export.hugging_face import export_hugging_face
 from megascale_checkpoint.export.new_folder import new_folder
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
 from megascale_checkpoint.export.tensors import parameter_shapes, transfers
+from megascale_checkpoint.export.tokenizer_files import tokenizer_files
 from megascale_checkpoint.export.values import narrow, to_foreign, to_logical, widen
 from megascale_common.service.errors import (
     DamagedError,
@@ -253,6 +257,7 @@ def test_a_fetched_folder_and_a_chosen_step_are_exported(tmp_path: Path) -> None
     [
         (["--format", "hf", "--tp", "2"], "--tp: hf is read into any layout"),
         (["--format", "dcp", "--pp", "2"], "--pp: dcp is read into any layout"),
+        (["--format", "dcp", "--tokenizer", "x"], "--tokenizer: dcp holds none"),
         (["--format", "dcp", "--dtype", "bf16"], "--dtype: dcp holds the float32 parameters"),
     ],
 )
@@ -285,3 +290,117 @@ def test_a_checkpoint_without_its_model_needs_the_jobs_file(tmp_path: Path) -> N
     job.write_text(yaml.safe_dump(tiny_job(model=fields)))
     export_hugging_face(stored, model_of(stored, job), tmp_path / "out", "bf16", quiet)
     assert (tmp_path / "out" / "config.json").exists()
+
+
+BPE = {"kind": "bpe", "path": "", "sha256": ""}
+END = {"id": 3, "content": "</s>", "special": True}
+LONGER = {"id": 4, "content": "<pad>", "special": True}
+
+
+def tokenizer_file(folder: Path, added: list[dict[str, Any]], **beside: dict[str, Any]) -> Path:
+    """A small tokenizers file, with the files of configuration beside it."""
+    folder.mkdir(exist_ok=True)
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "c": 2}, []))
+    library.add_special_tokens([each["content"] for each in added])
+    library.save(str(folder / "tokenizer.json"))
+    for name, values in beside.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    return folder / "tokenizer.json"
+
+
+def exported(folder: Path, given: Any, *options: str) -> tuple[Path, dict[str, Any], Result]:
+    """Export a small model whose job had the tokenizer ``given``; the folder, facts and all."""
+    config = job_of({**MODELS["llama"][1], "vocab_size": 257})
+    uri = Path(write_model(folder / "written", config))
+    values = {k: v for k, v in json.loads(uri.read_bytes()).items() if k != "xxh3"}
+    values["small_state"]["tokenizer"] = given
+    uri.write_bytes(dump_record(values))
+    to = ["--to", str(folder / "out"), "--format", "hf", *options]
+    shown = invoke("export", str(uri.parent), *to, "--json")
+    if shown.exception is not None and not isinstance(shown.exception, SystemExit):
+        raise shown.exception
+    return folder / "out", json.loads(shown.stdout), shown
+
+
+def ids_of(folder: Path) -> set[object]:
+    """The end tokens by config.json and by generation_config.json."""
+    names = ("config.json", "generation_config.json")
+    found = [json.loads((folder / name).read_text()).get("eos_token_id") for name in names]
+    return {tuple(each) if isinstance(each, list) else each for each in found}
+
+
+def test_the_bytes_tokenizer_goes_along_as_a_file(tmp_path: Path) -> None:
+    out, facts, _ = exported(tmp_path, {"kind": "bytes", "path": "", "sha256": ""})
+    assert facts["eos_token_id"] == 256 and ids_of(out) == {256}
+    library = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    text = "Grüße, 世界 \n\t\0 <ok>"
+    assert library.encode(text).ids == list(text.encode())
+    assert library.decode(list(text.encode())) == text
+    assert library.decode([104, 105, 256]) == "hi", "the end is no text"
+    config = json.loads((out / "tokenizer_config.json").read_text())
+    assert config["eos_token"] == library.id_to_token(256)
+
+
+@pytest.mark.parametrize(
+    ("beside", "end"),
+    [
+        ({}, 3),
+        ({"tokenizer_config": {"eos_token": "<pad>"}}, 4),
+        ({"special_tokens_map": {"eos_token": {"content": "<pad>"}}}, 4),
+        ({"config": {"eos_token_id": [3, 4]}, "tokenizer_config": {"eos_token": "a"}}, (3, 4)),
+        ({"generation_config": {"eos_token_id": 4}, "config": {"eos_token_id": 3}}, 4),
+        ({"config": {"eos_token_id": 70_000}, "tokenizer_config": {"eos_token": "</s>"}}, 3),
+    ],
+)
+def test_the_jobs_tokenizer_goes_along_with_its_end(
+    tmp_path: Path, beside: dict[str, Any], end: object
+) -> None:
+    added = [END] if not beside else [END, LONGER]
+    path = tokenizer_file(tmp_path / "words", added, **beside)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    out, facts, _ = exported(tmp_path, {**BPE, "path": str(path), "sha256": sha256})
+    assert ids_of(out) == {end} and not facts["problem"]
+    assert (out / "tokenizer.json").read_bytes() == path.read_bytes()
+    config = json.loads((out / "tokenizer_config.json").read_text())
+    expected = beside.get("tokenizer_config", {"eos_token": "</s>" if end == 3 else "<pad>"})
+    assert config["eos_token"] == expected["eos_token"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "does not say which tokenizer the job had"),
+        ("abc", "does not say which tokenizer the job had"),
+        ({"kind": "bpe", "path": ""}, "named no tokenizer for its vocabulary of 257"),
+        ({**BPE, "path": "{secret}"}, "is not a Hugging Face tokenizers file"),
+        ({**BPE, "path": "/nowhere/tokenizer.json"}, "cannot be read here"),
+        ({**BPE, "path": "{words}", "sha256": "0" * 64}, "is not the tokenizer that the job had"),
+        ({**BPE, "path": "{deep}"}, "is JSON nested deeper"),
+    ],
+)
+def test_what_is_not_known_is_null_and_reported(tmp_path: Path, given: Any, words: str) -> None:
+    """And nothing else is copied, whatever file somebody's checkpoint names."""
+    (tmp_path / "secret").write_text('{"key": "of somebody"}')
+    (tmp_path / "deep").write_text("[" * 100_000)
+    places = {"{secret}": tmp_path / "secret", "{deep}": tmp_path / "deep"}
+    places["{words}"] = tokenizer_file(tmp_path / "words", [END])
+    if isinstance(given, dict):
+        given = {**given, "path": str(places.get(given["path"], given["path"]))}
+    out, facts, _ = exported(tmp_path, given)
+    assert words in facts["problem"] and facts["tokenizer"] == []
+    assert ids_of(out) == {None} and not (out / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_can_be_given(tmp_path: Path) -> None:
+    path = tokenizer_file(tmp_path / "words", [END])
+    out, facts, _ = exported(tmp_path, None, "--tokenizer", str(path))
+    assert ids_of(out) == {3} and facts["tokenizer"] == ["tokenizer.json", "tokenizer_config.json"]
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RequestError, match=r"--tokenizer: .*cannot be read"):
+        exported(tmp_path / "other", None, "--tokenizer", str(tmp_path / "none"))
+
+
+def test_a_large_vocabulary_is_none_of_bytes() -> None:
+    """Who trains on a corpus of elsewhere may leave the tokenizer at its default."""
+    found = tokenizer_files({"kind": "bytes", "path": ""}, 32_000)
+    assert not found.files and found.id_fields()["eos_token_id"] is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
 from tests.harness.command_line import command
 from tests.harness.exporting import MODELS, job_of, random_values, write_model
@@ -17,7 +20,7 @@ from tests.harness.exporting import MODELS, job_of, random_values, write_model
 from megascale_checkpoint import restore
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.export.architectures import choose
+from megascale_checkpoint.export.architectures import ARCHITECTURES, choose
 from megascale_checkpoint.export.foreign_config import config_values, read_config
 from megascale_checkpoint.export.hugging_face import export_hugging_face
 from megascale_checkpoint.export.hugging_face_import import import_hugging_face
@@ -25,10 +28,11 @@ from megascale_checkpoint.export.stored import model_of, open_checkpoint
 from megascale_checkpoint.restore_decision import SealedStep, decide
 from megascale_checkpoint.storage import FileStorage, open_storage
 from megascale_checkpoint.verify import verify_commit
+from megascale_cli.exits import FAILED
 from megascale_client import load_job
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.job.wire.spec import from_proto
-from megascale_common.service.errors import ExistsError, ServiceError
+from megascale_common.service.errors import ExistsError, NotFoundError, ServiceError
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 
 
@@ -100,6 +104,57 @@ def test_a_job_starts_from_it(llama: Path, tmp_path: Path) -> None:
     assert decision.plan == RestorePlan(RestoreSource.STORAGE, 0, 0, done.manifest_uri, xxh3)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "config.json",
+            r"Hugging Face model: `megascale checkpoint import .* --format hf --to NEW`",
+        ),
+        (
+            ".metadata",
+            r"torch.distributed.checkpoint: .*`megascale checkpoint import` reads Hugging",
+        ),
+    ],
+)
+def test_a_folder_of_other_software_as_load_uri_is_named_with_what_to_do(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_text("{}")
+    own = CommitLog(FileStorage(tmp_path / "own"))
+    with pytest.raises(NotFoundError, match=words):
+        uri = str(tmp_path / "model")
+        decide(own, str(tmp_path / "own"), SealedStep(0, 0), frozenset(), uri)
+
+
+def test_the_end_token_and_the_tokenizer_go_along(llama: Path, tmp_path: Path) -> None:
+    """To the job file, and to an export of the import."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "bos_token_id": 1}))
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    to = ("--format", "hf", "--to", str(tmp_path / "imported"))
+    section = yaml.safe_load(command("checkpoint", "import", llama, *to).stdout)
+    assert "data" not in section["trainer"], "there is no tokenizer"
+    out = tmp_path / "out"
+    shown = command("checkpoint", "export", tmp_path / "imported", "--to", out, "--format", "hf")
+    assert "it has no tokenizer" in shown.stderr and "give --tokenizer FILE" in shown.stderr
+    exported = json.loads((out / "config.json").read_text())
+    assert (exported["bos_token_id"], exported["eos_token_id"]) == (1, [2, 5])
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 5]
+
+    words = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}
+    (llama / "tokenizer.json").write_text(json.dumps(words))
+    to = ("--format", "hf", "--to", str(tmp_path / "again"))
+    section = yaml.safe_load(command("checkpoint", "import", llama, *to).stdout)
+    named = section["trainer"]["data"]["tokenizer"]
+    sha256 = hashlib.sha256((llama / "tokenizer.json").read_bytes()).hexdigest()
+    path = str(llama / "tokenizer.json")
+    assert named == {"kind": "bpe", "path": path, "sha256": sha256}
+    command("checkpoint", "export", tmp_path / "again", "--to", tmp_path / "o2", "--format", "hf")
+    assert (tmp_path / "o2/tokenizer.json").read_text() == json.dumps(words)
+
+
 def test_an_interrupted_import_is_no_checkpoint_and_can_be_repeated(
     llama: Path, tmp_path: Path
 ) -> None:
@@ -143,7 +198,43 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mistral", "num_key_value_heads": 0},
         "num_key_value_heads: 0 is not a whole number above 0",
     ),
-    "missing": ({"rms_norm_eps": None}, "config.json: rms_norm_eps: missing; set it to a number"),
+    "null": ({"rms_norm_eps": None}, "rms_norm_eps: null is not a number; set it to a number"),
+    "null scale": (
+        {"model_type": "cohere", "logit_scale": None, "layer_norm_eps": 1e-5},
+        "logit_scale: null is not a number",
+    ),
+    "null range": ({"initializer_range": None}, "initializer_range: null is not a number"),
+    "range of text": ({"initializer_range": "x"}, "initializer_range: 'x' is not a number"),
+    "no number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps: nan is not a number"),
+    "a number of 400 digits": ({"rms_norm_eps": 10**400}, "rms_norm_eps: 1000.* is not a number"),
+    "text of truth": ({"tie_word_embeddings": "no"}, "tie_word_embeddings: 'no' is not true"),
+    "layers of another": (
+        {"num_hidden_layers": 10**7},
+        "num_hidden_layers: 10000000 layers, and the files hold 30 tensors in all",
+    ),
+    "rope of text": ({"rope_parameters": "abc"}, "rope_parameters: 'abc' where .*one object"),
+    "rope by layers": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+        "rope_parameters: .*one object for all layers",
+    ),
+    "two angles": (
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "rope_theta: 500000.0 and 10000.0 in the root and rope_parameters",
+    ),
+    "an angle that is not taken": (
+        {
+            "model_type": "mistral",
+            "sliding_window": None,
+            "rope_theta": None,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        "rope_theta: null is not a number",
+    ),
+    "partial": (
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "rope_theta": 1e4},
+        "partial_rotary_factor: 0.5 where a job needs 1.0",
+    ),
     "text": ({"num_hidden_layers": "3"}, "num_hidden_layers: '3' is not a whole number above 0"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: .*unquantized"),
     "shape": ({"intermediate_size": 91}, r"gate_proj.weight is of shape \[90, 64\]"),
@@ -178,8 +269,12 @@ def test_pickled_damaged_and_foreign_files_are_refused(llama: Path, tmp_path: Pa
         (whole[:-1], "does not lie in the file"),
         (whole[:5], "is not a safetensors file"),
         (b"\xff" * 8 + whole[8:], "is not a safetensors file"),
-        (whole[:8] + b"}" + whole[9:], "its safetensors header cannot be read"),
-        (whole.replace(b'"F32"', b'"I32"'), "of type I32"),
+        (whole[:8] + b"}" + whole[9:], "is not JSON"),
+        ((400_000).to_bytes(8, "little") + b"[" * 400_000, "is JSON nested deeper"),
+        ((2).to_bytes(8, "little") + b"[]", "is not a JSON object"),
+        ((8).to_bytes(8, "little") + b'{"a": 1}', "its safetensors header cannot be read"),
+        ((17 << 20).to_bytes(8, "little") + bytes(17 << 20), "has a header of 17825792 bytes"),
+        (whole.replace(b'"F32"', b'"I32"'), "of type .I32"),
     ):
         file.write_bytes(damaged)
         with pytest.raises(ServiceError, match=words):
@@ -192,6 +287,62 @@ def test_pickled_damaged_and_foreign_files_are_refused(llama: Path, tmp_path: Pa
     with pytest.raises(ServiceError, match="not in the folder"):
         import_hugging_face(llama, uri, quiet)
     assert not (tmp_path / "imported").exists()
+
+
+def test_the_help_of_import_names_what_it_reads() -> None:
+    text = command("checkpoint", "import", "--help").stdout
+    for each in ARCHITECTURES:
+        series = each.name.removesuffix("ForCausalLM").lower()
+        assert series in re.sub(r"qwen 2 and 3", "qwen2 qwen3", text.lower()), each.name
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_without_end_is_refused_by_file(name: str, llama: Path, tmp_path: Path) -> None:
+    (llama / name).write_bytes(b"[" * 200_000 + b"]" * 200_000)
+    answer = command("checkpoint", "import", llama, "--format", "hf", "--to", tmp_path / "imported")
+    assert answer.status == FAILED and f"{llama / name}: is JSON nested" in answer.stderr
+    with (llama / name).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ServiceError, match=f"{name}: has 1099511627776 bytes, and at most"):
+        import_hugging_face(llama, str(tmp_path / "imported"), quiet)
+
+
+@pytest.mark.parametrize(
+    ("given", "factor", "theta"),
+    [
+        (
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            4.0,
+            1e4,
+        ),
+        ({"rope_scaling": None, "rope_parameters": {"rope_theta": 7e4}, "rope_theta": 7e4}, 1, 7e4),
+        ({"rope_scaling": {}, "rope_parameters": {"rope_theta": 7e4}, "rope_theta": 7e4}, 1, 7e4),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 7e4}, 2.0, 7e4),
+    ],
+)
+def test_two_spellings_of_rotary_embedding_are_resolved_as_transformers_does(
+    given: dict[str, Any], factor: float, theta: float, llama: Path
+) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    for name in ("rope_theta", "rope_parameters", "rope_scaling"):
+        config.pop(name, None)
+    found = read_config({**config, **given}, head_stored=True).model
+    assert (found.rope_scaling.factor, found.rope_theta) == (factor, theta)
+    assert found.rope_scaling.kind == ("linear" if factor > 1 else "none")
+
+
+def test_a_head_of_its_own_in_a_tied_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    uri = str(tmp_path / "imported")
+    with pytest.raises(ServiceError, match=r"tie_word_embeddings: .*lm_head.weight of its own"):
+        import_hugging_face(llama, uri, quiet)
+    for tensors in rewritten(llama):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    assert import_hugging_face(llama, uri, quiet).foreign.model.tie_embeddings
 
 
 def test_values_without_a_place_in_a_job_are_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.errors import DamagedError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_common.sizes.piece_runs import chunk_bytes, decode, encode, join, runs_of
-from megascale_common.sizes.read_plan import DoesNotFit, plan_reads
+from megascale_common.sizes.read_plan import DoesNotFit, check_placed, plan_reads
 from megascale_common.sizes.read_rounds import SHARE, Rounds
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -225,6 +225,26 @@ def piece(first: int, last: int, **changes: object) -> ShardPiece:
 def plan_of(stored: list[ShardPiece], wanted: ShardPiece) -> None:
     tables = [runs_of([of_file], file, ["0" * 32]) for file, of_file in enumerate(stored)]
     plan_reads(join(tables), runs_of([wanted], 0), [False])
+
+
+def test_what_has_no_place_in_the_job_is_refused_by_field() -> None:
+    """It was dropped: an untied checkpoint went on as a tied job, without its trained head."""
+    head, moment = piece(0, 30, name="head.weight"), piece(0, 30, state="exp_avg_sq")
+    stored = runs_of([piece(0, 30), head, moment], 0, ["0" * 32] * 3)
+    all_of_it = runs_of([piece(0, 30), head, moment], 0)
+    for weights_alone in (False, True):
+        check_placed(stored, all_of_it, weights_alone=weights_alone)
+        with pytest.raises(DoesNotFit, match=r"head.weight \(master\) is stored, and has") as tied:
+            check_placed(stored, runs_of([piece(0, 30)], 0), weights_alone=weights_alone)
+        assert tied.value.refusal("/x").startswith("trainer.model.tie_embeddings: checkpoint /x")
+    without = runs_of([piece(0, 30), head], 0)
+    check_placed(stored, without, weights_alone=True)
+    with pytest.raises(DoesNotFit, match=r"matrix \(exp_avg_sq\) is stored") as optimizer:
+        check_placed(stored, without, weights_alone=False)
+    assert optimizer.value.field == "trainer.optimizer"
+    with pytest.raises(DoesNotFit) as other:
+        check_placed(stored, runs_of([head], 0), weights_alone=True)
+    assert other.value.field == "trainer.model"
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -13,10 +13,13 @@ such as ``megascale_checkpoint.storage.open_storage``.
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import importlib.util
+import io
 import json
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -34,6 +37,8 @@ MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 CHUNK_BYTES = 8 << 20
 _CHECKSUM_KEY = "xxh3"
+# The folder of a checkpoint in that of its job, and how far it lies below that one.
+_STEP_FOLDER, _STEP_DEPTH = re.compile(r"/attempts/attempt-\d+/step-\d+$"), 3
 
 Progress = Callable[[int, int], None]
 
@@ -221,18 +226,32 @@ class _Copy:
 
 
 class _Folder:
-    """A folder of this machine as a source."""
+    """A folder of this machine as a source; nothing below the job's folder is read by a link."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._inside = _STEP_FOLDER.search(str(folder)) is not None
 
     def read(self, path: str) -> bytes:
-        return (self._folder / path).read_bytes()
+        with self._opened(path) as file:
+            return file.read()
 
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
-        with (self._folder / path).open("rb") as file:
+        with self._opened(path) as file:
             file.seek(offset)
             return file.readinto(target)
+
+    def _opened(self, path: str) -> io.BufferedReader:
+        place, parts = self._folder, PurePosixPath(path).parts
+        for _ in range(_STEP_DEPTH if self._inside else 0):
+            parts = (place.name, *parts)
+            place = place.parent
+        for part in parts:
+            place = place / part
+            if place.is_symlink():
+                text = "a symbolic link, and nothing below a checkpoint folder is followed"
+                raise OSError(errno.ELOOP, text, str(place))
+        return place.open("rb")
 
 
 def _source_of(manifest_uri: str, open_source: OpenSource | None) -> tuple[str, Source]:
@@ -282,7 +301,15 @@ def _decode(data: bytes, path: str, hasher: Any) -> dict[str, Any]:
         expected = values.pop(_CHECKSUM_KEY)
         version = values["schema_version"]
         files = [(file["path"], file["size_bytes"], file["xxh3"]) for file in values["files"]]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        for name, size_bytes, xxh3 in files:
+            if (
+                not isinstance(name, str)
+                or type(size_bytes) is not int
+                or not isinstance(xxh3, str)
+            ):
+                raise TypeError
+    # RecursionError: lists within lists, some thousand times.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedCheckpoint(f"{path}: is not a manifest") from None
     if version != SCHEMA_VERSION:
         raise NotPossible(

@@ -122,13 +122,13 @@ def find(log: CommitLog, step: int, attempt: int | None) -> Record:
 def row(uri: str, record: Record, pins: dict[Checkpoint, str]) -> dict[str, Any]:
     """A checkpoint as `megascale checkpoint list --json` shows it; sizes in bytes."""
     return {
-        "job": record.values["job"],
+        "job": record.values.get("job", ""),
         "step": record.step,
         "attempt": record.attempt,
         "manifest_uri": join(uri, record.values["manifest"]),
-        "size_bytes": record.values["size_bytes"],
+        "size_bytes": record.values.get("size_bytes", 0),
         "committed_at": record.values["time"],
-        "world_size": record.values["world_size"],
+        "world_size": record.values.get("world_size", 0),
         "pin": pins.get(record.checkpoint, ""),
     }
 

@@ -3,16 +3,33 @@
 Pure: no storage and no clock. A record is JSON with its own checksum (``xxh3``) and, from version 2
 on, the hash of the bytes of the record before (``previous``), so neither a changed record nor one
 of another log goes undetected. Records of version 1 carry no hash of the one before and are read as
-they are.
+they are. Fields that are there are checked; those that a build did not write yet are absent.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale_checkpoint.checksums import checksum, dump_record, load_record
+from megascale_checkpoint.checksums import (
+    COUNT,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    TIME,
+    TRUTH,
+    Kind,
+    check_fields,
+    checksum,
+    dump_record,
+    list_of,
+    load_record,
+    object_of,
+    whole,
+)
+from megascale_common.job.restore import RestoreSource
 from megascale_common.service.errors import DamagedError, NewerVersionError
 
 FOLDER = "commits"
@@ -22,7 +39,77 @@ KINDS = ("OPEN", "COMMIT", "RETIRE", "PIN", "UNPIN", "REPAIR")
 KEPT_OPENS = 16  # newest attempts whose OPEN a snapshot holds; older ones are fenced anyway
 KEPT_COMMITS = 512  # newest commits that a snapshot holds, besides the pinned ones
 
+MOST_RANKS = 1 << 20  # of a job, as records name them
+
 Checkpoint = tuple[int, int]  # attempt and step of a commit
+
+_MANIFEST = re.compile(r"attempts/attempt-\d{6,}/step-\d{9,}/manifest\.json")
+_RUN = Kind(
+    "a first and a last rank",
+    lambda v: (
+        isinstance(v, list)
+        and len(v) == 2
+        and all(type(each) is int for each in v)
+        and 0 <= v[0] <= v[1] < MOST_RANKS
+    ),
+)
+_FIELDS: dict[str, Kind] = {
+    "time": TIME,
+    "writer": TEXT,
+    "job": TEXT,
+    "world_size": whole(1, MOST_RANKS),
+    "size_bytes": COUNT,
+    "step": COUNT,
+    "of_attempt": COUNT,
+    "manifest": Kind(
+        "that of a manifest below attempts/",
+        lambda v: isinstance(v, str) and _MANIFEST.fullmatch(v) is not None,
+    ),
+    "manifest_xxh3": TEXT,
+    "epoch": Kind(
+        "a pair of whole numbers",
+        lambda v: isinstance(v, list) and len(v) == 2 and all(map(COUNT.fits, v)),
+    ),
+    "restored_from": OBJECT,
+    "load_uri": TEXT,
+    "load_weights": TRUTH,
+    "retention": OBJECT,
+    "held": object_of(list_of(_RUN)),
+    "by_hand": TRUTH,
+    "name": TEXT,
+    "stands_for": TEXT,
+    "fence": TRUTH,
+}
+_REQUIRED = {
+    "COMMIT": ("step", "manifest", "manifest_xxh3", "time"),
+    "RETIRE": ("step",),
+    "PIN": ("step",),
+    "UNPIN": ("step",),
+    "REPAIR": ("stands_for", "fence"),
+}
+_SOURCE = Kind(
+    f"one of {', '.join(RestoreSource)}",
+    lambda v: isinstance(v, str) and v.lower() in {each.value for each in RestoreSource},
+)
+_OLDER_FIELDS = {
+    "source": _SOURCE,
+    "step": COUNT,
+    "written_by_attempt": COUNT,
+    "manifest_uri": TEXT,
+    "manifest_xxh3": TEXT,
+    "older": list_of(OBJECT),
+    "checked": TRUTH,
+}
+_RESTORED_FIELDS = {
+    "source": _SOURCE,
+    "step": COUNT,
+    "attempt": COUNT,
+    "manifest_uri": TEXT,
+    "manifest_xxh3": TEXT,
+    "older": list_of(OBJECT),
+    "passed_over": list_of(TEXT),
+}
+_RETENTION_FIELDS = {"keep_latest": COUNT, "keep_every_steps": COUNT, "keep_every_hours": NUMBER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +174,7 @@ def decode(data: bytes, seq: int, previous: str) -> Record:
     if not is_as_written(data, values):
         raise DamagedError(path, "its bytes are not those that were written")
     version = values.get("version")
-    if not isinstance(version, int):
+    if type(version) is not int:
         raise DamagedError(path, "has no version")
     if version > VERSION:
         raise NewerVersionError(
@@ -98,12 +185,27 @@ def decode(data: bytes, seq: int, previous: str) -> Record:
         version < OLDEST_VERSION
         or values.get("seq") != seq
         or values.get("kind") not in KINDS
-        or not isinstance(values.get("attempt"), int)
+        or not COUNT.fits(values.get("attempt"))
     ):
         raise DamagedError(path, f"is not record {seq} of a commit log")
+    _check_meaning(values, path)
     if version > 1 and values.get("previous") != previous:
         raise DamagedError(path, "does not follow the record before it: one of them was replaced")
     return Record(seq, values["kind"], values["attempt"], values)
+
+
+def _check_meaning(values: dict[str, Any], file: str) -> None:
+    """Raise DamagedError where a field is not what its kind of record has there."""
+    check_fields(values, _FIELDS, file, required=_REQUIRED.get(values["kind"], ()))
+    if values["kind"] != "OPEN":
+        return
+    check_fields(values.get("retention", {}), _RETENTION_FIELDS, file, where="retention")
+    restored = values.get("restored_from", {})
+    check_fields(restored, _RESTORED_FIELDS, file, where="restored_from")
+    required = ("source", "step", "written_by_attempt", "manifest_uri")
+    for older in restored.get("older", ()):
+        where = "restored_from.older"
+        check_fields(older, _OLDER_FIELDS, file, required=required, where=where)
 
 
 def is_as_written(data: bytes, values: Mapping[str, Any]) -> bool:
@@ -214,8 +316,13 @@ def decode_state(data: bytes, file: str) -> LogState:
     values = load_record(data, file)
     if values.get("version") != VERSION:
         raise DamagedError(file, f"is of version {values.get('version')}; this is {VERSION}")
-    opens = [_record(*item) for item in values["opens"]]
-    live = [_record(*item) for item in values["live"]]
+    check_fields(values, _STATE_FIELDS, file, required=_STATE_FIELDS)
+    opens = [_record(seq, item, file) for seq, item in values["opens"]]
+    live = [_record(seq, item, file) for seq, item in values["live"]]
+    if any(record.kind != "OPEN" for record in opens) or any(
+        record.kind != "COMMIT" for record in live
+    ):
+        raise DamagedError(file, "holds records of another kind")
     return LogState(
         seq=values["seq"],
         end=values["end"],
@@ -232,5 +339,36 @@ def decode_state(data: bytes, file: str) -> LogState:
     )
 
 
-def _record(seq: int, values: dict[str, Any]) -> Record:
+def _is_record(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and COUNT.fits(value[0])
+
+
+def _is_pin(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(map(COUNT.fits, value[:2]))
+        and TEXT.fits(value[2])
+    )
+
+
+_STATE_FIELDS: dict[str, Kind] = {
+    "seq": COUNT,
+    "end": TEXT,
+    "previous": TEXT,
+    "attempt": COUNT,
+    "closed": COUNT,
+    "jobs": list_of(TEXT),
+    "epoch": _FIELDS["epoch"],
+    "opens": list_of(Kind("a record with its number", _is_record)),
+    "live": list_of(Kind("a record with its number", _is_record)),
+    "last": _FIELDS["epoch"],
+    "pins": list_of(Kind("attempt, step and name", _is_pin)),
+    "older": COUNT,
+}
+
+
+def _record(seq: int, values: Any, file: str) -> Record:
+    check_fields(values, {"attempt": COUNT, "kind": TEXT}, file, required=("attempt", "kind"))
+    _check_meaning(values, file)
     return Record(seq, values["kind"], values["attempt"], values)

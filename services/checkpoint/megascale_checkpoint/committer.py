@@ -16,7 +16,7 @@ from typing import Any
 
 from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.checksums import checksum, load_json_object
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.commit_writer import LogWriters
 from megascale_checkpoint.concurrency import Signal
@@ -380,11 +380,11 @@ def _check(report: Report, attempt: _Attempt) -> None:
             f"step {report.step} is given up: {MAX_OPEN_STEPS} later steps wait for ranks"
         )
     try:
-        small_state = json.loads(report.small_state_json or "{}")
-    except ValueError as error:
-        raise RequestError(f"small_state_json is not JSON: {error}") from error
-    if not isinstance(small_state, dict):
-        raise RequestError("small_state_json is not a JSON object")
+        load_json_object(report.small_state_json or "{}", "small_state_json")
+    except DamagedError as error:
+        raise RequestError(str(error)) from error
+    if not report.files:
+        raise RequestError(f"rank {report.rank} reports no file")
     for file in report.files:
         if "/" in file.path or file.path in ("", ".", ".."):
             raise RequestError(f"file path {file.path!r} must be a name in the checkpoint's folder")

@@ -122,6 +122,9 @@ def verify(
 ) -> None:
     """Check every byte of the complete checkpoints of a job or folder.
 
+    Each byte is compared with its checksum, and what manifests and files say
+    of themselves with each other.
+
     The exit status is 1 when a checkpoint is damaged.
 
     Example: megascale checkpoint verify /data/checkpoints/example
@@ -130,7 +133,7 @@ def verify(
     log = read_log(uri)
     records = log.commits() if step is None else [find(log, step, attempt)]
     pins, damaged, done_bytes = log.pins(), False, 0
-    total_bytes = sum(record.values["size_bytes"] for record in records)
+    total_bytes = sum(record.values.get("size_bytes", 0) for record in records)
     with bar(f"verify {target}", quiet=as_json) as progress:
         for record in records:
             before = done_bytes
@@ -140,7 +143,7 @@ def verify(
 
             problems = verify_commit(record, join(uri, record.values["manifest"]), beat)
             damaged = damaged or bool(problems)
-            done_bytes += record.values["size_bytes"]
+            done_bytes += record.values.get("size_bytes", 0)
             if as_json:
                 print_json({**row(uri, record, pins), "problems": problems})
                 continue

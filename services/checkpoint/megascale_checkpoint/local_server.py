@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale_checkpoint.accepting import accept_all
+from megascale_checkpoint.checksums import MAX_JSON_DEPTH, is_too_deep
 from megascale_checkpoint.hand_openings import HandOpenings
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.rank_snapshots import RankSnapshots
@@ -188,6 +189,8 @@ class _WorkerConnection:
     async def _seal(self, message: Message) -> Sealed:
         index, step = field(message, "slot", int), field(message, "step", int)
         small_state, finite = field(message, "small_state", dict), field(message, "finite", bool)
+        if is_too_deep(small_state):
+            raise RequestError(f"seal.small_state is nested deeper than {MAX_JSON_DEPTH} times")
         # The slot is not held from here on: if the worker dies during the checksums, it is sealed
         # all the same, because the whole state is in it.
         self._give_up_hold(index)

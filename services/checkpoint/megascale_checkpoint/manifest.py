@@ -7,12 +7,25 @@ elsewhere and still be read.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from megascale_checkpoint.checksums import checksum, dump_record, load_record
-from megascale_checkpoint.storage import Storage, open_storage, split
+from megascale_checkpoint.checksums import (
+    COUNT,
+    OBJECT,
+    TEXT,
+    Kind,
+    check_fields,
+    checksum,
+    dump_record,
+    list_of,
+    load_record,
+    object_of,
+    whole,
+)
+from megascale_checkpoint.storage import Storage, check_path, open_storage, split
 from megascale_common.service.errors import (
     DamagedError,
     DataLossError,
@@ -94,6 +107,27 @@ class Manifest:
         return self.rank_small_states.get(str(rank), self.small_state) if same else self.small_state
 
 
+_FILE_FIELDS = {
+    "path": TEXT,
+    "size_bytes": COUNT,
+    "xxh3": TEXT,
+    "rank": COUNT,
+    "layout_digest": TEXT,
+}
+_FIELDS: dict[str, Kind] = {
+    "job": TEXT,
+    "attempt": whole(1),
+    "step": COUNT,
+    "world_size": whole(1),
+    "layout": object_of(whole(1)),
+    "files": list_of(OBJECT),
+    "small_state": OBJECT,
+    "rank_small_states": object_of(OBJECT),
+    "created_at": TEXT,
+}
+_AXES = ("tp", "cp", "dp", "pp")  # their product is the number of ranks
+
+
 def differing(small_states: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The small states that differ from rank 0's."""
     return {
@@ -121,18 +155,52 @@ def decode(data: bytes, file: str) -> Manifest:
     version = values.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         raise DamagedError(file, f"has schema version {version}; this build reads {SCHEMA_VERSION}")
+    check_fields(values, _FIELDS, file, required=_FIELDS, closed=True)
+    for number, item in enumerate(values["files"]):
+        check_fields(
+            item, _FILE_FIELDS, file, required=_FILE_FIELDS, where=f"files[{number}]", closed=True
+        )
     values["files"] = tuple(File(**item) for item in values["files"])
-    return Manifest(**values)
+    manifest = Manifest(**values)
+    _check_meaning(manifest, file)
+    return manifest
+
+
+def _check_meaning(manifest: Manifest, file: str) -> None:
+    """Raise DamagedError where the fields contradict each other."""
+    ranks, layout = {each.rank for each in manifest.files}, manifest.layout
+    if len(ranks) != manifest.world_size or max(ranks) >= manifest.world_size:
+        raise DamagedError(
+            file, f"world_size is {manifest.world_size}, and it names files of {len(ranks)} ranks"
+        )
+    if all(axis in layout for axis in _AXES):  # some builds have written none
+        count = math.prod(layout[axis] for axis in _AXES)
+        if count != manifest.world_size:
+            raise DamagedError(
+                file, f"layout is of {count} ranks, and world_size is {manifest.world_size}"
+            )
+    if len({each.path for each in manifest.files}) != len(manifest.files):
+        raise DamagedError(file, "files names one file twice")
+    for each in manifest.files:
+        try:
+            check_path(each.path, "its folder")
+        except RequestError as error:
+            raise DamagedError(file, str(error)) from error
+    for rank in manifest.rank_small_states:
+        if not rank.isdecimal() or int(rank[:20]) >= manifest.world_size:
+            raise DamagedError(file, f"rank_small_states names rank {rank[:20]!r}")
 
 
 def write(storage: Storage, path: str, manifest: Manifest) -> bytes:
     """Write a manifest durably, or find the one that names the same files; returns its bytes.
 
     Raises:
+        DamagedError: no reader could read it, because of what a rank has reported.
         DataLossError: another one stands there.
         OSError: the storage does not answer; the manifest may stand there all the same.
     """
     data = encode(manifest)
+    decode(data, path)
     try:
         if storage.create(path, data):
             return data

@@ -446,7 +446,7 @@ class RankRestores:
         try:
             filled = await in_pool(
                 self._pools.storage,
-                functools.partial(restore.fill, checked=plan.checked),
+                functools.partial(restore.fill, checked=plan.checked, alone=given.world_size == 1),
                 plan.manifest_uri,
                 plan.step,
                 given.rank,

@@ -30,7 +30,7 @@ from megascale_common.sizes.piece_runs import (
     join,
     runs_of,
 )
-from megascale_common.sizes.read_plan import DoesNotFit, plan_reads
+from megascale_common.sizes.read_plan import DoesNotFit, check_placed, plan_reads
 from megascale_common.sizes.read_rounds import Rounds
 
 WINDOW_BYTES = 16 << 20
@@ -54,10 +54,12 @@ def fill(
     manifest_xxh3: str = "",
     *,
     checked: bool = True,
+    alone: bool = False,
 ) -> Filled:
     """Read a checkpoint into ``image``, a slot of ``layout``. Blocking.
 
-    Bytes between the pieces are set to 0.
+    Bytes between the pieces are set to 0. With ``alone`` the rank is the only one of its job, so
+    what its layout has no place for would be lost.
 
     Raises:
         DamagedError: a file is missing, cut short or changed.
@@ -74,7 +76,12 @@ def fill(
     np.frombuffer(image, np.uint8)[:] = 0
     try:
         wanted = runs_of(layout.pieces, 0)
-        reads = plan_reads(_index(stored, rank, wanted), wanted, [False])
+        if alone:
+            found = join([stored.index(number) for number in range(len(stored.manifest.files))])
+            check_placed(found, wanted, weights_alone=job_step == 0)
+        else:
+            found = _index(stored, rank, wanted)
+        reads = plan_reads(found, wanted, [False])
     except DoesNotFit as error:
         raise RequestError(error.refusal(stored.uri)) from error
     window = memoryview(bytearray(min(WINDOW_BYTES, int(reads.stream_bytes[0]))))

@@ -13,6 +13,7 @@ from typing import Any
 
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.commit_record import FOLDER
 from megascale_checkpoint.storage import join, open_storage
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.errors import DamagedError, NotFoundError, UnusableError
@@ -51,16 +52,22 @@ class RestoreDecision:
 
     @classmethod
     def from_record(cls, values: Mapping[str, Any]) -> RestoreDecision:
-        """The inverse of :meth:`to_record`."""
-        plan = RestorePlan(
-            RestoreSource(values["source"]),
-            values["step"],
-            values["attempt"],
-            values["manifest_uri"],
-            values.get("manifest_xxh3", ""),  # older builds wrote none
-            tuple(RestorePlan.from_mapping(older) for older in values.get("older", ())),
-        )
-        return cls(plan, tuple(values["passed_over"]))
+        """The inverse of :meth:`to_record`; raises DamagedError where a field is missing.
+
+        What is there was checked when the record was read.
+        """
+        try:
+            plan = RestorePlan(
+                RestoreSource(values["source"]),
+                values["step"],
+                values["attempt"],
+                values["manifest_uri"],
+                values.get("manifest_xxh3", ""),  # older builds wrote none
+                tuple(RestorePlan.from_mapping(older) for older in values.get("older", ())),
+            )
+            return cls(plan, tuple(values["passed_over"]))
+        except KeyError as error:
+            raise DamagedError(FOLDER, f"an OPEN lacks restored_from.{error.args[0]}") from error
 
 
 def decide(
@@ -105,7 +112,7 @@ def decide(
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
             raise NotFoundError(
                 f"checkpoint.load_uri: {load_uri} holds no complete checkpoint to start "
-                f"from{damaged}; give the folder of a job that has committed one, or leave it out"
+                f"from{damaged}; {_what_to_give(load_uri)}"
             )
         # Attempt numbers of two jobs are unrelated: no attempt of this job wrote the state.
         plan = replace(
@@ -121,6 +128,20 @@ def decide(
             plan = replace(plan, step=0, older=older)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     return RestoreDecision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
+
+
+def _what_to_give(load_uri: str) -> str:
+    """The remedy for a folder without a checkpoint of a job, which may be of other software."""
+    storage = open_storage(load_uri)
+    if storage.size("config.json") is not None:
+        command = f"megascale checkpoint import {load_uri} --format hf --to NEW"
+        return f"it is a Hugging Face model: `{command}` writes it to a folder to give here"
+    if storage.size(".metadata") is not None:
+        return (
+            "it is one of torch.distributed.checkpoint: give the folder of the job that it was "
+            "exported from; `megascale checkpoint import` reads Hugging Face models"
+        )
+    return "give the folder of a job that has committed one, or leave it out"
 
 
 def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePlan:

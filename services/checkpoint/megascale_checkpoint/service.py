@@ -123,15 +123,15 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             found = await self._committer.commits(request.uri)
         response = checkpoint_pb2.ListCommitsResponse()
         for record, manifest_uri, pin in found:
-            if request.job and record.values["job"] != request.job:
+            if request.job and record.values.get("job", "") != request.job:
                 continue
             checkpoint = driver_pb2.Checkpoint(
-                job=record.values["job"],
+                job=record.values.get("job", ""),
                 step=record.step,
                 attempt=record.attempt,
                 manifest_uri=manifest_uri,
-                size_bytes=record.values["size_bytes"],
-                world_size=record.values["world_size"],
+                size_bytes=record.values.get("size_bytes", 0),
+                world_size=record.values.get("world_size", 0),
                 pin=pin,
             )
             checkpoint.committed_at.FromDatetime(datetime.fromisoformat(record.values["time"]))

@@ -135,7 +135,9 @@ class StoredCheckpoint:
             manifests.check_size(self._storage, file)
             origin = Origin(self.manifest.job, self.manifest.attempt, self.manifest.step, file.rank)
             try:
-                self._headers[number] = read_header(self._storage, file.path, origin)
+                self._headers[number] = read_header(
+                    self._storage, file.path, origin, file.size_bytes
+                )
             except DamagedError as error:
                 raise self._located(error) from error
         return self._headers[number]

@@ -1,7 +1,9 @@
-"""Check every byte of a checkpoint against its manifest."""
+"""Check every byte of a checkpoint against its manifest, and that it has a meaning for a reader."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 
 import xxhash
@@ -9,9 +11,11 @@ import xxhash
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import CHUNK_BYTES
 from megascale_checkpoint.commit_log import Record
-from megascale_checkpoint.manifest import File
+from megascale_checkpoint.manifest import File, Manifest
+from megascale_checkpoint.shard_file import Origin, read_header
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, ServiceError
+from megascale_common.sizes.checkpoint_layout import ShardPiece
 
 
 def verify_commit(
@@ -25,7 +29,8 @@ def verify_commit(
         storage, manifest = manifests.load(manifest_uri, record.values["manifest_xxh3"])
     except (ServiceError, OSError) as error:
         return [str(error)]
-    problems, before = [], 0
+    problems, before = _contradictions(record, manifest, manifest_uri), 0
+    stored: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
     for file in manifest.files:
 
         def beat(count: int, before: int = before) -> None:
@@ -34,9 +39,43 @@ def verify_commit(
         before += file.size_bytes
         try:
             verify_file(storage, file, beat)
+            for piece in pieces_of(storage, manifest, file):
+                key = piece.name, piece.state, piece.global_shape
+                stored[key] += piece.flat_stop - piece.flat_start
         except (ServiceError, OSError) as error:
             problems.append(str(error))
+    if not problems:  # else what is missing is named already
+        problems += [
+            f"{manifest_uri}: {name} ({state}) of shape {list(shape)} is stored with {count} values"
+            for (name, state, shape), count in stored.items()
+            if count != math.prod(shape)
+        ]
     return problems
+
+
+def _contradictions(record: Record, manifest: Manifest, manifest_uri: str) -> list[str]:
+    """In what the manifest is not that of its COMMIT."""
+    values = record.values
+    return [
+        f"{manifest_uri}: {name} is {getattr(manifest, name)}, and {values[name]} was committed"
+        for name in ("attempt", "step", "job", "world_size", "size_bytes")
+        if name in values and values[name] != getattr(manifest, name)
+    ]
+
+
+def pieces_of(storage: Storage, manifest: Manifest, file: File) -> list[ShardPiece]:
+    """What a file holds, by its header.
+
+    Raises:
+        DamagedError: no reader can read it.
+        OSError: the storage does not answer.
+    """
+    origin = Origin(manifest.job, manifest.attempt, manifest.step, file.rank)
+    try:
+        found = read_header(storage, file.path, origin, file.size_bytes)
+    except DamagedError as error:
+        raise DamagedError(f"{storage.uri}/{error.file}", error.problem) from error
+    return [each.piece for each in found]
 
 
 def verify_file(

@@ -28,7 +28,7 @@ from megascale_common.node.restore_messages import (
 )
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.piece_runs import Runs, decode, encode, join, runs_of
-from megascale_common.sizes.read_plan import IN_MEMORY, DoesNotFit, plan_reads
+from megascale_common.sizes.read_plan import IN_MEMORY, DoesNotFit, check_placed, plan_reads
 from megascale_common.sizes.read_rounds import Read, Round, Rounds
 from megascale_trainer.daemon_link import START_TIMEOUT_S, DaemonLink
 from megascale_trainer.parallel.groups import Group
@@ -114,6 +114,8 @@ class StoredStateReader:
             smallest = min(row[0] for row in self._votes.numbers(layout.slot_bytes))
         with self._timeline.part("plan"):
             try:
+                # At step 0 the parameters alone are taken.
+                check_placed(stored, needs, weights_alone=restored.step == 0)
                 reads = plan_reads(stored, needs, in_memory)
             except DoesNotFit as error:
                 uri = restored.manifest_uri.rpartition("/")[0]

@@ -124,7 +124,12 @@ ARCHITECTURES = (
         epsilon="rms_norm_eps",
         head_dim=True,
         fixed={"use_sliding_window": False, "attention_bias": False},
-        absent={"rope_theta": 10_000.0, "use_sliding_window": False, "attention_bias": False},
+        absent={
+            "rope_theta": 10_000.0,
+            "use_sliding_window": False,
+            "attention_bias": False,
+            "head_dim": 128,
+        },
     ),
     Architecture(
         name="CohereForCausalLM",

@@ -14,7 +14,13 @@ import typer
 import yaml
 
 from megascale_checkpoint.export.progress import Report, bar
-from megascale_checkpoint.export.stored import ParameterReader, model_of, open_checkpoint
+from megascale_checkpoint.export.stored import (
+    ParameterReader,
+    model_of,
+    open_checkpoint,
+    tokenizer_of,
+)
+from megascale_checkpoint.export.tokenizer_files import TokenizerFiles, tokenizer_files
 from megascale_common.job.config import ModelConfig
 from megascale_common.service.errors import ServiceError, invalid
 
@@ -85,6 +91,14 @@ JobFile = Annotated[
         help="The job's file, for hf and megatron of a checkpoint that an earlier version wrote.",
     ),
 ]
+TokenizerFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer.json that goes along with hf; default: the one that the job has named.",
+    ),
+]
 Model = Annotated[
     Path, typer.Argument(metavar="FOLDER", help="A Hugging Face model: config.json, safetensors.")
 ]
@@ -108,6 +122,7 @@ def export_checkpoint(
     job: JobFile = None,
     tp: TensorParallel = 1,
     pp: PipelineParallel = 1,
+    tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a complete checkpoint in the form of other software, without a cluster.
@@ -115,6 +130,7 @@ def export_checkpoint(
     hf: a folder for from_pretrained of transformers: Llama or Mistral (serial
     block, RMSNorm, SwiGLU), Cohere (parallel block, SwiGLU), Phi (parallel
     block, GELU) and others. A model that none computes is refused by field.
+    The job's tokenizer and its end token go along.
 
     dcp: a folder for torch.distributed.checkpoint.load on any layout, with the
     keys "model", "optimizer" and "step".
@@ -128,12 +144,19 @@ def export_checkpoint(
 
     Example: megascale checkpoint export /data/example --to out --format hf
     """
-    _refuse(form, dtype, tp, pp)
+    _refuse(form, dtype, tp, pp, tokenizer)
     stored = open_checkpoint(uri, step)
     manifest = stored.manifest
     with bar(f"step {manifest.step} of {manifest.job}", quiet=as_json) as progress:
         if form is ExportFormat.HF:
-            facts = _hugging_face(stored, model_of(stored, job), to, dtype or Dtype.BF16, progress)
+            model, kept = model_of(stored, job), dtype or Dtype.BF16
+            given = tokenizer_of(stored, job)
+            if tokenizer is not None:
+                given = {"kind": "bpe", "path": str(tokenizer)}
+            words = tokenizer_files(given, model.vocab_size)
+            if tokenizer is not None and not words.files:
+                raise invalid("--tokenizer", words.problem, "give a tokenizer.json")
+            facts = _hugging_face(stored, model, to, kept, words, progress)
         elif form is ExportFormat.MEGATRON:
             model, kept = model_of(stored, job), dtype or Dtype.BF16
             facts = _megatron(stored, model, to, kept, (tp, pp), progress)
@@ -150,14 +173,17 @@ def export_checkpoint(
         f"step {facts['step']} of job {facts['job']} is in {to}: {what}, {facts['dtype']}, "
         f"{facts['size_bytes'] / 2**20:.1f} MiB"
     )
+    if facts.get("problem"):
+        lacks = "its end token is null" if facts["eos_token_id"] is None else "it has no tokenizer"
+        typer.echo(f"{lacks}: {facts['problem']}; give --tokenizer FILE", err=True)
 
 
 def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJson = False) -> None:
     """Write a Hugging Face model as the checkpoint of step 0, from which a job starts.
 
-    It reads Llama, Mistral, Ministral, Cohere, StableLM, Phi and Starcoder2 in
-    safetensors, and prints what belongs into the job file; the job's own
-    checkpoint.uri is another folder.
+    It reads Llama, Mistral, Ministral, Qwen 2 and 3, Cohere, StableLM, Phi and
+    Starcoder2 in safetensors, and prints what belongs into the job file; the
+    job's own checkpoint.uri is another folder.
 
     What a job cannot compute is refused by the field of config.json. Pickled
     weights are never loaded.
@@ -177,6 +203,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
             "parameters": done.parameters,
             "head_is_copy_of_embedding": done.foreign.copied,
             "model": asdict(done.foreign.model),
+            "tokenizer": dict(done.tokenizer),
         }
         typer.echo(json.dumps(facts))
         return
@@ -187,10 +214,11 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
     if done.foreign.copied:
         typer.echo("# Its head was a scaled embedding; a job trains a scaled copy of its own.")
     typer.echo("# Put this into the job file:")
-    section = {
-        "trainer": {"model": _fields(done.foreign.model)},
-        "checkpoint": {"load_uri": to},
-    }
+    trainer: dict[str, Any] = {"model": _fields(done.foreign.model)}
+    if "path" in done.tokenizer:
+        named = {name: done.tokenizer[name] for name in ("kind", "path", "sha256")}
+        trainer["data"] = {"tokenizer": named}
+    section = {"trainer": trainer, "checkpoint": {"load_uri": to}}
     typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
 
 
@@ -207,8 +235,12 @@ def import_for_job(folder: Path, uri: str) -> dict[str, Any]:
     return {"architecture": done.foreign.architecture.name, "model": _fields(done.foreign.model)}
 
 
-def _refuse(form: ExportFormat, dtype: Dtype | None, tp: int, pp: int) -> None:
+def _refuse(
+    form: ExportFormat, dtype: Dtype | None, tp: int, pp: int, tokenizer: Path | None
+) -> None:
     """Raise RequestError for what cannot be exported."""
+    if tokenizer is not None and form is not ExportFormat.HF:
+        raise invalid("--tokenizer", f"{form.value} holds none", "leave it out, or use hf")
     for name, size in (("--tp", tp), ("--pp", pp)):
         if form is not ExportFormat.MEGATRON and size != 1:
             raise invalid(
@@ -223,12 +255,20 @@ def _refuse(form: ExportFormat, dtype: Dtype | None, tp: int, pp: int) -> None:
 
 
 def _hugging_face(
-    stored: ParameterReader, model: ModelConfig, to: Path, dtype: Dtype, progress: Report
+    stored: ParameterReader,
+    model: ModelConfig,
+    to: Path,
+    dtype: Dtype,
+    words: TokenizerFiles,
+    progress: Report,
 ) -> dict[str, Any]:
     from megascale_checkpoint.export.hugging_face import export_hugging_face
 
-    done = export_hugging_face(stored, model, to, dtype.value, progress)
+    done = export_hugging_face(stored, model, to, dtype.value, progress, tokenizer=words)
     return {
+        "tokenizer": sorted(words.files),
+        "eos_token_id": words.ids.get("eos"),
+        "problem": words.problem,
         "architecture": done.architecture.name,
         "dtype": dtype.value,
         "size_bytes": done.size_bytes,

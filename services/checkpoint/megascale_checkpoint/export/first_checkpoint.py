@@ -8,7 +8,7 @@ the small state has no random state: each rank keeps that of its seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from megascale_checkpoint.checksums import CHUNK_BYTES, checksum
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.stored import MODEL
+from megascale_checkpoint.export.tokenizer_files import TOKENIZER
 from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.restore_decision import RestoreDecision
@@ -56,8 +57,11 @@ def write_first_checkpoint(
     parameters: Sequence[Parameter],
     progress: Report,
     file_bytes: int = FILE_BYTES,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> str:
     """Write and commit the checkpoint of step 0 below ``uri``; returns its manifest's address.
+
+    ``tokenizer`` is noted in it for an export (:mod:`megascale_checkpoint.export.tokenizer_files`).
 
     Memory holds one parameter at a time. The COMMIT comes last: what is interrupted before leaves
     no checkpoint, and a repeated call starts over beside it.
@@ -91,7 +95,12 @@ def write_first_checkpoint(
         world_size=len(files),
         layout={"tp": 1, "cp": 1, "dp": 1, "pp": len(files), "vpp": 1},
         files=files,
-        small_state={"skipped_updates": 0, "consumed_samples": 0, MODEL: asdict(model)},
+        small_state={
+            "skipped_updates": 0,
+            "consumed_samples": 0,
+            MODEL: asdict(model),
+            TOKENIZER: dict(tokenizer or {}),
+        },
         rank_small_states={},
         created_at=manifests.now(),
     )

@@ -1,11 +1,12 @@
 """config.json of a Hugging Face model: from a job's model, and back. Pure.
 
-What a reader would otherwise fill in from the architecture's defaults is written out, such as
-tokens that the job does not know: a default end token would cut texts short.
+What a reader would otherwise fill in from the architecture's defaults is written out. Ids of
+special tokens, which come from the tokenizer, are null here: a default end would cut texts short.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,10 @@ _LLAMA3 = {
     "original_sequence_length": "original_max_position_embeddings",
 }
 
+MOST = 1e300  # of a number in config.json, which a float holds
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_ROPE = "rope_parameters"  # since version 5 of transformers; before, its fields stood at the root
+# Since version 5 of transformers; before, it was the other, with rope_theta at the root.
+_ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +119,19 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
             f"{model_type!r} cannot be imported",
             f"give a model of one of these: {known}",
         )
-    # Version 5 of transformers has some fields in rope_parameters, earlier ones at the root.
-    values = {**found.absent, **values, **(values.get(_ROPE) or {})}
+    rope = _rope(found, values)
+    values = {**found.absent, **values, **rope}
     _check_fixed(found, values)
+    cohere = model_type == "cohere"
     heads, hidden = _whole(values, "num_attention_heads"), _whole(values, "hidden_size")
-    head_dim = values.get("head_dim") or hidden // heads
+    head_dim = hidden // heads if values.get("head_dim") is None else _whole(values, "head_dim")
     alike = head_dim * heads == hidden
     _need("head_dim", head_dim, alike or found.head_dim, f"hidden_size / heads, {hidden}/{heads}")
     layers = _whole(values, "num_hidden_layers")
     window, layer_windows = _windows(found, values, layers)
-    scale = float(values.get("logit_scale", 0.0625)) if model_type == "cohere" else 1.0
+    scale = _number({"logit_scale": 0.0625, **values}, "logit_scale") if cohere else 1.0
     # Versions of transformers differ in what an absent field means; the files say it.
-    tied = bool(values.get("tie_word_embeddings", not head_stored))
+    tied = _truth({"tie_word_embeddings": not head_stored, **values}, "tie_word_embeddings")
     model = ModelConfig(
         layers=layers,
         hidden_size=hidden,
@@ -139,13 +143,13 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         bias=_bias(found, values),
         norm_bias=found.norm_bias or found.needs["norm"] == "rmsnorm",  # the default: of no effect
         rope_theta=_number(values, "rope_theta"),
-        rope_scaling=_rope_scaling(values),
+        rope_scaling=_rope_scaling(rope),
         head_dim=0 if alike else head_dim,
         tie_embeddings=tied and scale == 1.0,
         window=window,
         layer_windows=layer_windows,
         norm_epsilon=_number(values, found.epsilon),
-        initializer_std=float(values.get("initializer_range", 0.02)),
+        initializer_std=_number({"initializer_range": 0.02, **values}, "initializer_range"),
         **found.needs,  # type: ignore[arg-type]  # block, mlp, norm and what is on
     )
     return ForeignModel(found, model, scale, copied=tied and scale != 1.0)
@@ -162,21 +166,54 @@ def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:
     _need("quantization_config", "set", quantized is None, "to be absent: unquantized weights")
 
 
-def _rope_scaling(values: Mapping[str, Any]) -> RopeScalingConfig:
-    # Its fields stand in rope_parameters (merged into values), before version 5 in rope_scaling.
-    values = {**(values.get("rope_scaling") or {}), **values}
-    kind = values.get("rope_type") or values.get("type") or "default"
+def _rope(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of rotary embedding, from where transformers takes them.
+
+    rope_scaling takes the place of rope_parameters, where both are there; version 5 reads what is
+    not in it from the root, and then takes the architecture's default. Earlier versions have
+    rope_theta at the root, so the two must agree.
+    """
+    given = {name: values[name] for name in (_ROPE, _OLD_ROPE) if values.get(name) is not None}
+    for name, fields in given.items():
+        flat = isinstance(fields, dict) and not any(isinstance(v, dict) for v in fields.values())
+        _need(name, fields, flat, "one object for all layers")
+    chosen: dict[str, Any] = dict(given.get(_OLD_ROPE) or given.get(_ROPE) or {})
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        places = (values, *given.values())
+        beside = [each[name] for each in places if each.get(name) is not None]
+        if any(other != beside[0] for other in beside):
+            raise invalid(
+                f"config.json: {name}",
+                f"{' and '.join(map(repr, beside))} in {' and '.join(('the root', *given))}: "
+                "versions of transformers differ in which of them they take",
+                "leave the one that the model was trained with",
+            )
+        if name not in chosen and name in {**architecture.absent, **values}:
+            chosen[name] = {**architecture.absent, **values}[name]
+        elif name not in chosen and beside:
+            raise invalid(
+                f"config.json: {name}",
+                f"only in {_ROPE}, in whose place transformers takes {_OLD_ROPE}",
+                f"put it into {_OLD_ROPE}, or remove one of the two",
+            )
+    return chosen
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScalingConfig:
+    kind = rope.get("rope_type", rope.get("type", "default"))
     _need("rope_type", kind, kind in ("default", "linear", "llama3"), "default, linear or llama3")
+    part = rope.get("partial_rotary_factor", 1.0)
+    _need("partial_rotary_factor", part, part in (None, 1.0), "1.0")
     if kind == "default":
         return RopeScalingConfig()
     if kind == "linear":
-        return RopeScalingConfig(kind="linear", factor=_number(values, "factor"))
+        return RopeScalingConfig(kind="linear", factor=_number(rope, "factor"))
     return RopeScalingConfig(
         kind="llama3",
-        factor=_number(values, "factor"),
-        low_frequency_factor=_number(values, "low_freq_factor"),
-        high_frequency_factor=_number(values, "high_freq_factor"),
-        original_sequence_length=_whole(values, "original_max_position_embeddings"),
+        factor=_number(rope, "factor"),
+        low_frequency_factor=_number(rope, "low_freq_factor"),
+        high_frequency_factor=_number(rope, "high_freq_factor"),
+        original_sequence_length=_whole(rope, "original_max_position_embeddings"),
     )
 
 
@@ -189,9 +226,8 @@ def _key_value_heads(values: Mapping[str, Any], heads: int) -> int:
 def _bias(architecture: Architecture, values: Mapping[str, Any]) -> bool:
     if architecture.bias != "set":
         return architecture.bias == "always"
-    found = {
-        name: bool(values.get(name, default)) for name, default in architecture.bias_fields.items()
-    }
+    given = {**architecture.bias_fields, **values}
+    found = {name: _truth(given, name) for name in architecture.bias_fields}
     names = ", ".join(found)
     _need(names, found, len(set(found.values())) == 1, "one value: a job has all biases or none")
     return next(iter(found.values()))
@@ -202,10 +238,13 @@ def _windows(
 ) -> tuple[int, tuple[int, ...]]:
     """window and layer_windows of the job."""
     unused = values.get("use_sliding_window") is False
-    window = 0 if unused else values.get("sliding_window") or 0
-    kinds = values.get("layer_types") or []
-    if architecture.windows == "none" or not isinstance(window, int):
-        _need("sliding_window", window, window == 0, "null")
+    given = values.get("sliding_window")
+    window = 0 if unused or given is None else given
+    if architecture.windows == "none" or type(window) is not int or window < 0:
+        _need("sliding_window", window, window == 0, "null, or the number of tokens")
+    kinds = [] if values.get("layer_types") is None else values["layer_types"]
+    texts = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+    _need("layer_types", kinds, texts, "a list of names")
     if not kinds:
         return window, ()
     _need("layer_types", kinds, len(kinds) == layers, f"{layers} entries, one for each layer")
@@ -219,25 +258,35 @@ def _need(name: str, value: object, fits: bool, needed: str) -> None:
     if not fits:
         raise invalid(
             f"config.json: {name}",
-            f"{value!r} where a job needs {needed}",
+            f"{reprlib.repr(value)} where a job needs {needed}",
             "such a model cannot be imported",
         )
 
 
 def _whole(values: Mapping[str, Any], name: str) -> int:
     value = values.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _missing(name, value, "a whole number above 0")
+    if type(value) is not int or not 1 <= value < 1 << 63:
+        raise _unfit(values, name, "a whole number above 0")
     return value
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
     value = values.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise _missing(name, value, "a number")
-    return float(value)
+    # JSON as Python reads it has NaN, and whole numbers that no float holds.
+    if type(value) not in (int, float) or not abs(values[name]) < MOST:
+        raise _unfit(values, name, "a number")
+    return float(values[name])
 
 
-def _missing(name: str, value: object, wanted: str) -> RequestError:
-    problem = "missing" if value is None else f"{value!r} is not {wanted}"
+def _truth(values: Mapping[str, Any], name: str) -> bool:
+    value = values.get(name)
+    if not isinstance(value, bool):
+        raise _unfit(values, name, "true or false")
+    return value
+
+
+def _unfit(values: Mapping[str, Any], name: str, wanted: str) -> RequestError:
+    value = values.get(name)
+    shown = "null" if value is None else reprlib.repr(value)
+    problem = f"{shown} is not {wanted}" if name in values else "missing"
     return invalid(f"config.json: {name}", problem, f"set it to {wanted}, as the model was trained")

@@ -16,10 +16,12 @@ from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.safetensors_files import TensorToWrite, write_files
 from megascale_checkpoint.export.stored import ParameterReader
 from megascale_checkpoint.export.tensors import Transfer, check_model, transfers
+from megascale_checkpoint.export.tokenizer_files import GENERATION, TokenizerFiles
 from megascale_checkpoint.export.values import narrow, to_foreign
 from megascale_common.job.config import ModelConfig
 
 SHARD_BYTES = 5_000_000_000  # of transformers' own save_pretrained
+NO_TOKENIZER = TokenizerFiles()
 NAMES = {"bf16": "BF16", "fp32": "F32"}
 
 
@@ -39,8 +41,11 @@ def export_hugging_face(
     dtype: str,
     progress: Report,
     shard_bytes: int = SHARD_BYTES,
+    tokenizer: TokenizerFiles = NO_TOKENIZER,
 ) -> Exported:
     """Write the float32 parameters of a checkpoint in ``dtype`` (bf16, fp32) into folder ``to``.
+
+    With ``tokenizer`` its files, and the ids of its special tokens, go along.
 
     Raises:
         RequestError: no architecture holds the model, or the checkpoint is of another one.
@@ -65,10 +70,14 @@ def export_hugging_face(
     tensors = [TensorToWrite(each.foreign, each.shape, partial(make, each)) for each in chosen]
     with new_folder(to) as folder:
         size = write_files(folder, tensors, NAMES[dtype], shard_bytes)
-        values = config_values(architecture, model, dtype)
+        ids = tokenizer.id_fields()
+        values = config_values(architecture, model, dtype) | ids
+        known = {name: value for name, value in ids.items() if value is not None}
         for name, content in (
             ("config.json", values),
-            ("generation_config.json", {"_from_model_config": True}),
+            (GENERATION, {"_from_model_config": True, **known}),
         ):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        for name, data in tokenizer.files.items():
+            (folder / name).write_bytes(data)
     return Exported(architecture, len(tensors), size)

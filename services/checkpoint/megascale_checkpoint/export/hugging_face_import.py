@@ -5,7 +5,6 @@ Only safetensors and JSON are read: a pickle of elsewhere is never loaded.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megascale_checkpoint.checksums import load_json_object
 from megascale_checkpoint.export.first_checkpoint import (
     FILE_BYTES,
     Parameter,
@@ -29,9 +29,11 @@ from megascale_checkpoint.export.safetensors_files import (
     read_tensors,
 )
 from megascale_checkpoint.export.tensors import EMBEDDING, HEAD, Transfer, transfers
+from megascale_checkpoint.export.tokenizer_files import of_folder
 from megascale_checkpoint.export.values import Floats, to_logical
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError, invalid
 
+MAX_JSON_BYTES = 64 << 20  # of config.json and of the index; real ones have up to 10 MB
 _FOREIGN_HEAD = "lm_head.weight"
 # Computed from config.json; some versions of transformers stored it.
 _IGNORED = ("rotary_emb.inv_freq",)
@@ -39,11 +41,15 @@ _IGNORED = ("rotary_emb.inv_freq",)
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What was imported, and the address of the manifest."""
+    """What was imported, and the address of the manifest.
+
+    ``tokenizer``: kind, path and sha256 of its file, where there is one, and ``ids`` of tokens.
+    """
 
     foreign: ForeignModel
     parameters: int
     manifest_uri: str
+    tokenizer: Mapping[str, Any]
 
 
 def import_hugging_face(
@@ -61,6 +67,7 @@ def import_hugging_face(
     """
     tensors = _tensors(folder)
     config = _json(folder / "config.json")
+    _refuse_layers(config, tensors)
     foreign = read_config(config, head_stored=_FOREIGN_HEAD in tensors)
     wanted = transfers(foreign.architecture, foreign.model)
     if foreign.copied:
@@ -72,8 +79,12 @@ def import_hugging_face(
         for each in wanted
         if each.logical
     ]
-    manifest_uri = write_first_checkpoint(uri, foreign.model, parameters, progress, file_bytes)
-    return Imported(foreign, sum(math.prod(each.shape) for each in parameters), manifest_uri)
+    tokenizer = of_folder(folder, foreign.model.vocab_size)
+    manifest_uri = write_first_checkpoint(
+        uri, foreign.model, parameters, progress, file_bytes, tokenizer
+    )
+    count = sum(math.prod(each.shape) for each in parameters)
+    return Imported(foreign, count, manifest_uri, tokenizer)
 
 
 def _tensors(folder: Path) -> dict[str, TensorInFile]:
@@ -109,14 +120,25 @@ def _tensors(folder: Path) -> dict[str, TensorInFile]:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(path.read_bytes())
+        size_bytes = path.stat().st_size
+        if size_bytes > MAX_JSON_BYTES:
+            problem = f"has {size_bytes} bytes, and at most {MAX_JSON_BYTES} are read"
+            raise DamagedError(str(path), problem)
+        data = path.read_bytes()
     except FileNotFoundError as error:
         raise MissingFileError(str(path), "is missing") from error
-    except ValueError as error:
-        raise DamagedError(str(path), f"is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise DamagedError(str(path), "is not a JSON object")
-    return values
+    return load_json_object(data, str(path))
+
+
+def _refuse_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorInFile]) -> None:
+    """Raise RequestError before a list of all layers is made, which the files cannot hold."""
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(tensors):
+        raise invalid(
+            "config.json: num_hidden_layers",
+            f"{layers} layers, and the files hold {len(tensors)} tensors in all",
+            "give the config.json that belongs to the files",
+        )
 
 
 def _copied(transfer: Transfer, wanted: tuple[Transfer, ...]) -> Transfer:
@@ -147,6 +169,15 @@ def _check(
             )
         if not each.logical and np.any(found.read()):
             raise invalid(each.foreign, "holds values", "a job has no such parameter")
+    if tied and _FOREIGN_HEAD in tensors:
+        embedding = next(each.foreign for each in wanted if each.logical == EMBEDDING)
+        head, table = tensors[_FOREIGN_HEAD], tensors[embedding]
+        if head.shape != table.shape or not np.array_equal(head.read(), table.read()):
+            raise invalid(
+                "config.json: tie_word_embeddings",
+                f"the files hold a {_FOREIGN_HEAD} of its own, which a tied model has no place for",
+                "set it to false, or remove the tensor",
+            )
     known = {each.foreign for each in wanted} | ({_FOREIGN_HEAD} if tied else set())
     extra = [n for n in sorted(tensors) if n not in known and not n.endswith(_IGNORED)]
     if extra:

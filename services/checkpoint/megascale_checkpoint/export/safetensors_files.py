@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megascale_checkpoint.checksums import COUNT, load_json_object
 from megascale_checkpoint.export.values import CARRIERS, Floats, widen
+from megascale_checkpoint.shard_file import MAX_DIMENSIONS, MAX_HEADER_BYTES
 from megascale_common.service.errors import DamagedError
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ALIGNMENT = 8
@@ -132,12 +133,15 @@ def read_tensors(file: Path) -> Mapping[str, TensorInFile]:
     with file.open("rb") as opened:
         prefix = opened.read(_LENGTH.size)
         length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
-        if length > min(size - len(prefix), MAX_HEADER_BYTES):
+        if length > size - len(prefix):
             raise DamagedError(str(file), "is not a safetensors file, or is cut short")
+        if length > MAX_HEADER_BYTES:
+            limit = f"at most {MAX_HEADER_BYTES} are read: save it in several files"
+            raise DamagedError(str(file), f"has a header of {length} bytes, and {limit}")
         body = opened.read(length)
+    header = load_json_object(body, str(file))
+    header.pop("__metadata__", None)
     try:
-        header = json.loads(body)
-        header.pop("__metadata__", None)
         found = {
             name: _tensor(file, name, entry, _LENGTH.size + length, size)
             for name, entry in header.items()
@@ -150,10 +154,12 @@ def read_tensors(file: Path) -> Mapping[str, TensorInFile]:
 def _tensor(file: Path, name: str, entry: Mapping[str, Any], start: int, size: int) -> TensorInFile:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     low, high = entry["data_offsets"]
-    if dtype not in CARRIERS:
+    if not isinstance(dtype, str) or dtype not in CARRIERS:
         known = ", ".join(CARRIERS)
-        raise DamagedError(str(file), f"{name} is of type {dtype}, and only {known} can be read")
-    fits = all(isinstance(each, int) and each >= 0 for each in (low, high, *shape))
+        raise DamagedError(
+            str(file), f"{name[:80]} is of type {dtype!r:.20}, and only {known} can be read"
+        )
+    fits = len(shape) <= MAX_DIMENSIONS and all(COUNT.fits(each) for each in (low, high, *shape))
     if not fits or high - low != math.prod(shape) * ITEM_BYTES[dtype] or start + high > size:
-        raise DamagedError(str(file), f"{name} does not lie in the file as its header says")
+        raise DamagedError(str(file), f"{name[:80]} does not lie in the file as its header says")
     return TensorInFile(file, dtype, shape, start + low, high - low)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import yaml
 
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint import reshard
-from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.checksums import checksum, shown
 from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.export.tokenizer_files import TOKENIZER
 from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.manifest import Manifest
 from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
 from megascale_checkpoint.storage import Storage, join, open_storage
-from megascale_common.job.config import ModelConfig, from_accepted
+from megascale_common.job.config import JobConfig, ModelConfig, from_accepted
 from megascale_common.job.problems import JobError
 from megascale_common.service.errors import (
     CoverageError,
@@ -53,7 +55,7 @@ class ParameterReader:
             manifests.check_size(storage, file)
             origin = Origin(manifest.job, manifest.attempt, manifest.step, file.rank)
             try:
-                pieces = read_header(storage, file.path, origin)
+                pieces = read_header(storage, file.path, origin, file.size_bytes)
             except DamagedError as error:
                 raise self._located(error) from error
             for stored in pieces:
@@ -70,7 +72,16 @@ class ParameterReader:
     def model(self) -> ModelConfig | None:
         """The model as the job that wrote the checkpoint described it; None if it did not."""
         values = self.manifest.small_state.get(MODEL)
-        return None if values is None else _model(values, "manifest.json")
+        if values is None:
+            return None
+        name = f"{self._storage.uri}/{manifests.NAME}"
+        layers = values.get("layers") if isinstance(values, dict) else None
+        # Before a list of all layers is made.
+        if not isinstance(layers, int) or layers > len(self.shapes):
+            raise DamagedError(
+                name, f"its model is of {shown(layers)} layers with {len(self.shapes)} parameters"
+            )
+        return _model(values, name)
 
     def read(self, name: str, state: str = MASTER) -> Floats:
         """A whole parameter, float32 in its global shape.
@@ -169,6 +180,22 @@ def model_of(stored: ParameterReader, job_file: Path | None) -> ModelConfig:
                 "give the file of the job that wrote it",
             )
         return stored.model
+    return _job_of(job_file).model
+
+
+def tokenizer_of(stored: ParameterReader, job_file: Path | None) -> Any:
+    """The fields of the job's tokenizer, from the job file where one is given; None: not known.
+
+    Raises:
+        RequestError: the file is no job.
+        OSError: it cannot be read.
+    """
+    if job_file is None:
+        return stored.manifest.small_state.get(TOKENIZER)
+    return asdict(_job_of(job_file).data.tokenizer)
+
+
+def _job_of(job_file: Path) -> JobConfig:
     try:
         values = yaml.safe_load(job_file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -176,7 +203,7 @@ def model_of(stored: ParameterReader, job_file: Path | None) -> ModelConfig:
             "--job", f"{job_file} is not valid YAML: {error}", "give a job file"
         ) from error
     try:
-        return from_accepted(values).model
+        return from_accepted(values)
     except JobError as error:
         raise RequestError(f"--job: {job_file}: {error}") from error
 

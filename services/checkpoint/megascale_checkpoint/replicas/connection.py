@@ -180,7 +180,7 @@ class Connection:
             raise PeerError("a frame of the peer is not what was sent")
         try:
             return dict(mapping_of(json.loads(body), "message"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PeerError(f"the peer sends no JSON: {error}") from error
 
     def receive_or_end(self) -> dict[str, Any] | None:

@@ -152,7 +152,7 @@ def _remove(storage: Storage, folders: list[str], target: str, *, quiet: bool) -
 
 
 def _of_commit(uri: str, record: Record, log: CommitLog, storage: Storage) -> dict[str, Any]:
-    what, size_bytes = "checkpoint", record.values["size_bytes"]
+    what, size_bytes = "checkpoint", record.values.get("size_bytes", 0)
     if is_link(storage, split(record.values["manifest"])[0]):
         what, size_bytes = f"checkpoint ({_ONLY_LINK})", 0
     return {**row(uri, record, log.pins()), "size_bytes": size_bytes, "what": what}

@@ -111,6 +111,8 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 def _parse(body: bytes) -> Message:
     try:
         message = json.loads(body)
+    except RecursionError as error:
+        raise FramingError("message is JSON that is nested too deeply") from error
     except ValueError as error:
         raise FramingError(f"message is not JSON: {error}") from error
     if not isinstance(message, dict):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megascale_common.sizes.checkpoint_layout import MASTER
 from megascale_common.sizes.piece_runs import (
     FILE,
     FIRST,
@@ -36,6 +37,7 @@ from megascale_common.sizes.piece_runs import (
     parameter_bytes,
 )
 
+TIED_HEAD = "head.weight"  # with tie_embeddings there is none
 # A reader may be this much above the mean before another reads in its place.
 _SLACK = 1.1
 IN_MEMORY = -1  # as the file of a unit: the reader's own slot
@@ -49,12 +51,20 @@ FROM, AT, BYTES, TO, TARGET = range(5)
 
 
 class DoesNotFit(ValueError):
-    """What is stored is not the state that the ranks need; names the parameter."""
+    """What is stored is not the state that the ranks need; names the parameter.
+
+    Attributes:
+        field: that of the job which is other than in the job that wrote it.
+    """
+
+    def __init__(self, problem: str, field: str = "trainer.model") -> None:
+        super().__init__(problem)
+        self.field = field
 
     def refusal(self, uri: str) -> str:
         """The refusal of the checkpoint at ``uri``, with what to do."""
         return (
-            f"trainer.model: checkpoint {uri} does not fit this job: {self}; "
+            f"{self.field}: checkpoint {uri} does not fit this job: {self}; "
             "resume with the model and optimizer that wrote it, or in a new folder"
         )
 
@@ -73,6 +83,28 @@ class ReadPlan:
     stream_bytes: Ints
     storage_bytes: Ints
     distinct_bytes: int
+
+
+def check_placed(stored: Runs, wanted: Runs, *, weights_alone: bool) -> None:
+    """Check that the job has a place for all that is stored: nothing that was trained is dropped.
+
+    Args:
+        wanted: what all ranks of the job need.
+        weights_alone: the job takes the parameters, and begins with optimizer states of its own.
+
+    Raises:
+        DoesNotFit: it has none; names the field.
+    """
+    places = {(name, state) for name, state, _, _ in wanted.parameters}
+    for name, state, _, _ in stored.parameters:
+        if (name, state) in places or (weights_alone and state != MASTER):
+            continue
+        field = "trainer.model"
+        if (name, MASTER) in places:
+            field = "trainer.optimizer"
+        elif name == TIED_HEAD:
+            field = "trainer.model.tie_embeddings"
+        raise DoesNotFit(f"{name} ({state}) is stored, and has no place in it", field)
 
 
 def plan_reads(stored: Runs, wanted: Runs, in_memory: Sequence[bool]) -> ReadPlan:

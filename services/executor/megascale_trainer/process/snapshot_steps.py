@@ -261,6 +261,8 @@ class SnapshotSteps:
             # What an export cannot see in the parameters' shapes: heads, windows, angles.
             "model": dataclasses.asdict(self._config.model),
             "data": order_of(self._config.data),
+            # An export has it beside the weights: without an end token no text ends.
+            "tokenizer": dataclasses.asdict(self._config.data.tokenizer),
             "cpu_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
         if self._snapshots.take(

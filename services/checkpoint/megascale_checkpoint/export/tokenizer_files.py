@@ -1,0 +1,232 @@
+"""What a reader of an exported model needs beside the weights: its tokenizer and its end token.
+
+Without them a model never ends a text. The tokenizer is the one that the job named
+(trainer.data.tokenizer), with the configuration beside its file, from which the ids of special
+tokens come. Of the bytes tokenizer, which has no file, one is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megascale_checkpoint.checksums import COUNT, load_json_object
+from megascale_common.service.errors import DamagedError
+
+TOKENIZER = "tokenizer"  # of the small state: the fields of trainer.data.tokenizer
+MAX_TOKENIZER_BYTES = 256 << 20  # of the file; those of 256,000 tokens have some 35 MB
+FILE, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+_SPECIAL_MAP = "special_tokens_map.json"
+_ROLES = ("bos", "eos", "pad")
+BYTES, END_OF_BYTES = 256, "<|endoftext|>"
+MOST_OF_BYTES = 512  # a larger vocabulary is that of another tokenizer, which the job has not named
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """Files for an export, by name, and ids of tokens.
+
+    Attributes:
+        ids: of bos, eos and pad as config.json has them: a number, or several ends.
+        problem: why there is no tokenizer, or no end; "" where both are there.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    ids: Mapping[str, int | list[int] | None] = field(default_factory=dict)
+    problem: str = ""
+
+    def id_fields(self) -> dict[str, int | list[int] | None]:
+        """The fields of config.json and generation_config.json; null for what is not known."""
+        return {f"{role}_token_id": self.ids.get(role) for role in _ROLES}
+
+
+def tokenizer_files(given: Any, vocab_size: int) -> TokenizerFiles:
+    """The files of the tokenizer that a job has named; ``given``: its fields, or None.
+
+    An imported model has ``ids`` among them, which stand where the files say nothing.
+    """
+    if not isinstance(given, dict):
+        return TokenizerFiles(problem="the checkpoint does not say which tokenizer the job had")
+    path, ids = given.get("path"), given.get("ids")
+    known = ids if isinstance(ids, dict) else {}
+    kept = {role: known[role] for role in _ROLES if _is_id(known.get(role), vocab_size)}
+    if isinstance(path, str) and path:
+        found = _of_file(Path(path), given.get("sha256"), vocab_size)
+        return replace(found, ids={**kept, **found.ids})
+    if kept:
+        return TokenizerFiles(ids=kept, problem="the imported model had no tokenizer.json")
+    if given.get("kind") == "bytes" and BYTES < vocab_size <= MOST_OF_BYTES:
+        return _of_bytes()
+    problem = f"the job named no tokenizer for its vocabulary of {vocab_size}"
+    return TokenizerFiles(problem=problem)
+
+
+def of_folder(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """What a checkpoint notes of the tokenizer of an imported model.
+
+    Raises:
+        DamagedError: a file of it is no JSON.
+    """
+    ids, path = token_ids(folder, vocab_size), folder.absolute() / FILE
+    if not path.is_file():
+        return {"ids": ids}
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"kind": "bpe", "path": str(path), "sha256": sha256, "ids": ids}
+
+
+def token_ids(folder: Path, vocab_size: int) -> dict[str, int | list[int] | None]:
+    """The ids of special tokens that a model's folder has, in the order of transformers.
+
+    Raises:
+        DamagedError: a file is no JSON.
+    """
+    found: dict[str, int | list[int] | None] = {}
+    for values in (_beside(folder, GENERATION), _beside(folder, "config.json")):
+        for role in _ROLES:
+            value = values.get(f"{role}_token_id")
+            if role not in found and _is_id(value, vocab_size):
+                found[role] = value
+    return found
+
+
+def _of_file(path: Path, sha256: Any, vocab_size: int) -> TokenizerFiles:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TOKENIZER_BYTES + 1)
+    except OSError as error:
+        return TokenizerFiles(problem=f"the job's tokenizer cannot be read here: {error}")
+    if sha256 and hashlib.sha256(data).hexdigest() != sha256:
+        return TokenizerFiles(problem=f"{path} is not the tokenizer that the job had")
+    try:
+        values = load_json_object(data[:MAX_TOKENIZER_BYTES], str(path))
+        ids = token_ids(path.parent, vocab_size)
+        beside = {name: _beside(path.parent, name) for name in (CONFIG, _SPECIAL_MAP)}
+    except DamagedError as error:
+        return TokenizerFiles(problem=f"not a Hugging Face tokenizers file: {error}")
+    # Nothing else is copied, whatever file somebody's checkpoint names.
+    if not isinstance(values.get("model"), dict) or "added_tokens" not in values:
+        return TokenizerFiles(ids=ids, problem=f"{path} is not a Hugging Face tokenizers file")
+    numbers = _numbers(values)
+    for role in _ROLES:
+        name = next((n for n in (_name(each, role) for each in beside.values()) if n), "")
+        if role not in ids and _is_id(numbers.get(name), vocab_size):
+            ids[role] = numbers[name]
+    special = [name for name, each in _added(values).items() if each.get("special")]
+    if "eos" not in ids and len(special) == 1 and _is_id(numbers.get(special[0]), vocab_size):
+        ids["eos"] = numbers[special[0]]  # a file names no roles; this one can have but one
+    files = {name: json.dumps(each, indent=2).encode() for name, each in beside.items() if each}
+    if CONFIG not in files:
+        files[CONFIG] = _configuration(_text_of(ids.get("eos"), numbers))
+    problem = "" if "eos" in ids else f"nothing beside {path} names the end of a text"
+    return TokenizerFiles({FILE: data, **files}, ids, problem)
+
+
+def _of_bytes() -> TokenizerFiles:
+    """Token n is byte n, as the byte-level form of tokenizers spells it; then the end."""
+    end = {
+        "id": BYTES,
+        "content": END_OF_BYTES,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    values: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {**_spelled_bytes(), END_OF_BYTES: BYTES},
+            "merges": [],
+        },
+    }
+    data = json.dumps(values, ensure_ascii=False).encode()
+    files = {FILE: data, CONFIG: _configuration(END_OF_BYTES)}
+    return TokenizerFiles(files, {"eos": BYTES})
+
+
+def _spelled_bytes() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(BYTES) if byte not in shown]
+    spelled = {chr(byte): byte for byte in shown}
+    spelled |= {chr(BYTES + number): byte for number, byte in enumerate(others)}
+    return dict(sorted(spelled.items(), key=lambda item: item[1]))
+
+
+def _configuration(end: str) -> bytes:
+    values: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    return json.dumps({**values, "eos_token": end} if end else values, indent=2).encode()
+
+
+def _beside(folder: Path, name: str) -> dict[str, Any]:
+    """A file of JSON in the folder; empty where there is none. Raises DamagedError."""
+    try:
+        with (folder / name).open("rb") as file:
+            data = file.read(MAX_TOKENIZER_BYTES)
+    except OSError:
+        return {}
+    return load_json_object(data, str(folder / name))
+
+
+def _added(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    tokens = values.get("added_tokens")
+    entries = tokens if isinstance(tokens, list) else []
+    return {
+        each["content"]: each
+        for each in entries
+        if isinstance(each, dict) and isinstance(each.get("content"), str)
+    }
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of a tokenizers file, by token."""
+    vocab = values["model"].get("vocab")
+    if isinstance(vocab, list):  # of a unigram model: pieces with their scores
+        vocab = {each[0]: n for n, each in enumerate(vocab) if isinstance(each, list) and each}
+    known = vocab if isinstance(vocab, dict) else {}
+    added = {name: each.get("id") for name, each in _added(values).items()}
+    return {name: number for name, number in {**known, **added}.items() if COUNT.fits(number)}
+
+
+def _name(values: Mapping[str, Any], role: str) -> str:
+    found = values.get(f"{role}_token")
+    content = found.get("content") if isinstance(found, dict) else found
+    return content if isinstance(content, str) else ""
+
+
+def _text_of(number: int | list[int] | None, numbers: Mapping[str, int]) -> str:
+    first = number[0] if isinstance(number, list) else number
+    return next((name for name, each in numbers.items() if each == first), "")
+
+
+def _is_id(value: Any, vocab_size: int) -> bool:
+    several = value if isinstance(value, list) and value else [value]
+    return all(COUNT.fits(each) and each < vocab_size for each in several)
