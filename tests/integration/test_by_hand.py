@@ -226,6 +226,34 @@ def test_a_warm_start_takes_the_parameters_alone_or_goes_on(tmp_path: Path, star
     assert again.end() == 0 and again.events("attempt")[0]["restored_step"] == 4
 
 
+def test_a_resume_in_other_data_is_refused_and_another_schedule_is_said(
+    tmp_path: Path, start: Start
+) -> None:
+    short = {"steps": 4}
+    first = start(write_job(tmp_path, small_job(tmp_path, training=short)))
+    assert first.end() == 0, first.story()
+    rate = first.events("step")[-1]["learning_rate"]
+
+    longer = {"steps": 8}
+    for section, values, field in (
+        ("data", {"seed": 7}, "trainer.data.seed: 7 here and 1234 in the checkpoint"),
+        ("model", {"sequence_length": 8}, "trainer.model.sequence_length: 8 here and 16 in"),
+    ):
+        changes = {section: values, "training": longer}
+        other = start(write_job(tmp_path, small_job(tmp_path, **changes)))
+        assert other.end() == 1
+        errors = other.errors.read_text()
+        assert "BAD_JOB" in errors and field in errors and "checkpoint.load: weights" in errors
+
+    again = start(write_job(tmp_path, small_job(tmp_path, training=longer)))
+    assert again.end() == 0, again.story()
+    assert list(again.losses()) == [5, 6, 7, 8]
+    (note,) = [line["text"] for line in again.events("note") if "schedule" in line["text"]]
+    new = again.events("step")[0]["learning_rate"]
+    assert "trainer.training.steps 4 in the checkpoint and 8 here" in note
+    assert f"was {rate:.6g} and that of step 5 is {new:.6g}" in note
+
+
 @pytest.mark.slow
 def test_a_run_begun_by_hand_goes_on_under_a_driver_and_back(
     tmp_path: Path, start: Start, whole: dict[int, float]

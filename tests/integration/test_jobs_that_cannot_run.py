@@ -121,6 +121,14 @@ def vocabulary(folder: Path) -> dict[str, Any]:
     return job(folder, "vocabulary", "wide")
 
 
+def held_out_vocabulary(folder: Path) -> dict[str, Any]:
+    """What only the first evaluation would read."""
+    spec = job(folder, "held-out-vocabulary")
+    held_out = [{"prefix": str(folder / "wide")}]
+    spec["trainer"]["evaluation"] = {"sources": held_out, "interval_steps": STEPS}
+    return spec
+
+
 def damaged_corpus(folder: Path) -> dict[str, Any]:
     return job(folder, "damaged-corpus", "cut")
 
@@ -156,6 +164,14 @@ def without_its_head(folder: Path) -> dict[str, Any]:
     return spec
 
 
+def other_seed(folder: Path) -> dict[str, Any]:
+    spec = job(folder, "other-seed")
+    spec["trainer"]["training"]["steps"] = 9
+    spec["trainer"]["data"]["seed"] = 7
+    spec["checkpoint"]["load_uri"] = str(folder / "checkpoints" / "first")
+    return spec
+
+
 def other_batch(folder: Path) -> dict[str, Any]:
     spec = job(folder, "other-batch")
     spec["trainer"]["training"] |= {"global_batch_size": 4, "steps": 9}
@@ -173,6 +189,7 @@ def unknown_optimizer(folder: Path) -> dict[str, Any]:
     ("make", "field", "remedy"),
     [
         (vocabulary, "trainer.model.vocab_size: ", "use the size of the tokenizer"),
+        (held_out_vocabulary, "trainer.model.vocab_size: ", "use the size of the tokenizer"),
         pytest.param(
             *(damaged_corpus, "trainer.data.sources[0].prefix: ", "tokenise again"),
             marks=pytest.mark.slow,
@@ -185,6 +202,7 @@ def unknown_optimizer(folder: Path) -> dict[str, Any]:
             *(other_batch, "trainer.training.global_batch_size: ", "keep the batch size"),
             marks=pytest.mark.slow,
         ),
+        (other_seed, "trainer.data.seed: ", "checkpoint.load: weights"),
         (unknown_optimizer, "trainer.optimizer.name: ", "or use one of these"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -229,6 +247,25 @@ def test_what_the_driver_can_see_is_refused_at_submit(cluster: Path) -> None:
         assert part in done.stderr, done.stderr
     with Client.from_run_folder(cluster / "runs") as client:
         assert "refused" not in [each.spec.name for each in client.jobs()]
+
+
+def test_a_corpus_of_another_tokenizer_is_refused_at_submit(cluster: Path) -> None:
+    for name, text in (("ours", "one two "), ("theirs", "three four ")):
+        (cluster / f"{name}.txt").write_text(text * 50)
+        given = ("--tokenizer", "bpe", "--vocab-size", "260", "--overwrite")
+        made = megascale("data", "tokenize", str(cluster / f"{name}.txt"), *given, "-o",
+                         str(cluster / name))  # fmt: skip
+        assert made.returncode == 0, made.stderr
+    spec = job(cluster, "other-tokenizer", "ours")
+    spec["trainer"]["model"]["vocab_size"] = 288
+    spec["trainer"]["data"]["tokenizer"] = {
+        "kind": "bpe", "path": str(cluster / "theirs.tokenizer.json")
+    }  # fmt: skip
+    done = submit(cluster, spec)
+    assert done.returncode == 2, done.stdout
+    assert "trainer.data.sources[0].prefix" in done.stderr and "was made by" in done.stderr
+    spec["trainer"]["data"]["tokenizer"]["path"] = str(cluster / "ours.tokenizer.json")
+    assert run(cluster, spec).phase == types_pb2.JOB_PHASE_SUCCEEDED
 
 
 def test_a_storage_that_cannot_be_used_is_refused_at_submit(cluster: Path) -> None:

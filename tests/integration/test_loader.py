@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +24,19 @@ from tests.harness.corpus import data_job, random_documents, write_corpus
 from tests.harness.processes import cpu_ticks, until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, until
 
-from megascale_common.job.config import DataSource, EvaluationConfig, JobConfig, to_json
+from megascale_common.job.config import (
+    DataSource,
+    EvaluationConfig,
+    JobConfig,
+    TokenizerConfig,
+    to_json,
+)
+from megascale_common.job.corpus_record import CorpusRecord, record_path
 from megascale_common.node import framing
 from megascale_common.node.process import child_environment
 from megascale_trainer.data.client import LoaderClient, MicroBatchArrays, RingRequest
 from megascale_trainer.data.errors import CorpusError, DataError
+from megascale_trainer.data.indexed import identity
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 
 LOADER = "megascale_trainer.data.loader"
@@ -330,12 +340,118 @@ def test_a_token_outside_the_vocabulary_reaches_the_worker(
 ) -> None:
     prefix = write_corpus(tmp_path / "wide", [[1, 2, 3, 400] * 10], vocab_size=500)
     loader = start(data_job([DataSource(prefix=str(prefix))], vocab_size=300))
-    with (
-        loader.client() as client,
-        pytest.raises(CorpusError, match=r"model\.vocab_size: 300 .*wide has token id 400"),
-    ):
-        client.next_step()
+    with pytest.raises(CorpusError, match=r"model\.vocab_size: 300 .*wide has token id 400"):
+        loader.client()
     until(lambda: loader.rings() == 0, "the rings are given back")
+
+
+def record(prefix: Path, tokenizer: str = "", **changes: Any) -> None:
+    """Write a record beside a corpus: made by bytes, or by the tokenizer file of that digest."""
+    made = CorpusRecord(
+        tokenizer_kind="bpe" if tokenizer else "bytes", tokenizer_sha256=tokenizer,
+        end_token_id=0, vocab_size=20, highest_token_id=19, documents=30, tokens=0,
+        identity=identity(prefix),
+    )  # fmt: skip
+    record_path(prefix).write_text(replace(made, **changes).to_json())
+
+
+OURS, THEIRS = (hashlib.sha256(name.encode()).hexdigest() for name in ("ours", "theirs"))
+
+
+def _missing(folder: Path) -> None:
+    (folder / "held.bin").unlink()
+
+
+def _wide(folder: Path) -> None:
+    write_corpus(folder / "held", [[1, 300] * 40], vocab_size=400)
+
+
+def _recorded_wide(folder: Path) -> None:
+    record(folder / "held", OURS, highest_token_id=300, vocab_size=301)
+
+
+def _other_tokenizer(folder: Path) -> None:
+    record(folder / "held", THEIRS)
+
+
+def _no_tokenizer(folder: Path) -> None:
+    record(folder / "held")
+
+
+def _other_corpus(folder: Path) -> None:
+    record(folder / "held", OURS, identity="0" * 32)
+
+
+def _damaged_record(folder: Path) -> None:
+    record_path(folder / "held").write_text("{")
+
+
+def _no_file(folder: Path) -> None:
+    (folder / "t.json").unlink()
+
+
+def _other_file(folder: Path) -> None:
+    (folder / "t.json").write_text("theirs")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (_missing, r"trainer\.evaluation\.sources\[0\]\.prefix: .*held\.bin: cannot be read"),
+        (_wide, r"trainer\.model\.vocab_size: 257 is too small: .*held has token id 300"),
+        (_recorded_wide, r"vocab_size: 257 is too small: .*held .* has token id 300"),
+        (
+            _other_tokenizer,
+            rf"evaluation\.sources\[0\]\.prefix: .*{THEIRS[:12]}.*t\.json of SHA-256 {OURS[:12]}",
+        ),
+        (_no_tokenizer, r"evaluation\.sources\[0\]\.prefix: .* made by the tokenizer bytes"),
+        (_other_corpus, r"held\.corpus\.json: is the record of another corpus"),
+        (_damaged_record, r"held\.corpus\.json: is damaged"),
+        (_no_file, r"trainer\.data\.tokenizer\.path: there is no file .*t\.json"),
+        (_other_file, rf"trainer\.data\.tokenizer\.sha256: is {OURS}, and .* has {THEIRS}"),
+    ],
+)
+def test_what_is_wrong_with_any_data_is_found_before_the_first_step(
+    start: StartLoader, tmp_path: Path, spoil: Callable[[Path], None], complaint: str
+) -> None:
+    for name in ("train", "held"):
+        write_corpus(tmp_path / name, random_documents(1, 30, 40, vocab_size=20))
+        record(tmp_path / name, OURS)
+    (tmp_path / "t.json").write_text("ours")
+    tokenizer = TokenizerConfig(kind="bpe", path=str(tmp_path / "t.json"), sha256=OURS)
+    job = data_job([DataSource(prefix=str(tmp_path / "train"))])
+    job = replace(
+        job,
+        data=replace(job.data, tokenizer=tokenizer),
+        evaluation=EvaluationConfig(
+            sources=(DataSource(prefix=str(tmp_path / "held")),), interval_steps=5
+        ),
+    )
+    sound = start(job)
+    sound.client().close()
+    sound.held_out(dp_rank=0).close()
+    spoil(tmp_path)
+    spoilt = start(job)
+    with pytest.raises(CorpusError, match=complaint):
+        spoilt.client().close()
+        spoilt.held_out(dp_rank=0).close()
+
+
+def test_which_data_it_is_comes_with_the_ring(start: StartLoader, tmp_path: Path) -> None:
+    prefixes = [
+        write_corpus(tmp_path / f"{n}", random_documents(n, 30, 40, vocab_size=20))
+        for n in range(2)
+    ]
+    sources = [DataSource(prefix=str(prefix), weight=1.00001) for prefix in prefixes]
+    with start(data_job(sources)).client() as client:
+        assert client.identities == tuple(map(identity, prefixes))
+        assert client.blend_scheme == 1
+    sources[0] = replace(sources[0], weight=3.00004)
+    with start(data_job(sources)).client() as client:
+        assert client.blend_scheme == 2
+    grown = write_corpus(tmp_path / "grown", random_documents(0, 31, 40, vocab_size=20))
+    edited = write_corpus(tmp_path / "edited", random_documents(9, 30, 40, vocab_size=20))
+    assert len({*map(identity, [*prefixes, grown, edited])}) == 4
 
 
 def test_the_socket_is_private_and_a_missing_loader_is_an_error_in_time(

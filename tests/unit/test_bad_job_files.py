@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import resource
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pytest
 import yaml
 from tests.harness.bad_jobs import BadJob, changed, each_bad_job, good_job
 from tests.harness.command_line import TRACEBACK, Answer, command
+from typer.testing import CliRunner
 
 from megascale_cli.exits import USAGE
+from megascale_trainer.commands.data import app as data_commands
 
 
 @pytest.fixture
@@ -205,3 +208,80 @@ def test_a_group_that_fits_on_no_node_is_refused(folder: Path) -> None:
     answer = command("plan", "job.yaml", "--devices-per-node", "1", "--json")
     assert answer.status == USAGE
     assert "at most 1" in problems(answer)["trainer.parallelism.tp"]["remedy"]
+
+
+def _tokenized(folder: Path, name: str, seed: int) -> Path:
+    """A corpus of a tokenizer of its own; returns the tokenizer's file."""
+    (folder / "a.txt").write_text(f"text {seed} " * 50)
+    given = ["tokenize", str(folder / "a.txt"), "--tokenizer", "bpe", "--vocab-size", "265"]
+    done = CliRunner().invoke(data_commands, [*given, "-o", str(folder / name)])
+    assert done.exit_code == 0, done.output
+    return folder / f"{name}.tokenizer.json"
+
+
+def _with_data(folder: Path, **tokenizer: str) -> dict[str, Any]:
+    job: dict[str, Any] = good_job("good")
+    trainer = job["trainer"]
+    trainer["model"]["vocab_size"] = 288
+    trainer["data"] = {"sources": [{"prefix": str(folder / "ours")}], "tokenizer": tokenizer}
+    held_out = [{"prefix": str(folder / "held")}]
+    trainer["evaluation"] = {"sources": held_out, "interval_steps": 1}
+    return job
+
+
+def _refused(folder: Path, job: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """What a plan refuses, and what is not on this machine, as sentences by field."""
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    answer = command("plan", "job.yaml", "--json")
+    facts = answer.objects[-1]
+    assert (answer.status == USAGE) == bool(facts["refused"])
+    refused, missing = (
+        {each["field"]: each["problem"] + each["remedy"] for each in facts[name]}
+        for name in ("refused", "missing_files")
+    )
+    return refused, missing
+
+
+def test_a_plan_compares_the_data_with_the_job_where_it_is(folder: Path) -> None:
+    ours, theirs = (_tokenized(folder, name, seed) for seed, name in enumerate(("ours", "held")))
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (ours, theirs)]
+    job = _with_data(folder, kind="bpe", path=str(ours))
+    refused, missing = _refused(folder, job)
+    assert not missing and list(refused) == ["trainer.evaluation.sources[0].prefix"]
+    said = refused["trainer.evaluation.sources[0].prefix"]
+    assert all(digest[:12] in said for digest in digests), said
+
+    job["trainer"]["evaluation"]["sources"][0]["prefix"] = str(folder / "ours")
+    assert _refused(folder, job) == ({}, {})
+    job["trainer"]["model"]["vocab_size"] = 100
+    assert "vocab_size" in next(iter(_refused(folder, job)[0]))
+    job["trainer"]["model"]["vocab_size"] = 288
+    job["trainer"]["data"]["tokenizer"]["sha256"] = digests[1]
+    assert list(_refused(folder, job)[0]) == ["trainer.data.tokenizer.sha256"]
+    job["trainer"]["data"]["tokenizer"] = {"kind": "bytes"}
+    assert "the tokenizer bytes" in _refused(folder, job)[0]["trainer.data.sources[0].prefix"]
+
+
+def test_bytes_in_a_vocabulary_without_their_end_are_refused(folder: Path) -> None:
+    (folder / "a.txt").write_text("text")
+    made = CliRunner().invoke(data_commands, ["tokenize", "a.txt", "-o", str(folder / "ours")])
+    assert made.exit_code == 0
+    job = _with_data(folder, kind="bytes")
+    del job["trainer"]["evaluation"]
+    job["trainer"]["model"]["vocab_size"] = 256
+    refused, _ = _refused(folder, job)
+    assert "has token id 256" in refused["trainer.model.vocab_size"]
+    assert "257" in refused["trainer.model.vocab_size"]
+
+
+def test_a_plan_says_which_files_are_not_here(folder: Path) -> None:
+    job = _with_data(folder, kind="bpe", path=str(folder / "no.json"))
+    refused, missing = _refused(folder, job)
+    assert not refused and set(missing) == {
+        "trainer.data.sources[0].prefix",
+        "trainer.evaluation.sources[0].prefix",
+        "trainer.data.tokenizer.path",
+    }
+    for_people = command("plan", "job.yaml")
+    assert for_people.status == 0
+    assert "not here" in for_people.text and "megascale data tokenize" in for_people.text

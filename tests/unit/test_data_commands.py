@@ -454,6 +454,22 @@ def test_a_text_that_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatc
         tokens_of(300_000)
 
 
+def test_windows_are_joined_only_where_all_their_tokens_are_the_same() -> None:
+    """A token depends on all characters before it: the same places, and never the same ids."""
+
+    def counted(texts: Sequence[str]) -> list[windowed_text.Encoded]:
+        return [
+            windowed_text.Encoded.of(
+                [at % 7 for at in range(len(text))], [(at, at + 1) for at in range(len(text))]
+            )
+            for text in texts
+        ]
+
+    found = windowed_text.encode_windows(counted, [Document("b", [b"x" * 150_000])])
+    ids = [token for _, tokens, _ in found for token in tokens.tolist()]
+    assert ids == [at % 7 for at in range(150_000)]
+
+
 ROWS = [{"text": f"document {number}", "n": number} for number in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 

@@ -16,7 +16,7 @@ from tests.harness.properties import examples
 from megascale_common.job.config import DataSource
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.data.blend import Blend, parts_of
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 
 UNBOUNDED_VOCABULARY = 1 << 30
@@ -306,3 +306,9 @@ def test_a_token_outside_the_vocabulary_is_refused_by_source() -> None:
     job = data_job([DataSource(prefix="memory")], sequence_length=4, vocab_size=3)
     with pytest.raises(DataError, match=r"model\.vocab_size: 3 .* of memory has token id 4"):
         SampleStream(job, [InMemory([9])]).sample(0)
+
+
+def test_a_negative_token_is_a_fault_of_the_file() -> None:
+    job = data_job([DataSource(prefix="memory")], sequence_length=4, vocab_size=30)
+    with pytest.raises(CorpusError, match=r"memory has the negative token id -5.*tokenise again"):
+        SampleStream(job, [InMemory([9], base=-5)]).sample(0)

@@ -316,6 +316,16 @@ def test_an_attempt_that_fell_to_an_older_checkpoint_says_so_and_goes_on(desk: D
     assert desk.job().current.restore == job.current.restore
 
 
+def test_what_differs_from_the_run_that_wrote_the_checkpoint_is_said_once(desk: Desk) -> None:
+    notes = "the learning-rate schedule is another one"
+    for _ in range(3):
+        workers = (WorkerReport(0, restore_notes=notes), WorkerReport(1, restore_notes=notes))
+        desk.report("n1", AttemptPhase.RUNNING, workers=workers)
+        desk.report("n2", AttemptPhase.RUNNING, workers=(WorkerReport(4, restore_notes=notes),))
+    (line,) = [line for line in desk.audit if line.reason == "RESUME_DIFFERS"]
+    assert (line.message, line.subject) == (notes, "jobs/a")
+
+
 def test_a_job_leaves_a_node_that_fails_repeatedly_and_ends_with_its_budget(desk: Desk) -> None:
     for attempt in range(1, 4):
         desk.fail("n2", exited(5, 1001.0, -11))

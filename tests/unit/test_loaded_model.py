@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from tests.harness.exporting import MODELS, job_of
 
-from megascale_common.job.config import DataConfig
-from megascale_trainer.process.loaded_model import differences, order_of, other_order
+from megascale_common.job.config import DataConfig, DataSource, JobConfig
+from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.process.loaded_model import (
+    differences,
+    other_data,
+    other_schedule,
+    position_of,
+    schedule_of,
+)
 
 MODEL = job_of(MODELS["llama"][1]).model
 
@@ -48,13 +57,89 @@ def test_other_heads_are_refused_and_another_angle_is_shown() -> None:
     )
 
 
-def test_a_position_under_another_rule_is_refused_and_an_earlier_versions_is_the_defaults() -> None:
-    samples = DataConfig(shuffle="samples", blend="tokens")
-    assert other_order(order_of(samples), samples) == []
-    assert other_order(None, DataConfig()) == []
-    refused = other_order(None, samples)
-    assert [line.split(":")[0] for line in refused] == [
-        "trainer.data.shuffle",
-        "trainer.data.blend",
-    ]
-    assert "samples here and documents in the checkpoint" in refused[0]
+SOURCES = (DataSource(prefix="/a", weight=0.7), DataSource(prefix="/b", weight=0.3))
+JOB = replace(job_of(MODELS["llama"][1]), data=DataConfig(sources=SOURCES))
+IDENTITIES = ("11", "22")
+
+
+def stored(job: JobConfig = JOB, identities: tuple[str, ...] = IDENTITIES) -> dict[str, Any]:
+    """As it comes back from a checkpoint."""
+    found: dict[str, Any] = json.loads(json.dumps(position_of(job, identities)))
+    return found
+
+
+def with_data(**values: Any) -> JobConfig:
+    return replace(JOB, data=replace(JOB.data, **values))
+
+
+def test_the_same_data_is_taken_and_so_is_an_earlier_versions() -> None:
+    assert other_data(stored(), position_of(JOB, IDENTITIES)) == ([], [])
+    moved = with_data(sources=tuple(replace(each, prefix=f"/new{each.prefix}") for each in SOURCES))
+    assert other_data(stored(), position_of(moved, IDENTITIES)) == ([], []), "elsewhere on disk"
+    for earlier in (None, {}, {"shuffle": "documents", "blend": "weights"}):
+        assert other_data(earlier, position_of(JOB, IDENTITIES)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("job", "identities", "field"),
+    [
+        (with_data(shuffle="samples"), IDENTITIES, "trainer.data.shuffle: samples here and docu"),
+        (with_data(blend="tokens"), IDENTITIES, "trainer.data.blend: tokens here and weights in"),
+        (with_data(seed=7), IDENTITIES, "trainer.data.seed: 7 here and 1234 in the checkpoint"),
+        (
+            replace(JOB, model=replace(JOB.model, sequence_length=8)),
+            IDENTITIES,
+            "trainer.model.sequence_length: 8 here and",
+        ),
+        (JOB, ("11", "33"), "trainer.data.sources[1].prefix: another corpus than in the checkpoi"),
+        (JOB, ("22", "11"), "trainer.data.sources[0].prefix: another corpus than in the checkpoi"),
+        (
+            with_data(sources=(SOURCES[0], replace(SOURCES[1], weight=0.4))),
+            IDENTITIES,
+            "trainer.data.sources[1].weight: 0.4 here and 0.3 in the checkpoint",
+        ),
+        (
+            with_data(sources=(*SOURCES, SOURCES[0])),
+            (*IDENTITIES, "11"),
+            "trainer.data.sources: 3 here and 2 in the checkpoint",
+        ),
+    ],
+)
+def test_a_position_in_other_data_is_refused_by_field(
+    job: JobConfig, identities: tuple[str, ...], field: str
+) -> None:
+    refused, _ = other_data(stored(), position_of(job, identities))
+    assert len([line for line in refused if line.startswith(field)]) == 1, refused
+
+
+def test_of_very_many_sources_a_checkpoint_has_a_digest() -> None:
+    many = with_data(sources=(SOURCES[0],) * 1024)
+    identities = tuple(f"{number:032x}" for number in range(1024))
+    found = stored(many, identities)
+    assert len(json.dumps(found)) < 400
+    assert other_data(found, position_of(many, identities)) == ([], [])
+    refused, _ = other_data(found, position_of(many, (*identities[1:], identities[0])))
+    assert refused[0].startswith("trainer.data.sources: some of the 1024 corpora")
+
+
+def test_another_order_of_a_blend_is_said() -> None:
+    earlier = {"shuffle": "documents", "blend": "weights"}
+    refused, changed = other_data(earlier, position_of(JOB, IDENTITIES, blend_scheme=2))
+    assert not refused and changed[0].startswith("trainer.data.sources: ")
+
+
+def test_a_schedule_that_changes_at_a_resume_is_said_with_both_rates() -> None:
+    job = replace(JOB, training=replace(JOB.training, steps=20))
+    written = json.loads(json.dumps(schedule_of(job)))
+    assert other_schedule(written, job, 20) == other_schedule(None, job, 20) == []
+    longer = replace(job, training=replace(job.training, steps=40))
+    (said,) = other_schedule(written, longer, 20)
+    rate = learning_rate(longer, 20)
+    assert "trainer.training.steps 20 in the checkpoint and 40 here" in said
+    assert f"of step 20 was {learning_rate(job, 19):.6g} and that of step 21 is {rate:.6g}" in said
+    constant = replace(longer, schedule=replace(job.schedule, decay="constant"))
+    assert "trainer.schedule.decay cosine in" in other_schedule(written, constant, 10)[0]
+    ended = json.loads(json.dumps(schedule_of(constant)))
+    assert other_schedule(ended, replace(constant, training=job.training), 10) == [], (
+        "a constant rate does not depend on the steps"
+    )

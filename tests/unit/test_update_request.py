@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -28,4 +29,21 @@ def test_how_a_step_is_computed_may_change(change: dict[str, Any], field: str) -
 def test_the_layout_of_ranks_cannot_change() -> None:
     old, new = (from_accepted(tiny_job(parallelism={"pp": stages})) for stages in (2, 4))
     with pytest.raises(JobError, match=r"trainer\.parallelism\.pp: 4 instead of 2"):
+        changed_fields(old, new)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "field"),
+    [
+        ("data", {"seed": 7}, "trainer.data.seed: 7 instead of 1234"),
+        ("data", {"shuffle": "samples"}, "trainer.data.shuffle: 'samples' instead of"),
+        ("data", {"blend": "tokens"}, "trainer.data.blend: 'tokens' instead of"),
+        ("training", {"global_batch_size": 16}, "trainer.training.global_batch_size: 16 instead"),
+    ],
+)
+def test_what_gives_the_data_position_its_meaning_cannot_change(
+    section: str, values: dict[str, Any], field: str
+) -> None:
+    old, new = (from_accepted(tiny_job(**more)) for more in ({}, {section: values}))
+    with pytest.raises(JobError, match=re.escape(field)):
         changed_fields(old, new)

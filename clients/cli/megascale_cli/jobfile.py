@@ -139,7 +139,8 @@ def plan(
     """Show what a job needs, and what would be refused and why; no cluster is needed.
 
     Parameters, memory of a rank, FLOPs per token, batch sizes, nodes; whether checkpoint.uri can be
-    reached and written from here, if it is on a server. The exit status is 2 if the job is refused.
+    reached and written from here, if it is on a server; whether its data is here, by the tokenizer
+    that it names. The exit status is 2 if the job is refused.
 
     Without a job file: [bold]megascale plan search[/bold] ranks layouts of a model; [bold]plan
     spares[/bold], [bold]checkpoint[/bold] and [bold]goodput[/bold] say what failures cost;
@@ -161,12 +162,20 @@ def plan(
         print_json(facts)
     else:
         console.print("\n".join(_lines(facts)), soft_wrap=True)
+        for problem in facts.get("missing_files", ()):
+            where = "(submit refuses it where the nodes see this machine's files)"
+            text = f"[yellow]not here[/yellow]     {escape(_sentence(problem))} {where}"
+            console.print(text, soft_wrap=True)
         for problem in facts["refused"]:
-            text = f"{problem['field']}: {problem['problem']}"
-            remedy = f"; {problem['remedy']}" if problem["remedy"] else ""
-            console.print(f"[bold red]refused[/bold red] {escape(text + remedy)}", soft_wrap=True)
+            text = f"[bold red]refused[/bold red] {escape(_sentence(problem))}"
+            console.print(text, soft_wrap=True)
     if facts["refused"]:
         raise typer.Exit(USAGE)
+
+
+def _sentence(problem: dict[str, str]) -> str:
+    remedy = f"; {problem['remedy']}" if problem["remedy"] else ""
+    return f"{problem['field']}: {problem['problem']}{remedy}"
 
 
 def _check_storage(uri: str, facts: dict[str, Any]) -> None:

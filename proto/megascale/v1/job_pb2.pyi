@@ -407,7 +407,9 @@ class _TokenizerKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     TOKENIZER_KIND_BYTES: _TokenizerKind.ValueType  # 1
     """256 byte values and an end-of-document token."""
     TOKENIZER_KIND_BPE: _TokenizerKind.ValueType  # 2
-    """Byte-level BPE in a Hugging Face tokenizers file."""
+    """A tokenizer file: of Hugging Face tokenizers, a SentencePiece model, tekken.json, or ranks as
+    tiktoken has them.
+    """
 
 class TokenizerKind(_TokenizerKind, metaclass=_TokenizerKindEnumTypeWrapper):
     """How the corpus was tokenised."""
@@ -416,7 +418,9 @@ TOKENIZER_KIND_UNSPECIFIED: TokenizerKind.ValueType  # 0
 TOKENIZER_KIND_BYTES: TokenizerKind.ValueType  # 1
 """256 byte values and an end-of-document token."""
 TOKENIZER_KIND_BPE: TokenizerKind.ValueType  # 2
-"""Byte-level BPE in a Hugging Face tokenizers file."""
+"""A tokenizer file: of Hugging Face tokenizers, a SentencePiece model, tekken.json, or ranks as
+tiktoken has them.
+"""
 Global___TokenizerKind: typing_extensions.TypeAlias = TokenizerKind
 
 class _PipelineSchedule:
@@ -1559,9 +1563,11 @@ class TokenizerSpec(google.protobuf.message.Message):
     kind: Global___TokenizerKind.ValueType
     """Kind of tokenizer; default bytes."""
     path: builtins.str
-    """The tokenizer file; required for kind bpe."""
+    """The tokenizer file, seen by all nodes; required for kind bpe. It is compared with what each
+    corpus records of its own.
+    """
     sha256: builtins.str
-    """SHA-256 of that file; empty: not checked."""
+    """SHA-256 of that file, compared at submit and at the start of each attempt; empty: any."""
     def __init__(
         self,
         *,

@@ -711,6 +711,7 @@ class WorkerStatus(google.protobuf.message.Message):
     OPERATIONS_FIELD_NUMBER: builtins.int
     RESTORED_STEP_FIELD_NUMBER: builtins.int
     RESTORE_PROBLEM_FIELD_NUMBER: builtins.int
+    RESTORE_NOTES_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Global rank."""
     state: Global___WorkerState.ValueType
@@ -734,6 +735,10 @@ class WorkerStatus(google.protobuf.message.Message):
     """Step that was restored in place of the planned one, which is damaged; absent: the planned one."""
     restore_problem: builtins.str
     """What is wrong with the planned one."""
+    restore_notes: builtins.str
+    """What differs from the run that wrote the checkpoint and is accepted, such as another schedule of
+    the learning rate.
+    """
     @property
     def status_age(self) -> google.protobuf.duration_pb2.Duration:
         """Time since the status page was last written."""
@@ -764,9 +769,10 @@ class WorkerStatus(google.protobuf.message.Message):
         operations: collections.abc.Iterable[Global___OperationCounts] | None = ...,
         restored_step: builtins.int | None = ...,
         restore_problem: builtins.str = ...,
+        restore_notes: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_restored_step", b"_restored_step", "exited_at", b"exited_at", "restored_step", b"restored_step", "status_age", b"status_age"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_restored_step", b"_restored_step", "error", b"error", "error_kind", b"error_kind", "exit_status", b"exit_status", "exited_at", b"exited_at", "operations", b"operations", "phase", b"phase", "pid", b"pid", "rank", b"rank", "restore_problem", b"restore_problem", "restored_step", b"restored_step", "state", b"state", "status_age", b"status_age", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_restored_step", b"_restored_step", "error", b"error", "error_kind", b"error_kind", "exit_status", b"exit_status", "exited_at", b"exited_at", "operations", b"operations", "phase", b"phase", "pid", b"pid", "rank", b"rank", "restore_notes", b"restore_notes", "restore_problem", b"restore_problem", "restored_step", b"restored_step", "state", b"state", "status_age", b"status_age", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_restored_step", b"_restored_step"]) -> typing.Literal["restored_step"] | None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megascale_common.job.config import DataSource, JobConfig
+from megascale_common.job.corpus_record import data_file_problems
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.node.incarnation import file_view
 from megascale_common.sizes.memory import largest_rank_memory
@@ -41,7 +42,7 @@ async def examine(
     need = await asyncio.to_thread(_rank_bytes, config) if known else 0
     problems = [*fit.refusals(config, need, known), *_shared_folder(config, state)]
     if _sees_what_nodes_see(state):
-        problems += await asyncio.to_thread(lambda: list(missing_files(config)))
+        problems += await asyncio.to_thread(lambda: _of_files(config))
     if problems:
         raise JobError(problems, config)
     return fit.warnings(config, known)
@@ -61,6 +62,10 @@ def _shared_folder(config: JobConfig, state: Cluster) -> Iterator[JobProblem]:
                 "give it a folder of its own; to start from that job, set checkpoint.load_uri",
             )
             return
+
+
+def _of_files(config: JobConfig) -> list[JobProblem]:
+    return [*missing_files(config), *data_file_problems(config, most_sources=_MAX_FILES // 2)]
 
 
 def missing_files(config: JobConfig) -> Iterator[JobProblem]:

@@ -9,8 +9,19 @@ from megascale_common.job import config as job_config
 from megascale_common.job.config import TRAINER_SECTIONS, JobConfig
 from megascale_common.job.problems import JobError, JobProblem
 
-# By prefix: the shape of the model and the layout of its ranks are in every checkpoint.
-_FIXED = ("name", "tenant", "checkpoint.uri", "trainer.model.", "trainer.parallelism.")
+# By prefix: the shape of the model, the layout of its ranks and the meaning of the data position
+# are in every checkpoint. A corpus may lie elsewhere: workers compare what it holds.
+_FIXED = (
+    "name",
+    "tenant",
+    "checkpoint.uri",
+    "trainer.model.",
+    "trainer.parallelism.",
+    "trainer.training.global_batch_size",
+    "trainer.data.seed",
+    "trainer.data.shuffle",
+    "trainer.data.blend",
+)
 _FREE = (
     "trainer.parallelism.overlap",
     "trainer.parallelism.pipeline_schedule",

@@ -19,7 +19,7 @@ from megascale_common.job.config import DataSource, JobConfig
 from megascale_common.job.problems import JobProblem
 
 RECORD_VERSION = 1
-MAX_RECORD_BYTES = 1 << 16
+MAX_RECORD_BYTES = 1 << 16  # a record has some 500
 # Of the copy of a tokenizer file beside its corpus: JSON, a SentencePiece model, tiktoken's ranks.
 TOKENIZER_SUFFIXES = (".tokenizer.json", ".tokenizer.model", ".tokenizer.tiktoken")
 _BLOCK_BYTES = 1 << 20

@@ -179,12 +179,14 @@ class SelfChecked(TypedDict):
 class Running(TypedDict):
     """Worker to agent: past rendezvous and restore; the next step is ``step + 1``.
 
-    ``passed_over``: what is wrong with the planned step, where ``step`` is an older one.
+    ``passed_over``: what is wrong with the planned step, where ``step`` is an older one. ``notes``:
+    what differs from the run that wrote it and is accepted, such as another learning-rate schedule.
     """
 
     kind: Literal["running"]
     step: int
     passed_over: NotRequired[str]
+    notes: NotRequired[str]
 
 
 class StepDone(TypedDict):

@@ -11,6 +11,7 @@ from typing import Any
 
 from megascale.v1 import job_pb2
 from megascale_common.job.config import JobConfig
+from megascale_common.job.corpus_record import data_file_problems
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.sizes.batch_scaling import scaled_batch
@@ -21,6 +22,7 @@ from megascale_common.sizes.memory import RankMemory, largest_rank_memory, rank_
 from megascale_common.sizes.parameter_table import checkpoint_bytes, parameter_counts
 from megascale_common.sizes.spare_count import advised_spares, wanted_spares
 from megascale_common.sizes.staging import wanted_replica_slots, wanted_slots
+from megascale_driver.admission import missing_files
 
 _LARGER_BATCHES = (2, 4, 8)  # times the job's own; the paper's step from AdamW to LAMB is 4
 
@@ -31,7 +33,9 @@ def plan_job(
     """The plan of a job as plain values, sizes in bytes.
 
     ``refused`` lists each problem with field and remedy; the other keys of a refused job are there
-    only if they can be computed. ``device_memory_bytes`` 0: the memory of a device is not checked.
+    only if they can be computed. ``missing_files`` lists those files that are not on this machine:
+    they are refused at submit where the nodes see the same files as the driver.
+    ``device_memory_bytes`` 0: the memory of a device is not checked.
     """
     problems: list[JobProblem] = []
     try:
@@ -59,7 +63,16 @@ def plan_job(
         if not problems:
             plan |= _faster(config, device_memory_bytes)
         problems += refused + _too_large(config, memory, device_memory_bytes)
-    return {**plan, "refused": _plain(problems)}
+    missing, wrong = _files(config) if not problems else ([], [])
+    return {**plan, "missing_files": _plain(missing), "refused": _plain(problems + wrong)}
+
+
+def _files(config: JobConfig) -> tuple[list[JobProblem], list[JobProblem]]:
+    """What is not on this machine, and what the files that are here say against the job."""
+    missing, wrong = list(missing_files(config)), list(data_file_problems(config))
+    # Without the tokenizer file nothing is compared with it.
+    missing += [each for each in wrong if each.field == "trainer.data.tokenizer.path"]
+    return missing, [each for each in wrong if each not in missing]
 
 
 def _plain(problems: list[JobProblem]) -> list[dict[str, str]]:

@@ -116,6 +116,7 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     for progress in event.report.progress:
         _committed(draft, node.name, progress)
     restored.report(draft, node.name, event.report)
+    restored.differs(draft, node.name, node.report, event.report)
     saving.report(draft, node, event.report)
     profiles.report(draft, node.name, event.report)
     before = node.report

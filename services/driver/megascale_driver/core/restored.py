@@ -38,3 +38,20 @@ def report(draft: Draft, node: str, after: Report) -> None:
         policy="checksum", evidence=(Evidence("checksum", f"nodes/{node}", problem),),
         outcome=f"the same attempt goes on from step {found.restored_step}",
     )  # fmt: skip
+
+
+def differs(draft: Draft, node: str, before: Report | None, after: Report) -> None:
+    """Write to the audit log, once, what differs from the run that wrote the checkpoint."""
+    job = draft.jobs.get(after.job)
+    if before is None or job is None or job.terminal or after.attempt != job.attempt:
+        return
+    known = (before.job, before.attempt) == (after.job, after.attempt)
+    said = {each.restore_notes for each in before.workers} if known else set()
+    notes = next((each.restore_notes for each in after.workers if each.rank == 0), "")
+    if notes and notes not in said:
+        draft.log(
+            "RESUME_DIFFERS",
+            notes[:MAX_PROBLEM],
+            subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+            outcome="the job continues with the new values",
+        )  # fmt: skip

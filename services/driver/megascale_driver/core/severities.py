@@ -40,6 +40,7 @@ ALERTS: Final[Mapping[Reason, Severity]] = {
     "LINK_SUSPECTED": "warning",
     "MESSAGE_REFUSED": "warning",
     "CHECKPOINT_DAEMON_RESTARTED": "warning",
+    "RESUME_DIFFERS": "warning",
     "JOB_SUCCEEDED": "info",
     "JOB_SUSPENDED": "info",
     "JOB_PREEMPTED": "info",

@@ -133,6 +133,7 @@ class WorkerReport:
     exited_at_s: float = 0.0
     restored_step: int = -1  # in place of the planned one; -1: the planned one was
     restore_problem: str = ""
+    restore_notes: str = ""  # what differs from the run that wrote the checkpoint
 
 
 @dataclass(frozen=True, slots=True)

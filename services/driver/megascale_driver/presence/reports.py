@@ -127,6 +127,7 @@ def _worker(status: link_pb2.WorkerStatus, clock_offset_s: float) -> WorkerRepor
         exited_at_s=exited_at_s + clock_offset_s if exited_at_s else 0.0,
         restored_step=status.restored_step if status.HasField("restored_step") else -1,
         restore_problem=status.restore_problem[:MAX_TEXT],
+        restore_notes=status.restore_notes[:MAX_TEXT],
     )
 
 

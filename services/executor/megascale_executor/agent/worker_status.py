@@ -37,6 +37,7 @@ def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerS
     if worker.passed_over:
         message.restored_step = worker.restored_step
         message.restore_problem = encodable(worker.passed_over[:MAX_ERROR_CHARS])
+    message.restore_notes = encodable(worker.notes[:MAX_ERROR_CHARS])
     if (status := read_status_page(worker.page)) is not None:
         message.step, message.phase = status.step, status.phase.name
         age_ns = (time.monotonic_ns() if now_ns is None else now_ns) - status.updated_ns

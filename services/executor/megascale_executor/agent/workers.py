@@ -65,6 +65,7 @@ class Worker:
     running: bool = False
     restored_step: int = 0  # with ``passed_over``: what is wrong with the planned one
     passed_over: str = ""
+    notes: str = ""  # on what it has restored
     finished: bool = False
     finished_step: int = 0
     not_saved: str = ""  # with ``finished``: why the last step is not committed
@@ -198,6 +199,7 @@ class WorkerSet:
             worker.running = True
             worker.restored_step = message["step"]
             worker.passed_over = message.get("passed_over", "")
+            worker.notes = message.get("notes", "")
             if all(each.running for each in self.workers):
                 self._events.all_running()
         elif message["kind"] == "step":

@@ -48,6 +48,8 @@ class LoaderClient:
 
     Attributes:
         consumed_samples: position in the run after the last :meth:`next_step`.
+        identities: of the corpora, in the order of the job's sources.
+        blend_scheme: of the order of the sources.
 
     Raises:
         DataError: the loader is not listening in time or refuses.
@@ -80,6 +82,8 @@ class LoaderClient:
                 raise DataError(
                     f"data loader answered {message.get('kind')!r} to the opening of a ring"
                 )
+            self.identities = tuple(map(str, message.get("identities", ())))
+            self.blend_scheme = int(message.get("blend_scheme", 1))
             self._memory = map_for_reading(self._geometry, descriptors[0])
         except BaseException:
             self._sock.close()

@@ -42,6 +42,8 @@ HEADER = struct.Struct("<9sQBQQ")
 _INDEX_BLOCK_BYTES, _INDEX_BLOCKS = 1 << 16, 16
 _TOKEN_BLOCK_BYTES, _TOKEN_BLOCKS = 1 << 12, 8
 
+SCANNED_BLOCK_BYTES = 1 << 18
+
 Buffer = bytes | mmap.mmap
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -90,6 +92,37 @@ def identity_of_files(index: Path, tokens: Path) -> str:
         except OSError as error:
             raise _unreadable(path, error) from error
     return digest.hexdigest()[:32]
+
+
+def token_range(
+    prefix: str | Path, dtype: np.dtype[Any], token_count: int, most_bytes: int
+) -> tuple[int, int]:
+    """The lowest and the highest token id in blocks that are spread evenly; all up to a size.
+
+    Raises:
+        CorpusError: the file cannot be read.
+    """
+    if not token_count:
+        return 0, 0
+    item_bytes, lowest, highest = dtype.itemsize, 0, 0
+    blocks = max(1, most_bytes // SCANNED_BLOCK_BYTES)
+    per_block = SCANNED_BLOCK_BYTES // item_bytes
+    last = max(0, token_count - per_block)
+    if token_count <= blocks * per_block:
+        places = list(range(0, token_count, per_block))
+    else:
+        places = [last * number // max(1, blocks - 1) for number in range(blocks)]
+    try:
+        with bin_path(prefix).open("rb", buffering=0) as file:
+            for place in places:
+                data = os.pread(file.fileno(), per_block * item_bytes, place * item_bytes)
+                found = np.frombuffer(data[: len(data) // item_bytes * item_bytes], dtype)
+                if len(found):
+                    lowest = min(lowest, int(found.min()))
+                    highest = max(highest, int(found.max()))
+    except OSError as error:
+        raise _unreadable(bin_path(prefix), error) from error
+    return lowest, highest
 
 
 class IndexedDataset:

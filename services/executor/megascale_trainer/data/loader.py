@@ -10,6 +10,7 @@ and ends with the process that started it. Its messages to workers are described
 from __future__ import annotations
 
 import argparse
+import resource
 import signal
 import sys
 from dataclasses import replace
@@ -18,14 +19,18 @@ from types import FrameType
 from typing import NoReturn
 
 from megascale_common.job.config import JobConfig, from_json
+from megascale_common.job.corpus_record import data_file_problems
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death
 from megascale_common.node.redaction import redact_streams
 from megascale_common.node.unix_socket import listen
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.loader_server import MAX_CONNECTIONS, LoaderServer, Stream
 from megascale_trainer.data.packing import SampleStream
 from megascale_trainer.data.ring import Geometry
+
+DESCRIPTORS_PER_SOURCE = 2  # a mapped file keeps one of its own
+OWN_DESCRIPTORS = 64
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,14 +65,33 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _open_streams(config: JobConfig) -> dict[str, Stream]:
-    streams = {"training": Stream(_open(config, "data"))}
+    """All of the job's data, opened and checked before the first step.
+
+    What is wrong with the data for evaluation is wrong with the job: training does not begin.
+    """
+    make_room(config)
+    training = _open(config, "data")
+    streams = {"training": Stream(training)}
     if config.evaluates:
         # Every evaluation reads the same, whatever training leaves out.
         data = replace(config.data, sources=config.evaluation.sources, skips=())
         held_out = replace(config, data=data)
         repeat_after = config.evaluation.batches * config.training.global_batch_size
         streams["evaluation"] = Stream(_open(held_out, "evaluation"), repeat_after)
+    for problem in data_file_problems(config):
+        refused = Stream(CorpusError(str(problem)))
+        return {name: refused for name in streams}
     return streams
+
+
+def make_room(config: JobConfig) -> None:
+    """Ask for the descriptors of all sources; a system that does not give them says so later."""
+    sources = len(config.data.sources) + len(config.evaluation.sources)
+    needed = DESCRIPTORS_PER_SOURCE * sources + MAX_CONNECTIONS + OWN_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _open(config: JobConfig, section: str) -> SampleStream | DataError:

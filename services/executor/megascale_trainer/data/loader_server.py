@@ -3,7 +3,8 @@
 Messages (:mod:`megascale_common.node.framing`) over the unix socket:
 
     worker: open {version, stream, dp_rank, reader, readers, first_sample, geometry}
-    loader: opened {version, geometry} with the ring's descriptor, or error
+    loader: opened {version, geometry, identities, blend_scheme} with the ring's descriptor,
+            or error; the last two say which data this is
     loader: ready {filled}       so many steps from first_sample on are in the ring, or have been
     worker: release {}           one more step has been copied out
     loader: error {message, corpus}   this worker gets no more data; ``corpus``: its files are why
@@ -73,7 +74,7 @@ class _Ring:
         self.abandoned = False  # a reader has left: the others may read on, none may join
         self.filled = 0
         self._released = [0] * readers
-        self._samples, self._geometry, self._dp_rank = samples, geometry, dp_rank
+        self.samples, self._geometry, self._dp_rank = samples, geometry, dp_rank
         self.descriptor, self._memory = create_memory(geometry, f"data-{dp_rank}")
 
     @property
@@ -97,7 +98,7 @@ class _Ring:
         )
         for micro_batch, row_numbers in enumerate(numbers):
             for row, number in enumerate(row_numbers):
-                for name, values in self._samples.sample(int(number)).items():
+                for name, values in self.samples.sample(int(number)).items():
                     views[name][micro_batch, row] = values
         self.filled += 1
 
@@ -216,6 +217,8 @@ class LoaderServer:
             "kind": "opened",
             "version": framing.PROTOCOL_VERSION,
             "geometry": self._geometry.to_message(),
+            "identities": list(ring.samples.identities),
+            "blend_scheme": ring.samples.blend_scheme,
         }
         framing.send(worker.sock, opened, [ring.descriptor])
         framing.send(worker.sock, {"kind": "ready", "filled": ring.filled})

@@ -25,6 +25,7 @@ class MappedIndex:
 
     Attributes:
         prefix: path without suffix.
+        dtype: token type on disk.
         token_count: tokens in all.
 
     Raises:
@@ -35,6 +36,7 @@ class MappedIndex:
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
         self._parts = parts = open_index(idx_path(prefix), scattered=True)
+        self.dtype = parts.dtype
         self._item_bytes = parts.dtype.itemsize
         size_bytes = 0
         if len(parts.lengths):

@@ -27,13 +27,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_common.job.config import JobConfig
+from megascale_common.job.corpus_record import CorpusRecord, record_path
 from megascale_trainer.data.blend import Blend, TokenBlend
 from megascale_trainer.data.corpus import SequenceSource
 from megascale_trainer.data.documents import DocumentSource
 from megascale_trainer.data.errors import CorpusError
-from megascale_trainer.data.indexed import IndexedDataset
+from megascale_trainer.data.indexed import IndexedDataset, identity, token_range
 from megascale_trainer.data.mapped import MappedIndex
 from megascale_trainer.data.windows import WindowSource
+
+# Of corpora without a record, of all sources together, at the start of a run.
+MAX_SCANNED_BYTES = 64 << 20
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -57,6 +61,10 @@ class SampleStream:
         corpora: one per source of ``config.data``, in its order; of the kind that
             ``data.shuffle`` needs (:mod:`megascale_trainer.data.corpus`).
 
+    Attributes:
+        identities: of the corpora, in their order, where they are files.
+        blend_scheme: of the order of sources (:mod:`megascale_trainer.data.blend`).
+
     Raises:
         CorpusError: no sources, a bad weight, an empty source.
     """
@@ -66,6 +74,7 @@ class SampleStream:
         self._sequence_length = length
         self._vocab_size = config.model.vocab_size
         self._document_attention = data.document_attention
+        self.identities: tuple[str, ...] = ()
         self._prefixes = [str(corpus.prefix) for corpus in corpora]
         kind = WindowSource if data.shuffle == "samples" else DocumentSource
         self._sources: list[SequenceSource] = [
@@ -81,12 +90,16 @@ class SampleStream:
         data = config.data
         weights = [source.weight for source in data.sources]
         try:
+            blend: Blend | TokenBlend
             if data.blend == "weights":
-                return Blend(weights).locate
-            sizes = [source.sequences_per_epoch for source in self._sources]
-            return TokenBlend(weights, sizes, data.seed).locate
+                blend = Blend(weights)
+            else:
+                sizes = [source.sequences_per_epoch for source in self._sources]
+                blend = TokenBlend(weights, sizes, data.seed)
         except ValueError as error:
             raise CorpusError(str(error)) from error
+        self.blend_scheme = blend.scheme
+        return blend.locate
 
     @classmethod
     def open(cls, config: JobConfig, section: str = "data") -> SampleStream:
@@ -98,14 +111,21 @@ class SampleStream:
             CorpusError: as above, or a file is missing or damaged; names the field.
         """
         reader = MappedIndex if config.data.shuffle == "samples" else IndexedDataset
-        corpora = []
+        corpora, identities = [], []
+        scanned_bytes = max(MAX_SCANNED_BYTES // max(1, len(config.data.sources)), 1)
         for number, source in enumerate(config.data.sources):
             try:
                 corpora.append(reader(source.prefix))
+                identities.append(identity(source.prefix))
+                _check_content(corpora[-1], identities[-1], config.model.vocab_size, scanned_bytes)
+            except OutsideVocabulary:
+                raise
             except CorpusError as error:
                 field = f"trainer.{section}.sources[{number}].prefix"
                 raise CorpusError(f"{field}: {error}") from error
-        return cls(config, corpora)
+        stream = cls(config, corpora)
+        stream.identities = tuple(identities)
+        return stream
 
     def sample(self, number: int) -> Arrays:
         """Sample ``number``, each array of length S = model.sequence_length.
@@ -146,11 +166,51 @@ class SampleStream:
         return self._skip_totals[bisect_right(self._skip_starts, number)]
 
     def _check_vocabulary(self, window: npt.NDArray[np.int64], source: int, number: int) -> None:
-        lowest, highest = int(window.min()), int(window.max())
-        if lowest < 0 or highest >= self._vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise CorpusError(
-                f"trainer.model.vocab_size: {self._vocab_size} is too small: sample {number} of "
-                f"{self._prefixes[source]} has token id {wrong}; use the size of the "
-                "tokenizer that made the file"
-            )
+        _check_range(
+            int(window.min()), int(window.max()), self._vocab_size,
+            f"sample {number} of {self._prefixes[source]}",
+        )  # fmt: skip
+
+
+class OutsideVocabulary(CorpusError):
+    """A corpus has token ids that the model has not."""
+
+
+def _check_range(lowest: int, highest: int, vocab_size: int, where: str) -> None:
+    if lowest < 0:
+        raise CorpusError(
+            f"{where} has the negative token id {lowest}: its file is damaged, or was made with "
+            "another type of tokens than its index says; tokenise again"
+        )
+    if highest >= vocab_size:
+        raise OutsideVocabulary(
+            f"trainer.model.vocab_size: {vocab_size} is too small: {where} has token id {highest}; "
+            "use the size of the tokenizer that made the file"
+        )
+
+
+def _check_content(
+    corpus: IndexedDataset | MappedIndex, found: str, vocab_size: int, scanned_bytes: int
+) -> None:
+    """Compare a corpus with its record and the model's vocabulary.
+
+    Without a record its tokens are looked at, of a large file a part: each sample is checked too.
+    """
+    try:
+        record = CorpusRecord.load(corpus.prefix)
+    except (OSError, ValueError) as error:
+        raise CorpusError(str(error)) from error
+    if record is not None and record.identity != found:
+        raise CorpusError(
+            f"{record_path(corpus.prefix)}: is the record of another corpus than {corpus.prefix} "
+            "now is: remove it where another program made this one, or tokenise again"
+        )
+    if record is not None:
+        lowest, highest = 0, record.highest_token_id
+    elif np.iinfo(corpus.dtype).min == 0 and np.iinfo(corpus.dtype).max < vocab_size:
+        return  # no token can be outside
+    else:
+        lowest, highest = token_range(
+            corpus.prefix, corpus.dtype, corpus.token_count, scanned_bytes
+        )
+    _check_range(lowest, highest, vocab_size, corpus.prefix)

@@ -90,6 +90,8 @@ class LocalAgent(threading.Thread):
     def _take(self, message: WorkerMessage) -> None:
         if message["kind"] == "running":
             self._display.running(message["step"], message.get("passed_over", ""))
+            if notes := message.get("notes", ""):
+                self._display.note(notes)
         elif message["kind"] == "step":
             self._display.step(message["record"])
         elif message["kind"] == "failed":

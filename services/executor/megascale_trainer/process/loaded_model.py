@@ -2,16 +2,21 @@
 
 The parameters of 4 heads and of 8 have the same shapes, and a model that reads them as the other
 computes nonsense without an error. Snapshots therefore carry trainer.model. The data position is a
-number of samples, which is of other data under another rule: snapshots carry these rules too.
+number of samples, which is of other data under another rule or over other corpora: snapshots carry
+what gives it its meaning, too, and the schedule of the learning rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from megascale_common.job.config import DataConfig, ModelConfig
+from megascale_common.job.config import DataConfig, JobConfig, ModelConfig
+from megascale_trainer.optimizer.learning_rate import learning_rate
 
 # What gives the parameters their meaning. The rest may be changed on purpose, as rope_theta and
 # windows are for longer sequences: that is printed.
@@ -39,26 +44,137 @@ def differences(
     return refused, changed
 
 
-# What the position in the data counts.
+# What the position in the data counts. A checkpoint of an earlier version has the first ones alone,
+# or none: then it was written under the defaults.
 ORDER = ("shuffle", "blend")
+MOST_NAMED = 4  # in a message
+MOST_LISTED_SOURCES = 64  # beyond, a checkpoint has one digest of them
 
 
-def order_of(data: DataConfig) -> dict[str, str]:
-    """The rules that a snapshot carries beside the position."""
-    return {name: str(getattr(data, name)) for name in ORDER}
+def position_of(
+    config: JobConfig, identities: Sequence[str], blend_scheme: int = 1
+) -> dict[str, Any]:
+    """What gives the data position its meaning, as a snapshot carries it.
 
-
-def other_order(loaded: Mapping[str, Any] | None, data: DataConfig) -> list[str]:
-    """Sentences on fields of trainer.data under which the position means other data.
-
-    A checkpoint of an earlier version carries none: it was written under the defaults.
+    ``identities`` are of the corpora of ``trainer.data.sources``, in their order.
     """
-    there = {**order_of(DataConfig()), **(loaded or {})}
+    data = config.data
+    sources = [
+        [found, source.weight] for found, source in zip(identities, data.sources, strict=True)
+    ]
+    digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
+    return {
+        **{name: str(getattr(data, name)) for name in ORDER},
+        "seed": data.seed,
+        "sequence_length": config.model.sequence_length,
+        "blend_scheme": blend_scheme,
+        "source_count": len(sources),
+        "sources_sha256": digest,
+        "sources": sources if len(sources) <= MOST_LISTED_SOURCES else [],
+    }
+
+
+def other_data(
+    stored: Mapping[str, Any] | None, here: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Sentences on fields under which the position means other data, and on what is only said."""
+    there = {**{name: str(getattr(DataConfig(), name)) for name in ORDER}, **(stored or {})}
+    fields = {
+        **{name: f"trainer.data.{name}" for name in (*ORDER, "seed")},
+        "sequence_length": "trainer.model.sequence_length",
+    }
+    refused = [
+        f"{field}: {here[name]} here and {there[name]} in the checkpoint, whose position counts "
+        "other samples"
+        for name, field in fields.items()
+        if there.get(name, here[name]) != here[name]
+    ]
+    if there.get("sources_sha256", here["sources_sha256"]) != here["sources_sha256"]:
+        refused += _other_sources(there, here)
+    changed = []
+    # Absent: written before there was another scheme than the first.
+    if stored is not None and there.get("blend_scheme", 1) != here["blend_scheme"]:
+        changed.append(
+            "trainer.data.sources: this version follows the weights more closely than the one that "
+            "wrote the checkpoint, so the order of the sources is another one from here on: some "
+            "samples are read again or left out"
+        )
+    return refused, changed
+
+
+def _other_sources(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    count, before = here["source_count"], there.get("source_count", 0)
+    if count != before:
+        return [f"trainer.data.sources: {count} here and {before} in the checkpoint"]
+    pairs = enumerate(zip(here["sources"], there.get("sources", ()), strict=False))
+    found = []
+    for number, (ours, theirs) in pairs:
+        field = f"trainer.data.sources[{number}]"
+        if ours[0] != theirs[0]:
+            found.append(f"{field}.prefix: another corpus than in the checkpoint, or it has grown")
+        elif ours[1] != theirs[1]:
+            found.append(f"{field}.weight: {ours[1]:g} here and {theirs[1]:g} in the checkpoint")
+    return found[:MOST_NAMED] or [
+        f"trainer.data.sources: some of the {count} corpora or weights are others than in the "
+        "checkpoint"
+    ]
+
+
+# What the learning rate of a step depends on.
+_SCHEDULE_FIELDS = {
+    "learning_rate": "trainer.optimizer.learning_rate",
+    "steps": "trainer.training.steps",
+    "warmup_steps": "trainer.schedule.warmup_steps",
+    "decay": "trainer.schedule.decay",
+    "min_ratio": "trainer.schedule.min_ratio",
+}
+
+
+def schedule_of(config: JobConfig) -> dict[str, Any]:
+    """What gives each step its learning rate, as a snapshot carries it."""
+    schedule = config.schedule
+    return {
+        "learning_rate": config.optimizer.learning_rate,
+        "steps": config.training.steps,
+        "warmup_steps": schedule.warmup_steps,
+        "decay": schedule.decay,
+        "min_ratio": schedule.min_ratio,
+    }
+
+
+def other_schedule(stored: Mapping[str, Any] | None, config: JobConfig, step: int) -> list[str]:
+    """A sentence where the learning rate after ``step`` is not that of the checkpoint's schedule.
+
+    None where the checkpoint has no schedule: an earlier version wrote it.
+    """
+    here = schedule_of(config)
+    if not isinstance(stored, Mapping) or not set(here) <= set(stored):
+        return []
+    before = replace(
+        config,
+        optimizer=replace(config.optimizer, learning_rate=stored["learning_rate"]),
+        training=replace(config.training, steps=stored["steps"]),
+        schedule=replace(
+            config.schedule,
+            warmup_steps=stored["warmup_steps"],
+            decay=stored["decay"],
+            min_ratio=stored["min_ratio"],
+        ),
+    )
+    # That of the last step, from where the schedule jumps: a run may have been at its end.
+    old, new = learning_rate(before, step - 1), learning_rate(config, step)
+    continued = learning_rate(before, step)
+    if math.isclose(continued, new, rel_tol=1e-9):
+        return []
+    fields = {name: _SCHEDULE_FIELDS[name] for name in here if here[name] != stored[name]}
+    changes = ", ".join(
+        f"{field} {stored[name]} in the checkpoint and {here[name]} here"
+        for name, field in fields.items()
+    )
     return [
-        f"trainer.data.{name}: {value} here and {there[name]} in the checkpoint, whose position "
-        "counts other samples"
-        for name, value in order_of(data).items()
-        if value != there[name]
+        f"the learning-rate schedule is another one: {changes}; the learning rate of step {step} "
+        f"was {old:.6g} and that of step {step + 1} is {new:.6g} (it would have been "
+        f"{continued:.6g})"
     ]
 
 

@@ -19,6 +19,8 @@ import base64
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ from megascale_common.sizes.checkpoint_interval import PUBLISHED_DEVICE_HOURS, m
 from megascale_trainer.auto_interval import AutoCadence, wished_steps
 from megascale_trainer.host_copy import CopyEnd
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.process.loaded_model import order_of
+from megascale_trainer.process.loaded_model import schedule_of
 from megascale_trainer.save_cost import SaveCost
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.snapshot_schedule import Cadence, Votes
@@ -43,7 +45,8 @@ RECONNECT_S, RECONNECT_WAIT_S = 0.5, 5.0
 class SnapshotSteps:
     """Votes, copies and seals for the steps of one rank; without ``snapshots`` it does nothing.
 
-    ``done`` is the step that the run starts from, and ``device_hours`` are those between failures.
+    ``done`` is the step that the run starts from, ``device_hours`` are those between failures, and
+    ``position`` is what gives the data position its meaning.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class SnapshotSteps:
         snapshots: Snapshotter | None,
         done: int = 0,
         device_hours: float = PUBLISHED_DEVICE_HOURS,
+        position: Mapping[str, Any] | None = None,
     ) -> None:
         self._config, self._status, self._snapshots = config, status, snapshots
+        self._position = position or {}
         # of the newest step whose result was read: (step, skipped updates, its values are finite)
         self._settled: tuple[int, int, bool] | None = None
         # By step: what the ranks voted on the snapshot after it. With short intervals the votes on
@@ -260,9 +265,10 @@ class SnapshotSteps:
             "consumed_samples": step * self._config.training.global_batch_size,
             # What an export cannot see in the parameters' shapes: heads, windows, angles.
             "model": dataclasses.asdict(self._config.model),
-            "data": order_of(self._config.data),
+            "data": dict(self._position),
             # An export has it beside the weights: without an end token no text ends.
             "tokenizer": dataclasses.asdict(self._config.data.tokenizer),
+            "schedule": schedule_of(self._config),
             "cpu_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
         if self._snapshots.take(

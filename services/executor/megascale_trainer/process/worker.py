@@ -16,7 +16,7 @@ import socket
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,12 @@ from megascale_trainer.process.bootstrap import compare_rank_tables, create_grou
 from megascale_trainer.process.descriptors import make_room
 from megascale_trainer.process.interfaces import pin_interface
 from megascale_trainer.process.leave_order import LeaveOrder
-from megascale_trainer.process.loaded_model import differences, other_order
+from megascale_trainer.process.loaded_model import (
+    differences,
+    other_data,
+    other_schedule,
+    position_of,
+)
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
@@ -131,8 +136,11 @@ class _Worker:
         self._link: DaemonLink | None = None
         self._look: MemoryLook | None = None
         self._skipped, self._consumed = 0, 0
+        self._stored: dict[str, Any] = {}  # the small state of the step that is continued
+        self._notes: list[str] = []
         self._start = Timeline()
         self._passed_over: tuple[str, ...] = ()
+        self._position: dict[str, Any] = {}
 
     def run(self) -> None:
         """The whole life of the rank."""
@@ -170,7 +178,13 @@ class _Worker:
         gc.freeze()
         gc.disable()
         passed_over = "; ".join(self._passed_over)[:MAX_ERROR_CHARS]
-        framing.send(self._agent, Running(kind="running", step=done, passed_over=passed_over))
+        for note in self._notes:
+            print(note, flush=True)
+        notes = "; ".join(self._notes)[:MAX_ERROR_CHARS]
+        framing.send(
+            self._agent,
+            Running(kind="running", step=done, passed_over=passed_over, notes=notes),
+        )
         status.update(step=done, phase=Phase.WARMUP)
         last = loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
@@ -350,11 +364,8 @@ class _Worker:
                 f"consumed {consumed} samples, {self._config.training.global_batch_size} would "
                 f"make it {expected}; keep the batch size of the job that wrote it"
             )
-        if consumed and (refused := other_order(small_state.get("data"), self._config.data)):
-            raise JobRefused(
-                f"{'; '.join(refused)}; keep the rule of the job that wrote it, or start a job of "
-                "its own from it with checkpoint.load: weights"
-            )
+        self._stored = small_state
+        self._notes += other_schedule(small_state.get("schedule"), self._config, plan.step)
         trainer.finish_load(plan.step)
         self._skipped, self._consumed = int(small_state.get("skipped_updates", 0)), consumed
         if "cpu_rng" in small_state:  # an imported model has none: the job's seed holds
@@ -386,22 +397,38 @@ class _Worker:
             stream=stream,
         )
         loader = LoaderClient(Path(who["loader_socket"]), config, ring, LOADER_TIMEOUT_S)
+        if stream == "training":
+            self._position = self._compared(loader)
         return step_batches(loader, self._device)
+
+    def _compared(self, loader: LoaderClient) -> dict[str, Any]:
+        """The meaning of the data position, which must be that of the checkpoint's."""
+        here = position_of(self._config, loader.identities, loader.blend_scheme)
+        if self._consumed:
+            refused, changed = other_data(self._stored.get("data"), here)
+            if refused:
+                raise JobRefused(
+                    f"{'; '.join(refused)}; keep the data of the job that wrote it, or start a job "
+                    "of its own from it with checkpoint.load: weights"
+                )
+            self._notes += changed
+        return here
 
     def _step_loop(self, trainer: Trainer, done: int) -> StepLoop:
         config, device = self._config, self._device
         leave = LeaveOrder(
             self._assignment["rank"], lambda message: framing.send(self._agent, dict(message))
         )
+        data = self._open_data("training", self._consumed)
         return StepLoop(
             trainer=trainer,
             device=device,
             groups=self._groups,
             status=self._status,
-            data=self._open_data("training", self._consumed),
+            data=data,
             held_out=self._open_data("evaluation", 0) if config.evaluates else None,
             snapshots=SnapshotSteps(
-                config, self._status, self._snapshots, done, self._device_hours()
+                config, self._status, self._snapshots, done, self._device_hours(), self._position
             ),
             records=StepRecords(self._agent, self._assignment, config, device),
             profiler=StepProfiler(self._agent, device, leave.take, trainer.await_parameters),
