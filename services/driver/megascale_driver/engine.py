@@ -380,8 +380,13 @@ class Engine:
             if entry.answer is not None and not entry.answer.done():
                 entry.answer.set_result(outcome)
 
-    def _probed(self, probe: Probe, outcome: str) -> None:
-        self.post(ProbeResult(self.clock.now_s(), probe.node, probe.incarnation, outcome))
+    def _probed(self, probe: Probe, found: probes.Probed) -> None:
+        self.post(
+            ProbeResult(
+                self.clock.now_s(), probe.node, probe.incarnation, found.outcome,
+                found.job, found.attempt, found.phase,
+            )
+        )  # fmt: skip
 
     async def _perform(self, effect: OpenAttempt | CheckGroup) -> None:
         term = self.term
