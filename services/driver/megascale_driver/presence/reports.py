@@ -45,7 +45,7 @@ _VERDICTS: dict[int, str] = {
 }
 
 
-def phase_of(number: int) -> AttemptPhase | None:
+def phase_of(number: link_pb2.AttemptPhase.ValueType) -> AttemptPhase | None:
     """The phase by its number on the wire; None for one that this build does not know."""
     return _PHASES.get(number)
 
