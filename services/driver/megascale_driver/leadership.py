@@ -270,8 +270,12 @@ class Leader:
 
 
 def words_of(error: EtcdError) -> str:
-    """What etcd itself said, without the call and the code: ``mvcc: database space exceeded``."""
-    return str(error).rpartition("etcdserver: ")[2]
+    """What etcd itself said, without the call and the code: ``mvcc: database space exceeded``.
+
+    Where it said nothing, what our client has seen.
+    """
+    text = str(error)
+    return text.rpartition("etcdserver: ")[2] if "etcdserver: " in text else text.partition(": ")[2]
 
 
 def _address_of(value: bytes) -> str:
