@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 
@@ -20,9 +22,11 @@ from tests.harness.fake_executor import FakeExecutor
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, job_pb2, link_pb2, types_pb2
+from megascale_client import AsyncClient
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import campaign
-from megascale_common.etcd.server import EtcdServer
+from megascale_common.etcd.errors import ResourceExhausted
+from megascale_common.etcd.server import EtcdServer, find_etcd
 from megascale_common.node.process import child_environment
 from megascale_common.service import status
 from megascale_common.service.errors import NotLeaderError, ServiceError
@@ -516,3 +520,70 @@ async def test_a_stopped_executor_is_suspected_and_probed(driver: DriverProcess)
         assert [item.kind for item in events["NODE_DEAD"].evidence] == ["silence", "corroboration"]
         process.send_signal(signal.SIGCONT)
         await driver.until_nodes(1)
+
+
+async def test_a_full_etcd_is_named_in_every_answer(tmp_path: Path) -> None:
+    """The alarm NOSPACE: reads go on, no term begins, and people read etcd's own words."""
+    limits = ("--quota-backend-bytes", str(16 << 20))
+    server = EtcdServer(tmp_path / "etcd", unsafe_no_fsync=True, extra_arguments=limits)
+    async with server, running_driver(tmp_path, server.endpoint) as driver:
+        async with joined(driver, "n1"):
+            await driver.submit(small_job("demo"))
+            await fill(server)
+            words = "etcd refuses writes: mvcc: database space exceeded"
+            # A write ends the term; from then on each answer says why there is none.
+            request = driver_pb2.CordonNodeRequest(
+                name="n1", reason="tried", request_id=str(uuid.uuid4())
+            )
+
+            async def refused() -> bool:
+                request.request_id = str(uuid.uuid4())
+                error = await refusal(driver.stub.CordonNode(request, timeout=CALL_TIMEOUT_S))
+                return words in str(error)
+
+            await eventually(refused, "the refusal with etcd's words", story=driver.log)
+            client = AsyncClient(driver.address(), driver.token)
+            async with client:
+                assert [node.name async for node in client.nodes()] == ["n1"]
+                [note] = client.notes
+                assert note.startswith(f"this driver does not lead: {words}; what it shows is")
+                explained = await client.explain("demo")
+            assert explained.explanation.startswith(f"this driver does not lead: {words}")
+            assert "no rank has" not in explained.explanation
+            await etcdctl(server, "alarm", "list")
+            await make_room(server)
+            await eventually(driver.leads, "the driver leads again", story=driver.log)
+            client = AsyncClient(driver.address(), driver.token)
+            async with client:
+                assert [node.name async for node in client.nodes()] == ["n1"]
+                assert client.notes == []
+
+
+async def fill(server: EtcdServer) -> None:
+    """Put values until etcd raises its alarm."""
+    async with EtcdClient([server.endpoint]) as client:
+        with pytest.raises(ResourceExhausted, match="database space exceeded"):
+            for number in range(1000):
+                await client.put(f"junk/{number}", b"x" * 900_000)
+
+
+async def make_room(server: EtcdServer) -> None:
+    """The commands of the runbook: delete or compact, defragment, disarm."""
+    found = await etcdctl(server, "get", "junk/", "--prefix", "--keys-only", "--write-out=json")
+    revision = str(json.loads(found)["header"]["revision"])
+    await etcdctl(server, "del", "junk/", "--prefix")
+    await etcdctl(server, "compact", str(int(revision) + 1))
+    await etcdctl(server, "defrag")
+    await etcdctl(server, "alarm", "disarm")
+
+
+async def etcdctl(server: EtcdServer, *arguments: str) -> str:
+    """Run etcdctl, which comes with etcd."""
+    program = Path(find_etcd()).with_name("etcdctl")
+    process = await asyncio.create_subprocess_exec(
+        program, "--endpoints", server.endpoint, *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return output.decode()

@@ -37,6 +37,8 @@ HINTS = {
     "steps prove nothing": "1",
     "several silent switches are believed": "0",
     "decide on no hang": "link",
+    "believe a mute agent for ever": "mute",
+    "ask nobody for workers": "dark",
     "order nothing on connect": "3",
     "carry out a request twice": "7",
     "reuse an attempt": "rejoin",

@@ -440,6 +440,17 @@ MUTANTS = (
         "believe the failure of an older order", "core/leaving.py",
         "if r.leave_failed[0] == order]", "if r.leave_failed[0]]",
     ),
+    # nodes that answer and say nothing, jobs without workers
+    _driver(
+        "believe a mute agent for ever", "core/liveness.py",
+        "        if silent and _mute_s(draft, node) >= draft.policy.dead_uncorroborated_after_s:\n",
+        "        if silent and _mute_s(draft, node) >= 1e9:\n",
+    ),
+    _driver(
+        "ask nobody for workers", "core/hang.py",
+        "    limit_s = draft.policy.no_workers_after_s\n    if job.phase",
+        "    limit_s = 1e9\n    if job.phase",
+    ),
     # new code
     _driver(
         "begin the next attempt with the old code", "core/updating.py",

@@ -249,6 +249,7 @@ class SupervisedCluster(SoakCluster):
                 authority.issue(tls, self.name, Role.DRIVER, name)
             for name in NODES:
                 authority.issue(tls, self.name, Role.EXECUTOR, name)
+                authority.issue(tls, self.name, Role.CHECKPOINT, name)
             authority.issue(tls, self.name, Role.OPERATOR, "operator")
         await self._start_etcd()
         for name in self._drivers:
@@ -299,6 +300,14 @@ class SupervisedCluster(SoakCluster):
         files = certificates.of_cluster(self.run, role, name)
         return files.options() if files is not None else []
 
+    def _node_tls_options(self, name: str) -> list[str]:
+        daemon = certificates.of_cluster(self.run, Role.CHECKPOINT, name)
+        if daemon is None:
+            return []
+        files = ["--daemon-tls-key", str(daemon.key)]
+        files += ["--daemon-tls-certificate", str(daemon.certificate)]
+        return [*self._tls_options(Role.EXECUTOR, name), *files]
+
     def _start_driver(self, name: str) -> None:
         self._spawn(
             name,
@@ -326,7 +335,7 @@ class SupervisedCluster(SoakCluster):
                 "--devices", ",".join(map(str, range(DEVICES))),
                 "--token-file", str(self.run / "token"), "--run-folder", str(self.run),
                 "--topology", "switch=s0", "--address-file", str(folder / f"{node}.address"),
-                *self._tls_options(Role.EXECUTOR, node),
+                *self._node_tls_options(node),
             ],
             folder / "agent.log",
         )  # fmt: skip

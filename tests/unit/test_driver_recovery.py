@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.harness.desk import POLICY, Desk, exited, job_with
@@ -32,6 +33,7 @@ from megascale_driver.core.platform_sign import PlatformSign
 from megascale_driver.core.restore import sealed_everywhere
 from megascale_driver.core.state import (
     AttemptPhase,
+    Breaker,
     Check,
     DesiredPhase,
     Disposition,
@@ -408,6 +410,92 @@ def test_a_node_that_answers_but_never_links_is_given_up(desk: Desk) -> None:
         if desk.now_s < 1000.0 + POLICY.dead_uncorroborated_after_s:
             assert desk.liveness("n3") != "DEAD"
     assert desk.liveness("n3") == "DEAD" and desk.job().phase is JobPhase.RUNNING
+
+
+def answers(desk: Desk, seconds: float, mute: str, **said: Any) -> None:
+    """``mute`` answers probes and sends nothing; the other nodes send heartbeats."""
+    until_s = desk.now_s + seconds
+    while desk.now_s < until_s:
+        desk.effects.clear()
+        desk.wait(2.0)
+        if any(isinstance(effect, Probe) and effect.node == mute for effect in desk.effects):
+            desk.feed(ProbeResult(desk.now_s, mute, f"{mute}-1", "alive", **said))
+        for name in ("n1", "n2", "n3"):
+            if name != mute and desk.job().phase is JobPhase.RUNNING:
+                busy = desk.job().slot_of(name) is not None
+                desk.report(name, AttemptPhase.RUNNING if busy else AttemptPhase.IDLE)
+
+
+def test_a_node_that_answers_on_an_open_link_without_heartbeats_is_given_up(desk: Desk) -> None:
+    """Its answers are signs of life for a while only: nobody can command it."""
+    answers(desk, 56.0, "n3")
+    assert desk.liveness("n3") != "DEAD" and desk.state.nodes["n3"].connected
+    answers(desk, 24.0, "n3")
+    assert desk.liveness("n3") == "DEAD"
+    line = next(line for line in desk.audit if line.reason == "NODE_DEAD")
+    assert "its agent answers probes but has sent nothing for" in line.message
+    desk.report("n3", AttemptPhase.IDLE)
+    assert desk.liveness("n3") == "ALIVE", "it sends heartbeats again"
+
+
+def test_a_mute_node_that_says_it_has_no_workers_is_dead_soon(desk: Desk) -> None:
+    """As after a full disk: the agent lives, its link does not, and its ranks have ended."""
+    desk.feed(StreamReset(desk.now_s, "n2", "n2-1"))
+    desk.feed(LeaderStarted(desk.now_s, "next"))
+    said = {"job": "a", "attempt": 1, "phase": AttemptPhase.FAILED}
+    answers(desk, 58.0, "n2", **said)
+    assert desk.job().phase is JobPhase.RUNNING
+    answers(desk, 12.0, "n2", **said)
+    assert desk.liveness("n2") == "DEAD" and desk.job().phase is not JobPhase.RUNNING
+    line = next(line for line in desk.audit if line.reason == "NODE_DEAD")
+    assert "has no workers of attempt 1" in line.message and line.policy == "mute"
+    assert line.evidence[1].digest == "attempt 1 of job a is FAILED"
+
+
+def test_a_mute_node_that_trains_is_no_hard_fact(desk: Desk) -> None:
+    """A network that lets through one way only: it is given up as any silent node, later."""
+    said = {"job": "a", "attempt": 1, "phase": AttemptPhase.RUNNING}
+    desk.feed(StreamReset(desk.now_s, "n2", "n2-1"))
+    answers(desk, 64.0, "n2", **said)
+    assert desk.job().phase is JobPhase.RUNNING
+    answers(desk, 16.0, "n2", **said)
+    line = next(line for line in desk.audit if line.reason == "NODE_DEAD")
+    assert line.policy == "silence"
+
+
+def test_a_job_without_any_worker_is_found_whatever_the_cause(desk: Desk) -> None:
+    """The breaker holds back all verdicts on nodes; the job is not RUNNING for ever."""
+    began_s = desk.now_s
+    while desk.now_s - began_s < POLICY.no_workers_after_s - 10.0:
+        desk.state = replace(desk.state, breaker=Breaker(tripped_at_s=desk.now_s))
+        desk.wait(5.0)
+    assert desk.job().phase is JobPhase.RUNNING
+    while desk.now_s - began_s < POLICY.no_workers_after_s + 10.0:
+        desk.state = replace(desk.state, breaker=Breaker(tripped_at_s=desk.now_s))
+        desk.wait(5.0)
+    assert desk.job().phase is not JobPhase.RUNNING
+    [line] = [line for line in desk.audit if line.reason == "WORKERS_MISSING"]
+    assert line.message == "no node reports workers of attempt 1 for 600 s"
+    assert (line.policy, line.mode) == ("no-workers", "ENFORCE")
+
+
+def test_one_node_that_reports_workers_is_enough(desk: Desk) -> None:
+    began_s = desk.now_s
+    while desk.now_s - began_s < 2 * POLICY.no_workers_after_s:
+        desk.state = replace(desk.state, breaker=Breaker(tripped_at_s=desk.now_s))
+        desk.wait(5.0)
+        desk.report("n1", AttemptPhase.RUNNING)
+    assert "WORKERS_MISSING" not in desk.reasons() and desk.job().phase is JobPhase.RUNNING
+
+
+def test_missing_workers_are_only_reported_while_the_rule_is_observed(desk: Desk) -> None:
+    began_s = desk.now_s
+    while desk.now_s - began_s < 2 * POLICY.no_workers_after_s:
+        breaker = Breaker(tripped_at_s=desk.now_s, modes={"no-workers": "OBSERVE"})
+        desk.state = replace(desk.state, breaker=breaker)
+        desk.wait(5.0)
+    assert desk.job().phase is JobPhase.RUNNING
+    assert [line.mode for line in desk.audit if line.reason == "WORKERS_MISSING"] == ["OBSERVE"]
 
 
 def test_a_restarted_executor_ends_the_attempt_but_keeps_its_node(desk: Desk) -> None:

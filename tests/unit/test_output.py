@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megascale_common.node.output import PATIENCE_S, SteadyStream, steady
+from megascale_common.service import start
 
 _FULL = Path("/dev/full")
 
@@ -177,3 +179,18 @@ def test_a_service_that_cannot_report_why_it_does_not_start_keeps_its_status(mod
             env={**os.environ, "MEGASCALE_PARENT_PID": str(os.getpid())},
         )  # fmt: skip
     assert ended.returncode == 2, signal.Signals(-ended.returncode) if ended.returncode < 0 else ""
+
+
+def test_a_start_on_a_full_disk_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2 would keep a supervisor from it (deploy/systemd)."""
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(start, "replace_file", full)
+    with pytest.raises(SystemExit) as ended, start.ends_with_a_sentence("the driver"):
+        start.write_address("--address-file", tmp_path / "address", "127.0.0.1:1")
+    assert ended.value.code == start.UNAVAILABLE
+    assert "make room on the disk" in capsys.readouterr().err

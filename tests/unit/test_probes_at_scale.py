@@ -9,7 +9,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_driver import probes
 from megascale_driver.core.events import Probe
-from megascale_driver.probes import AT_ONCE, Prober
+from megascale_driver.probes import AT_ONCE, Probed, Prober
 
 NODES = 1536
 
@@ -26,7 +26,7 @@ async def test_probes_are_bounded_however_often_they_are_ordered(
     outcomes: list[tuple[str, str, str]] = []
     all_done = asyncio.Event()
 
-    async def slow(probe: Probe, token: str) -> str:
+    async def slow(probe: Probe, token: str) -> Probed:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -34,10 +34,10 @@ async def test_probes_are_bounded_however_often_they_are_ordered(
         running -= 1
         if probe.node == "n7":
             raise OSError("no descriptor is left")
-        return "alive"
+        return Probed("alive")
 
-    def done(probe: Probe, outcome: str) -> None:
-        outcomes.append((probe.node, probe.incarnation, outcome))
+    def done(probe: Probe, found: Probed) -> None:
+        outcomes.append((probe.node, probe.incarnation, found.outcome))
         if len(outcomes) == NODES - 1 + AT_ONCE - 1:
             all_done.set()
 
@@ -59,9 +59,9 @@ async def test_probes_are_bounded_however_often_they_are_ordered(
 
 
 async def test_no_probe_survives_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(probe: Probe, token: str) -> str:
+    async def never(probe: Probe, token: str) -> Probed:
         await asyncio.Event().wait()
-        return "alive"
+        return Probed("alive")
 
     monkeypatch.setattr(probes, "probe", never)
     prober = Prober("token", lambda probe, outcome: None)

@@ -46,6 +46,8 @@ LEFT_OUT = {
     ("docs/how-to/add-an-rpc.md", "rpc ExplainJob"): EXAMPLES,
     ("docs/how-to/add-an-rpc.md", "#!/bin/sh"): EXAMPLES,
     ("docs/operations.md", '"block": "agg0"'): "tests/integration/test_topology_file.py reads one",
+    ("docs/operations.md", "etcdctl alarm disarm"): "tests/integration/test_driver_service.py "
+    "fills an etcd and frees it by these commands",
     ("docs/kubernetes.md", "kubectl create namespace"): "there is no cluster here; "
     "tests/unit/test_kubernetes_manifests.py has kubectl make the overlay",
     ("docs/kubernetes.md", "kubectl uncordon m17"): "tests/chaos/"

@@ -112,7 +112,11 @@ def with_client(
 
     async def run() -> int | None:
         async with AsyncClient.from_run_folder(cluster, retry_for_s=retry_for_s) as client:
-            return await action(client)
+            try:
+                return await action(client)
+            finally:
+                for note in client.notes:
+                    print(f"note: {note}", file=sys.stderr)
 
     try:
         status = asyncio.run(run())

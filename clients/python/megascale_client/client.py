@@ -96,6 +96,8 @@ class AsyncClient(OrderCalls):
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
+        # What the driver said about its newest answer: that it does not lead, say; or nothing.
+        self.notes = self._connection.notes
 
     @classmethod
     def from_run_folder(

@@ -32,6 +32,8 @@ LONGEST_WAIT_S = 2.0
 # A hint is followed without a wait, so two standbys that name each other would make a busy loop.
 MAX_HINTS_IN_A_ROW = 3
 MAX_MESSAGE_BYTES = 4 << 20
+# With an answer, what the driver says about it: that it does not lead, and how old it is.
+NOTE_KEY = "megascale-note"
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -109,6 +111,7 @@ class Connection:
         self._hint = ""
         self._hints_in_a_row = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self.notes: list[str] = []  # of the newest answer
 
     async def unary(
         self, method: str, request: Message, answer: type[Answer], *, timeout_s: float | None = None
@@ -125,9 +128,12 @@ class Connection:
         retry = RetryTimer(self._retry_for_s)
         while True:
             try:
-                result = await self._call(method)(
+                call = self._call(method)(
                     request, metadata=self._metadata, timeout=timeout_s or self._timeout_s
                 )
+                result = await call
+                said = await call.trailing_metadata() or ()
+                self.notes[:] = [str(value) for key, value in said if key == NOTE_KEY]
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
                 await self.recover(error, retry)
                 continue

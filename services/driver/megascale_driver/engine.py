@@ -121,6 +121,7 @@ class Engine:
         self._pages_at_s: dict[str, float] = {}  # when those of a job were read
         self._tracks: dict[str, DivergenceTrack] = {}
         self._prober = probes.Prober(token, self._probed)
+        self.term_ended_s = 0.0  # the newest one of this process; what it knows is from then
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, event: Event) -> None:
@@ -251,6 +252,7 @@ class Engine:
             raise NotLeaderError(f"the lease was lost: {leadership.lease.lost_reason}")
         finally:
             self.term = None
+            self.term_ended_s = self.clock.now_s()
             ticker.cancel()
             sender.cancel()
             lost.cancel()
@@ -380,8 +382,13 @@ class Engine:
             if entry.answer is not None and not entry.answer.done():
                 entry.answer.set_result(outcome)
 
-    def _probed(self, probe: Probe, outcome: str) -> None:
-        self.post(ProbeResult(self.clock.now_s(), probe.node, probe.incarnation, outcome))
+    def _probed(self, probe: Probe, found: probes.Probed) -> None:
+        self.post(
+            ProbeResult(
+                self.clock.now_s(), probe.node, probe.incarnation, found.outcome,
+                found.job, found.attempt, found.phase,
+            )
+        )  # fmt: skip
 
     async def _perform(self, effect: OpenAttempt | CheckGroup) -> None:
         term = self.term

@@ -66,6 +66,8 @@ class Leader:
     ) -> None:
         self.known_address = ""
         self.etcd_answers = True
+        # Why there is no term, in etcd's own words; empty while there is one.
+        self.etcd_words = ""
         self._answered_s = clock()  # when etcd did last
         # Set while another driver is known to lead.
         self.superseded = asyncio.Event()
@@ -88,17 +90,29 @@ class Leader:
 
     def not_leading(self) -> NotLeaderError:
         """The error of a driver that does not lead, with the leader's address if it is known."""
-        where = f"; the leader is {self.known_address}" if self.known_address else ""
-        why = (
-            ""
-            if self.etcd_answers
-            else "; etcd does not answer, so no driver may change anything now"
-        )
+        why = f": {self.without_term}" if self.without_term else ""
         # People with tokens are served at another port, which only their own list of drivers has.
         peer = caller()
         known = self.known_address and not (peer is not None and peer.by_token)
         metadata = {"leader": self.known_address} if known else {}
-        return NotLeaderError(f"this driver does not lead{where}{why}", metadata=metadata)
+        return NotLeaderError(f"this driver does not lead{why}", metadata=metadata)
+
+    @property
+    def without_term(self) -> str:
+        """Why this driver has no term, in one sentence; empty while it leads, or nothing is known.
+
+        Where no driver can lead, it has etcd's words: an operator then looks at etcd.
+        """
+        if self._engine.term is not None:
+            return ""
+        if self.known_address and self.known_address != self._engine.address:
+            return f"the leader is {self.known_address}"
+        if not self.etcd_answers:
+            words = f" ({self.etcd_words})" if self.etcd_words else ""
+            return f"etcd does not answer{words}, so no driver may change anything now"
+        if self.etcd_words:
+            return f"etcd refuses writes: {self.etcd_words}"
+        return ""
 
     async def run(self) -> None:
         """Campaign and lead, term after term, until cancelled."""
@@ -126,6 +140,7 @@ class Leader:
             )
         except EtcdError as error:
             # No space, too many requests, no access: an operator may fix it while we wait.
+            self.etcd_words = words_of(error)
             _log.error(
                 "etcd refuses the campaign; it is repeated", error=str(error), retry_s=RETRY_S
             )
@@ -137,6 +152,7 @@ class Leader:
             await self._lead(leadership)
         except (NotLeaderError, EtcdError) as error:
             self.etcd_answers = not leadership.lease.lost.is_set()  # a guess until the next look-up
+            self.etcd_words = words_of(error) if isinstance(error, EtcdError) else ""
             _log.warning("leadership ended", error=str(error))
         except CodecError as error:
             _log.error("the state in etcd cannot be read by this build", error=str(error))
@@ -170,7 +186,8 @@ class Leader:
             try:
                 await clear_dead_leader(self._client, own_value)
                 return
-            except (EtcdUnavailable, UnknownOutcome):
+            except (EtcdUnavailable, UnknownOutcome) as error:
+                self.etcd_words = words_of(error)
                 await asyncio.sleep(RETRY_S)
             except EtcdError:
                 return
@@ -183,6 +200,7 @@ class Leader:
         try:
             loaded = await store.load()
             await self._engine.adopt(leadership, loaded)
+            self.etcd_words = ""
             await self._notify(True)
         finally:
             # Whoever waits for it goes on with the loop's next turn: the term has begun by then.
@@ -240,8 +258,8 @@ class Leader:
                 await clear_dead_leader(self._client)
                 holder = None
             self.etcd_answers = True
-        except EtcdError:
-            self.etcd_answers = False
+        except EtcdError as error:
+            self.etcd_answers, self.etcd_words = False, words_of(error)
             return
         address = _address_of(holder.value) if holder is not None else ""
         if self._engine.term is None:
@@ -249,6 +267,15 @@ class Leader:
             if address and address != self._engine.address:
                 self.superseded.set()
                 self._engine.links.close_all()
+
+
+def words_of(error: EtcdError) -> str:
+    """What etcd itself said, without the call and the code: ``mvcc: database space exceeded``.
+
+    Where it said nothing, what our client has seen.
+    """
+    text = str(error)
+    return text.rpartition("etcdserver: ")[2] if "etcdserver: " in text else text.partition(": ")[2]
 
 
 def _address_of(value: bytes) -> str:

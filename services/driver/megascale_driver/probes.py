@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 
@@ -17,6 +18,8 @@ from megascale.v1 import executor_pb2, executor_pb2_grpc
 from megascale_common.service import logs
 from megascale_common.service.channel import open_channel
 from megascale_driver.core.events import Probe
+from megascale_driver.core.state import AttemptPhase
+from megascale_driver.presence.reports import phase_of
 
 AT_ONCE = 128  # a fleet that is silent must not take all descriptors, nor the driver's time
 DEADLINE_S = 2.0
@@ -27,6 +30,19 @@ PAUSE_S = 0.5
 _log = logs.get(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The outcome of a probe: ``alive``, ``refused`` (or another incarnation answers), ``timeout``.
+
+    ``job``, ``attempt``, ``phase``: what an agent that is alive says it does; None: not known.
+    """
+
+    outcome: str
+    job: str = ""
+    attempt: int = 0
+    phase: AttemptPhase | None = None
+
+
 class Prober:
     """Carries out probes, AT_ONCE at a time; the others wait, one of each node.
 
@@ -34,7 +50,7 @@ class Prober:
     what waits is bounded by the nodes, however long a fleet is silent and however slow probes are.
     """
 
-    def __init__(self, token: str, done: Callable[[Probe, str], None]) -> None:
+    def __init__(self, token: str, done: Callable[[Probe, Probed], None]) -> None:
         self._token, self._done = token, done
         self._waiting: dict[str, Probe] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -75,8 +91,8 @@ class Prober:
             self._fill()
 
 
-async def probe(wanted: Probe, token: str) -> str:
-    """``alive``, ``refused`` (or another incarnation answers) or ``timeout``, within about 4 s.
+async def probe(wanted: Probe, token: str) -> Probed:
+    """Probe a node, within about 4 s.
 
     A process that is being killed may still accept a connection and reset it, so the outcome of one
     try is not trusted: a reset is tried again, and only two refusals in a row count.
@@ -88,13 +104,13 @@ async def probe(wanted: Probe, token: str) -> str:
         if await refuses(wanted.endpoint):
             refusals += 1
             if refusals == REFUSALS:
-                return "refused"
+                return Probed("refused")
             continue
         refusals = 0
         answer = await _ask(wanted, token)
-        if answer:
+        if answer is not None:
             return answer
-    return "timeout"
+    return Probed("timeout")
 
 
 async def refuses(endpoint: str) -> bool:
@@ -113,14 +129,19 @@ async def refuses(endpoint: str) -> bool:
     return False
 
 
-async def _ask(wanted: Probe, token: str) -> str:
-    """``alive``, ``refused``, ``timeout``; empty if the connection broke, which proves nothing."""
+async def _ask(wanted: Probe, token: str) -> Probed | None:
+    """The outcome of one call; None if the connection broke, which proves nothing."""
     channel = open_channel(wanted.endpoint, token)
     try:
         stub = executor_pb2_grpc.ExecutorServiceStub(channel)
         reply = await stub.GetNodeStatus(executor_pb2.GetNodeStatusRequest(), timeout=DEADLINE_S)
     except grpc.aio.AioRpcError as error:
-        return "" if error.code() is grpc.StatusCode.UNAVAILABLE else "timeout"
+        return None if error.code() is grpc.StatusCode.UNAVAILABLE else Probed("timeout")
     finally:
         await channel.close()
-    return "alive" if reply.hello.incarnation == wanted.incarnation else "refused"
+    if reply.hello.incarnation != wanted.incarnation:
+        return Probed("refused")
+    if not reply.HasField("heartbeat"):
+        return Probed("alive")
+    beat = reply.heartbeat
+    return Probed("alive", beat.job, beat.attempt, phase_of(beat.phase))

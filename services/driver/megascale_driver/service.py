@@ -6,6 +6,8 @@ and checkpoints are in the two classes that :class:`DriverService` inherits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megascale.v1 import driver_pb2, driver_pb2_grpc
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.service.build import build_version
@@ -147,7 +149,11 @@ class DriverService(
         job = self._job(request.name)
         log = [line for line in self.engine.audit if line.log == job.name]
         now_s = self.engine.clock.now_s()
+        if self.note:  # nothing came in since: a job that trains on would seem to stand still
+            now_s = min(now_s, self.engine.term_ended_s)
         found = explanation(self.engine.state, job.name, log, now_s, self.engine.policy)
+        if self.note:
+            found = replace(found, sentence=f"{self.note}. By then {found.sentence}")
         message = wire.explanation_message(found, self._epoch())
         if (plan := self._plan_message(job)) is not None:
             message.plan.CopyFrom(plan)

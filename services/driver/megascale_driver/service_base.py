@@ -93,6 +93,15 @@ class ServiceBase:
         self._cluster = cluster
         self._log_streams = OpenStreams(MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS)
 
+    @property
+    def note(self) -> str:
+        """What is said with each answer: that this driver has no term, and what it shows is old."""
+        if self.engine.term is not None or not self.leader.shows_state:
+            return ""
+        why = self.leader.without_term or "it campaigns"
+        age_s = self.engine.clock.now_s() - self.engine.term_ended_s
+        return f"this driver does not lead: {why}; what it shows is {age_s:.0f} s old"
+
     def _require_state(self) -> None:
         """Refuse the call if another driver's state may be newer than this one's."""
         if not self.leader.shows_state:

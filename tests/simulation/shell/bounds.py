@@ -39,6 +39,9 @@ UNDISTURBED_S = 15.0  # after a fault of drivers or etcd, before a new term is n
 LATE_S = 3.0
 PROBED_S = 8.0  # above the limit of DEAD: a probe takes 4 s, and the next begins 2 s after it
 HANG_LATE_S = 30.0
+# Of an agent that answers probes and says nothing: its first silence, and the hold of a new term.
+MUTE_LATE_S = 25.0
+WORKERLESS_LATE_S = 30.0
 # A node whose link is dead finds that out after 30 s, and then dials the drivers in turn.
 LINKED_S = 50.0
 # A node that has just started dials at once, and is refused for 8 s at most: as long as another
@@ -149,6 +152,8 @@ class Bounds:
                 self._silent_so_long(driver, old, name, decided_s, suspect=False)
                 if line.log:
                     self._not_the_network(old, new, name)
+            elif line.reason == "NODE_DEAD" and line.policy == "mute":
+                self._without_workers(name)
             elif line.reason == "NODE_DEAD" and line.subject not in joined:
                 self._process_gone(new, name)
             elif line.reason == "ATTEMPT_STOPPED":
@@ -198,6 +203,12 @@ class Bounds:
         if node.up and known.identity.incarnation == node.incarnation:
             rules = self._world.invariants
             rules.breaks("I8", f"{name} is dead by a refused port, and {node.incarnation} runs")
+
+    def _without_workers(self, name: str) -> None:
+        """I8: an agent that is given up for what it said itself has no workers."""
+        node = self._world.nodes.get(name)
+        if node is not None and node.up and node.trains:
+            self._world.invariants.breaks("I8", f"{name} has no workers, it is said, and trains")
 
     def _job_stops(self, new: Cluster, name: str) -> None:
         """I9: with a node that is dead or was restarted its attempt ends, in the same commit."""
@@ -258,6 +269,7 @@ class Bounds:
         for name, node in world.nodes.items():
             if not (held or node.rest):
                 self._must_be_silent(leader, state, node, holders.get(name))
+            self._must_not_be_mute(state, node, holders.get(name))
             if name in well:
                 known, doing = known_of(name), (node.job, node.attempt, node.phase)
                 if (was := right.get(name)) is None or was[0] is not known or was[1] != doing:
@@ -267,6 +279,7 @@ class Bounds:
         for gang in world.gangs.values():
             self._must_be_over(state, gang)
         for job in state.jobs.values():
+            self._must_have_workers(state, job)
             if job.phase is JobPhase.PREPARING:
                 self._must_open(state, job)
 
@@ -293,7 +306,7 @@ class Bounds:
         whole = not world.network.cuts
         for name, node in world.nodes.items():
             as_before = name in well and boots[name] == node.boots
-            if not (whole and as_before and node.up and not node.paused):
+            if not (whole and as_before and node.up and not (node.paused or node.is_mute)):
                 self._note(node, leader)
 
     def _note(self, node: SimNode, leader: SimDriver) -> None:
@@ -302,7 +315,8 @@ class Bounds:
         if self._boots.get(name, node.boots) != node.boots:
             self._started_s[name] = now_s
         self._boots[name] = node.boots
-        well = node.up and not node.paused and self._world.network.open(name, leader.name)
+        well = node.up and not (node.paused or node.is_mute)
+        well = well and self._world.network.open(name, leader.name)
         if not well:
             self._well_since_s.pop(name, None)
         else:
@@ -372,6 +386,31 @@ class Bounds:
         still_s = gang.still_s()
         if min(still_s, world.now_s - max(well_s)) > limit_s + HANG_LATE_S:
             world.invariants.breaks("bound", f"attempt {gang.key} stands still for {still_s:.1f} s")
+
+    def _must_have_workers(self, state: Cluster, job: Any) -> None:
+        """A job is not RUNNING without any worker for long, whatever became of its nodes."""
+        world, policy = self._world, self._world.policy
+        if "OBSERVE" in state.breaker.modes.values():
+            return
+        mine = [world.nodes[slot.node] for slot in job.slots]
+        there = [node for node in mine if (node.job, node.attempt) == (job.name, job.attempt)]
+        running = job.phase is JobPhase.RUNNING
+        gone = running and not any(node.trains and node.up for node in there)
+        since_s = self._wrong_since("workers", job.name, gone)
+        if since_s and world.now_s - since_s > policy.no_workers_after_s + WORKERLESS_LATE_S:
+            what = f"job {job.name} is RUNNING without a worker"
+            world.invariants.breaks("bound", f"{what} for {world.now_s - since_s:.0f} s")
+
+    def _must_not_be_mute(self, state: Cluster, node: SimNode, job: Any) -> None:
+        """An agent that answers probes, says nothing and has no worker does not keep its job."""
+        world, policy = self._world, self._world.policy
+        running = job is not None and job.phase is JobPhase.RUNNING
+        mute = running and node.is_mute and node.up and not node.trains
+        mute = mute and "OBSERVE" not in state.breaker.modes.values()
+        since_s = self._wrong_since("mute", node.name, mute)
+        limit_s = policy.dead_uncorroborated_after_s + policy.dead_after_s + MUTE_LATE_S
+        if since_s and world.now_s - since_s > limit_s:
+            self._late(node, f"answers without a worker for {world.now_s - since_s:.0f} s")
 
     def _must_open(self, state: Cluster, job: Any) -> None:
         """An attempt whose nodes are all prepared opens, unless the storage is away."""

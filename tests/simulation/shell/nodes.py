@@ -56,6 +56,7 @@ class SimNode:
     def _reset(self) -> None:
         """The state of an agent that has just started."""
         self.phase = IDLE
+        self.is_mute = False
         self.job, self.attempt = "", 0
         self.ranks: tuple[int, ...] = ()
         self.failure = ""
@@ -163,6 +164,17 @@ class SimNode:
         for work, arguments in held:
             self.later(0.0, work, *arguments)
 
+    def mute(self, *, linked: bool) -> None:
+        """Its agent answers calls, and no longer sends anything; its workers are gone.
+
+        ``linked``: its link stays open. Only a restart of the agent helps.
+        """
+        self.is_mute = True
+        if self.trains:
+            self.kill_worker("", -9, "it is gone")
+        if not linked:
+            self._drop_link()
+
     def hang(self) -> None:
         """Its workers hold up those of the other nodes, until the attempt ends."""
         if self.gang is not None:
@@ -241,7 +253,7 @@ class SimNode:
 
     def _dial(self) -> None:
         """Dial the drivers in turn until one answers as leader."""
-        if self.link is not None:
+        if self.link is not None or self.is_mute:
             return
         driver = self.world.driver_to_dial(self)
         if driver is None or not self.world.network.open(self.name, driver.name):
@@ -400,7 +412,7 @@ class SimNode:
         self._beat(link)
 
     def _beat(self, link: Link) -> None:
-        if self.link is not link or not link.greeted:
+        if self.link is not link or not link.greeted or self.is_mute:
             return
         self._beat_number += 1
         if self.world.loop.time() - self._heard_s > SILENT_S:

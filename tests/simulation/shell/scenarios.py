@@ -19,6 +19,7 @@ from megascale.v1 import types_pb2
 from megascale_common.job.wire import spec as job_spec
 
 if TYPE_CHECKING:
+    from tests.simulation.shell.nodes import SimNode
     from tests.simulation.shell.run import Setup
     from tests.simulation.shell.training import Gang
 
@@ -45,6 +46,9 @@ SCENARIOS: dict[str, tuple[int, int, int, float]] = {
     "refused": (5, 3, 1, 120.0),
     "unsaved": (5, 3, 1, 300.0),
     "new_code": (5, 3, 1, 300.0),
+    "mute": (9, 8, 0, 400.0),
+    "mute_some": (9, 4, 1, 400.0),
+    "dark": (17, 16, 0, 900.0),
 }
 
 # Drills that are repeated, with other nodes each time: how often, for how long, how far apart.
@@ -109,6 +113,47 @@ class Scenarios(Drills):
 
         self._hand_over(other.name, fault, restart)
         world.later(fault.for_s, node.resume)
+
+    def _mute(self, fault: Fault) -> None:
+        """The agents of the whole fleet answer probes and send nothing, and no worker is left."""
+        self._mute_all(list(self._world.nodes.values()), fault)
+
+    def _mute_some(self, fault: Fault) -> None:
+        """As above, of half of the nodes of the main job: others take over."""
+        gang = self._gang()
+        members = list(gang.members.values()) if gang is not None else []
+        self._mute_all(members[::2], fault)
+
+    def _mute_all(self, nodes: list[SimNode], fault: Fault) -> None:
+        self._trouble(list(self._world.nodes.values()), fault)
+        for number, node in enumerate(nodes):
+            self._struck(node)
+            node.mute(linked=bool(number % 2))
+
+        def restart() -> None:
+            for node in nodes:
+                node.crash()
+                node.boot()
+
+        self._world.later(fault.for_s - 60.0, restart)
+
+    def _dark(self, fault: Fault) -> None:
+        """The whole fleet loses its power at once, and the breaker takes that for the network."""
+        nodes = list(self._world.nodes.values())
+        self._trouble(nodes, fault)
+        heal = self._isolate(nodes)
+        for node in nodes:
+            self._struck(node)
+            if node.gang is not None:
+                node.gang.stands_still()
+            node.crash()
+
+        def back() -> None:
+            heal()
+            for node in nodes:
+                node.boot()
+
+        self._world.later(fault.for_s - 60.0, back)
 
     def _deposed(self, fault: Fault) -> None:
         """A leader's key is deleted while it has nothing to write, which would tell it."""

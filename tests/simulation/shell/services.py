@@ -97,7 +97,8 @@ class Services:
     def _status(
         self, node: SimNode, request: executor_pb2.GetNodeStatusRequest
     ) -> executor_pb2.GetNodeStatusResponse:
-        return executor_pb2.GetNodeStatusResponse(hello=node.hello())
+        beat = link_pb2.Heartbeat(job=node.job, attempt=node.attempt, phase=node.phase)
+        return executor_pb2.GetNodeStatusResponse(hello=node.hello(), heartbeat=beat)
 
     def _check_group(
         self, node: SimNode, request: executor_pb2.CheckGroupRequest

@@ -20,6 +20,8 @@ from megascale_common.service.status import abort
 
 Answer = TypeVar("Answer")
 Context = grpc.aio.ServicerContext[Any, Any]
+# In the trailing metadata of an answer: the service's attribute ``note``, where it has one.
+NOTE_KEY = "megascale-note"
 _log = logs.get(__name__)
 
 
@@ -31,7 +33,11 @@ def answers(
     @functools.wraps(method)
     async def handler(self: Any, request: Any, context: Context) -> Answer:
         try:
-            return await method(self, request, context)
+            answer = await method(self, request, context)
+            if note := getattr(self, "note", ""):
+                text = note.encode("ascii", "replace").decode()
+                context.set_trailing_metadata(((NOTE_KEY, text),))
+            return answer
         except grpc.aio.AbortError:
             raise
         except Exception as error:

@@ -95,10 +95,15 @@ def write_address(option: str, path: Path, address: str) -> None:
 
     Raises:
         OptionError: it cannot be written.
+        UnavailableError: its disk is full.
     """
     try:
         replace_file(path, f"{address}\n")
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a later start may succeed
+            raise UnavailableError(
+                f"{option}: {path} cannot be written ({error.strerror}): make room on the disk"
+            ) from None
         raise OptionError(
             f"{option}: {path} cannot be written ({error.strerror}): "
             "give a file in a folder that exists and that you may write to"

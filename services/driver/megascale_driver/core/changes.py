@@ -53,6 +53,8 @@ class NodeChanges(TypedDict, total=False):
     reset_at_s: float
     probed_at_s: float
     probe_failed_at_s: float
+    heard_at_s: float
+    mute_at_s: float
     unreachable: PlatformSign
     report: Report | None
     beat_at_s: float

@@ -15,7 +15,7 @@ from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.analysis_events import LossDiverged, PlanCompared, StragglerFound
 from megascale_driver.core.group_events import CheckCompared, CheckGroup, GroupChecked
-from megascale_driver.core.state import Identity, Report
+from megascale_driver.core.state import AttemptPhase, Identity, Report
 from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
 
 
@@ -104,12 +104,18 @@ class StreamReset:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Result of a probe: ``alive``, ``refused`` (that incarnation is gone) or ``timeout``."""
+    """Result of a probe: ``alive``, ``refused`` (that incarnation is gone) or ``timeout``.
+
+    ``job``, ``attempt``, ``phase``: what an agent that is alive says it does; None: not known.
+    """
 
     now_s: float
     node: str
     incarnation: str
     outcome: str
+    job: str = ""
+    attempt: int = 0
+    phase: AttemptPhase | None = None
 
 
 @dataclass(frozen=True, slots=True)

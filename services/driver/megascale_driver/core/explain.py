@@ -44,6 +44,7 @@ CAUSES = frozenset(
         "WORKER_OUT_OF_MEMORY",
         "KERNEL_FAULT",
         "HANG_SUSPECTED",
+        "WORKERS_MISSING",
         "TRAFFIC_STOPPED",
         "LOSS_DIVERGED",
         "CHECKPOINT_FAILED",

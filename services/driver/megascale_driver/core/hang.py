@@ -175,6 +175,49 @@ def observed(
     return standing(beats, job.step_times, since_s(job), policy.hang)
 
 
+def without_workers(draft: Draft, job: Job) -> Job:
+    """Record a fault, which ends the attempt, if it has no worker that anybody reports.
+
+    Whatever became of them, and of the nodes: without workers there is no status to evaluate, and
+    the job would be RUNNING for ever. A node that reports workers, or did so a moment ago, is
+    enough: then the other rules decide.
+    """
+    limit_s = draft.policy.no_workers_after_s
+    if job.phase is not JobPhase.RUNNING or still_s(job, draft.now_s) < limit_s:
+        return job
+    if job.current.faults or job.current.observed_hang_s == since_s(job):
+        return job
+    if any(_reports_workers(draft, job, draft.nodes.get(slot.node)) for slot in job.slots):
+        return job
+    enforced = draft.enforced("no-workers")
+    message = f"no node reports workers of attempt {job.attempt} for {limit_s:g} s"
+    states = [(slot.node, draft.nodes.get(slot.node)) for slot in job.slots[:MAX_EVIDENCE]]
+    evidence = tuple(
+        Evidence("liveness", f"nodes/{name}", node.liveness if node is not None else "unknown")
+        for name, node in states
+    )
+    draft.log(
+        "WORKERS_MISSING", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+        policy="no-workers", mode="ENFORCE" if enforced else "OBSERVE", evidence=evidence,
+        outcome="the attempt ends" if enforced else "nothing: the rule is observed",
+    )  # fmt: skip
+    if not enforced:
+        return draft.attempt(job.name, observed_hang_s=since_s(job))
+    fault = Fault(FaultKind.DEADLINE, "", draft.now_s, message, hard=False)
+    return draft.fault(job.name, fault)
+
+
+def _reports_workers(draft: Draft, job: Job, node: Node | None) -> bool:
+    """Whether a node reports workers of the attempt, or has done so within the limit."""
+    if node is None or node.report is None or node.liveness is Liveness.DEAD:
+        return False
+    report = node.report
+    if (report.job, report.attempt) != (job.name, job.attempt) or report.phase not in _AT_WORK:
+        return False
+    heard = node.liveness is Liveness.ALIVE and node.connected
+    return heard or draft.now_s - node.heard_at_s < draft.policy.no_workers_after_s
+
+
 def stall(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) -> Stall | None:
     """For operators: that no step is completed, and which rank holds the job up.
 

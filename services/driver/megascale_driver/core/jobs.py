@@ -26,6 +26,7 @@ from megascale_driver.core import (
     budgets,
     failure_rate,
     goodput,
+    hang,
     hang_records,
     job_faults,
     leaving,
@@ -143,6 +144,7 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
     job = draft.jobs[name]
     if not job.current.faults:
         job = _check_deadline(draft, job)
+        job = hang.without_workers(draft, job)
     if job.current.faults:
         stop(draft, job, JobPhase.QUEUED, _why(job))
     elif job.phase is JobPhase.PREPARING:

@@ -27,7 +27,9 @@ from megascale_driver.core.events import (
     StreamReset,
 )
 from megascale_driver.core.platform_sign import REACHED, PlatformSign
-from megascale_driver.core.state import Job, JobPhase, Liveness, Node
+from megascale_driver.core.state import AttemptPhase, Job, JobPhase, Liveness, Node
+
+_AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 
 
 def stream_reset(draft: Draft, event: StreamReset) -> None:
@@ -35,7 +37,7 @@ def stream_reset(draft: Draft, event: StreamReset) -> None:
     node = draft.nodes.get(event.node)
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return
-    draft.node(node.name, connected=False, reset_at_s=draft.now_s)
+    draft.node(node.name, connected=False, reset_at_s=draft.now_s, heard_at_s=draft.now_s)
     _probe(draft, node)
     if node.liveness is Liveness.SUSPECT:
         evaluate_silence(draft, (node.name,))
@@ -47,13 +49,10 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
     if node is None or node.identity.incarnation != event.incarnation:
         return
     if event.outcome == "alive":
-        unlinked_since_s = node.reset_at_s or draft.leader_since_s
-        if (
-            not node.connected
-            and draft.now_s - unlinked_since_s >= draft.policy.dead_uncorroborated_after_s
-        ):
-            # An agent that answers probes but opens no link cannot be commanded. From here on its
-            # answers no longer count as signs of life.
+        # Of a linked node that is not silent its newest heartbeat is not known here.
+        silent = node.liveness is Liveness.SUSPECT or not node.connected
+        if silent and _mute_s(draft, node) >= draft.policy.dead_uncorroborated_after_s:
+            _mute(draft, node, event)
             return
         draft.node(node.name, last_seen_s=draft.now_s, probe_failed_at_s=0.0)
         if node.liveness is Liveness.SUSPECT and node.connected:
@@ -80,6 +79,40 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
         evaluate_silence(draft, (node.name,))
 
 
+def _mute(draft: Draft, node: Node, event: ProbeResult) -> None:
+    """An agent answers probes, and has neither linked nor sent a heartbeat for too long.
+
+    It cannot be commanded: from here on its answers are no signs of life, but evidence. If it says
+    itself that it has no workers of the job that holds it, that is a fact; else the job may train
+    behind a network that lets through one way only, and the node is given up as any silent one.
+    """
+    node = draft.node(node.name, mute_at_s=draft.now_s)
+    job = draft.holder_of(node.name)
+    if node.liveness is not Liveness.SUSPECT:
+        return
+    at_work = (event.job, event.attempt) == (job.name, job.attempt) if job is not None else True
+    at_work = at_work and event.phase in _AT_WORK
+    if job is None or job.phase is not JobPhase.RUNNING or event.phase is None or at_work:
+        evaluate_silence(draft, (node.name,))
+        return
+    breaker.count(draft, node.name)
+    said = f"attempt {event.attempt} of job {event.job} is {event.phase}" if event.job else "idle"
+    _declare_dead(
+        draft, node,
+        f"its agent answers probes, has sent no heartbeat for {_mute_s(draft, node):.0f} s, "
+        f"and has no workers of attempt {job.attempt}",
+        "mute",
+        (
+            Evidence("silence", f"nodes/{node.name}", f"{_mute_s(draft, node):.1f} s"),
+            Evidence("probe", node.identity.executor_endpoint, said),
+        ),
+    )  # fmt: skip
+
+
+def _mute_s(draft: Draft, node: Node) -> float:
+    return draft.now_s - node.heard_at_s
+
+
 def platform_report(draft: Draft, event: PlatformReport) -> None:
     """Take in which nodes their platform does not reach; it reaches all others."""
     for name, node in list(draft.nodes.items()):
@@ -99,8 +132,11 @@ def silent(draft: Draft, silences: Iterable[Silence]) -> None:
         node = draft.nodes.get(found.node)
         if node is None or found.incarnation not in ("", node.identity.incarnation):
             continue  # forgotten, or a hello of its next incarnation is on the way
-        if found.last_beat_s > node.last_seen_s:
-            draft.node(node.name, last_seen_s=found.last_beat_s)
+        draft.node(
+            node.name,
+            last_seen_s=max(node.last_seen_s, found.last_beat_s),
+            heard_at_s=max(node.heard_at_s, found.last_beat_s),
+        )
         names.append(node.name)
     if names:
         evaluate_silence(draft, names)
@@ -155,6 +191,8 @@ def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
         return "its link is broken"
     if node.probe_failed_at_s > node.last_seen_s:
         return "a probe of its port failed"
+    if node.mute_at_s > node.last_seen_s:
+        return f"its agent answers probes but has sent nothing for {_mute_s(draft, node):.0f} s"
     sign = node.unreachable
     still_counts = draft.now_s - sign.at_s <= draft.policy.platform_report_s
     if sign.at_s > node.last_seen_s and still_counts:

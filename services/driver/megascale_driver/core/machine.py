@@ -272,7 +272,7 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
     draft.leader_since_s = event.now_s
     draft.grace_until_s = event.now_s + draft.policy.leader_grace_s
     for name in list(draft.nodes):
-        draft.node(name, last_seen_s=event.now_s)
+        draft.node(name, last_seen_s=event.now_s, heard_at_s=event.now_s)
     jobs.restart_timers(draft)
     draft.log(
         "LEADER_ELECTED",

@@ -45,8 +45,10 @@ def hello(draft: Draft, event: NodeHello) -> None:
         liveness=Liveness.ALIVE,
         connected=True,
         last_seen_s=draft.now_s,
+        heard_at_s=draft.now_s,
         reset_at_s=0.0,
         probe_failed_at_s=0.0,
+        mute_at_s=0.0,
     )
     # In any case: the node may have missed what was sent while its link was broken, and has nothing
     # of this leader's epoch yet.
@@ -109,7 +111,9 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
         checks=event.report.checks or node.checks,
         liveness=Liveness.ALIVE,
         last_seen_s=max(node.last_seen_s, event.now_s),
+        heard_at_s=max(node.heard_at_s, event.now_s),
         probe_failed_at_s=0.0,
+        mute_at_s=0.0,
     )
     if node.report is None and draft.unreadable:
         draft.command(node.name)  # withheld until it was known what the node runs

@@ -22,6 +22,9 @@ class Policy:
     dead_after_s: float = 14.0
     dead_uncorroborated_after_s: float = 60.0
     probe_interval_s: float = 2.0
+    # How long a running job may be without a step and without any node that reports workers of its
+    # attempt. Long: a driver that is cut off from all its nodes must not end what trains.
+    no_workers_after_s: float = 600.0
     # How long it counts that a platform does not reach a node; it repeats that every few seconds.
     platform_report_s: float = 30.0
     # A step record proves that all nodes of its job were alive this long before it arrived.

@@ -21,6 +21,7 @@ Reason = Literal[
     "LOG_ROOT_FOUND",
     "HANG_SUSPECTED",
     "HANG_STACKS",
+    "WORKERS_MISSING",
     "LOSS_DIVERGED",
     "STRAGGLER",
     "TRAFFIC_STOPPED",

@@ -16,6 +16,7 @@ RULES: Mapping[str, str] = {
     "silence": "a node without a sign of life is declared dead, and its job leaves it",
     "switch-lost": "the silent nodes of a switch are given up together",
     "hang": "an attempt of which no rank advances is ended",
+    "no-workers": "an attempt of which no node reports workers for ten minutes is ended",
     "self-check": "a node that fails a self-check is quarantined",
     "repeated-check": "a node that is slower than the fleet in a check twice in a row is evicted",
     "group-check": "a node that fails checks with good partners is quarantined",

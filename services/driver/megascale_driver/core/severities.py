@@ -23,6 +23,7 @@ ALERTS: Final[Mapping[Reason, Severity]] = {
     "NODE_DEAD": "warning",
     "NODE_EVICTED": "warning",
     "HANG_SUSPECTED": "warning",
+    "WORKERS_MISSING": "warning",
     "LOSS_DIVERGED": "warning",
     "STRAGGLER": "warning",
     "TRAFFIC_STOPPED": "warning",

@@ -255,6 +255,11 @@ class Node:
     liveness_reason: str = field(default="", metadata=VOLATILE)  # of the newest SUSPECT or DEAD
     connected: bool = field(default=False, metadata=VOLATILE)
     last_seen_s: float = field(default=0.0, metadata=VOLATILE)
+    # When the agent itself was last heard, by a hello, a heartbeat or its open link. Only known to
+    # be the newest moment while the node is silent.
+    heard_at_s: float = field(default=0.0, metadata=VOLATILE)
+    # The newest answer to a probe that is no sign of life: the agent answers and says nothing.
+    mute_at_s: float = field(default=0.0, metadata=VOLATILE)
     # When the open stream broke; 0 while it is open, or if it was never open in this term.
     reset_at_s: float = field(default=0.0, metadata=VOLATILE)
     probed_at_s: float = field(default=0.0, metadata=VOLATILE)

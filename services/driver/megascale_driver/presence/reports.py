@@ -45,6 +45,11 @@ _VERDICTS: dict[int, str] = {
 }
 
 
+def phase_of(number: link_pb2.AttemptPhase.ValueType) -> AttemptPhase | None:
+    """The phase by its number on the wire; None for one that this build does not know."""
+    return _PHASES.get(number)
+
+
 def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: float = 0.0) -> Report:
     """A heartbeat; the version of a desired state of another epoch counts as 0.
 
