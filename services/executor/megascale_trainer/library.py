@@ -124,7 +124,10 @@ class Trainer(core.Trainer):
             found = restore(link, plan, self, self._device)
         finally:
             link.close()
-        self.finish_load(found.plan.step, weights_only=found.plan.step == 0)
+        skipped = int(found.small_state.get("skipped_updates", 0)) if found.plan.step else 0
+        self.finish_load(
+            found.plan.step, skipped_updates=skipped, weights_only=found.plan.step == 0
+        )
         self.restored = True
 
     def generate(self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:

@@ -29,6 +29,7 @@ from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
+    SKIP_REASONS,
     StepControl,
     StepTotals,
     local_totals,
@@ -61,8 +62,9 @@ class StepRecord:
 
     ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` that of the mean
     gradient before clipping. NaN losses and norms belong to skipped steps, and so do norms above
-    ``optimizer.skip_norm``. ``consumed_samples`` and ``consumed_tokens`` count from the start of
-    the run. ``votes`` and ``wishes`` are the sums of the ranks'.
+    ``optimizer.skip_norm``; ``skipped_because`` is one of :data:`SKIP_REASONS`.
+    ``consumed_samples`` and ``consumed_tokens`` count from the start of the run. ``votes`` and
+    ``wishes`` are the sums of the ranks'.
     """
 
     step: int
@@ -76,6 +78,7 @@ class StepRecord:
     consumed_tokens: int
     votes: int
     wishes: int = 0
+    skipped_because: str = ""
 
 
 class StepResult:
@@ -98,7 +101,7 @@ class StepResult:
             totals.z_loss / weight,
             control.norm * broken,
             control.clip * broken,
-            1.0 - control.apply.double(),
+            control.reason.double(),
             totals.votes,
             totals.wishes,
         )
@@ -123,19 +126,20 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()
         step, rate, samples, tokens = self._host
-        loss, z_loss, norm, clip, skipped, votes, wishes = self._values.tolist()
+        loss, z_loss, norm, clip, reason, votes, wishes = self._values.tolist()
         return StepRecord(
             step=step,
             loss=loss,
             z_loss=z_loss,
             gradient_norm=norm,
             clip_factor=clip,
-            skipped=skipped > 0,
+            skipped=reason > 0,
             learning_rate=rate,
             consumed_samples=samples,
             consumed_tokens=tokens,
             votes=round(votes),
             wishes=round(wishes),
+            skipped_because=SKIP_REASONS[round(reason)],
         )
 
 
@@ -183,6 +187,9 @@ class Trainer:
             self._fp8.choose_algorithms(self._table, tokens, device)
             torch.cuda.empty_cache()
         self._buffers = _buffers(config, self._table, groups, dtype, device, tp, operators)
+        # Updates that were not applied: optimizers count the others. On the device, because the
+        # host reads the result of a step later.
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         factory = optimizer_factory(config.optimizer.name)
         self._state_names = tuple(factory.state_names)
         self._layout = shard_layout(self._table, self._state_names)
@@ -261,13 +268,16 @@ class Trainer:
             vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device, wish)
             self._groups.world.all_reduce(vector)
             settings = self.config.optimizer
-            totals, control = step_control(vector, settings.clip_norm, settings.skip_norm)
+            totals, control = step_control(
+                vector, settings.clip_norm, settings.skip_norm, self._skipped
+            )
             rate = learning_rate(self.config, self.step)
             with span("optimizer"), self._timer.span(OPTIMIZER):
                 shards = [shard for _, shard in gradients]
                 self._optimizer.update(
                     shards, self._buffers.parameter_shards(), control, rate, self.step + 1
                 )
+            self._skipped = self._skipped + (1.0 - control.apply.double())
             # Overlapped buffers return at once: the next forward waits for each unit on entry.
             self._buffers.gather_parameters()
             self._forget_casts()
@@ -363,12 +373,16 @@ class Trainer:
                 ready(stop)
                 image[start:stop].copy_(slot[start:stop], non_blocking=True)
 
-    def finish_load(self, step: int, *, weights_only: bool = False) -> None:
+    def finish_load(
+        self, step: int, *, skipped_updates: int = 0, weights_only: bool = False
+    ) -> None:
         """Set the number of completed steps; publish the loaded parameters to all replicas.
 
-        ``weights_only`` forgets the optimizer's other states: they begin anew.
+        ``skipped_updates`` of them changed nothing. ``weights_only`` forgets the optimizer's other
+        states: they begin anew.
         """
         self.step = step
+        self._skipped.fill_(skipped_updates)
         if weights_only:
             self._states[1:].zero_()
         self._publish()
