@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from tests.harness.by_hand import small_job, write_job
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
-from megascale_trainer.launch import command
+from megascale_trainer.launch import command, meeting
 from megascale_trainer.launch.display import Display, duration
 from megascale_trainer.launch.host_services import ServiceFailed
 from megascale_trainer.launch.job_file import load_config
+from megascale_trainer.launch.meeting import Meeting, MeetingFailed
 from megascale_trainer.launch.place import LOOPBACK, Place, own_address
 from megascale_trainer.launch.run import _refuse_unreachable
 
@@ -149,6 +152,59 @@ def test_a_line_per_step_a_bar_on_a_terminal_and_json() -> None:
     assert json.loads(lines.getvalue()) == {"event": "step", **RECORD}
     Display(None, 4).step(RECORD)
     assert [duration(value) for value in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
+
+
+def test_json_has_no_nan_and_a_skipped_step_is_shown_by_its_cause() -> None:
+    nan = float("nan")
+    empty = {**RECORD, "loss": nan, "gradient_norm": nan, "skipped_because": "no_targets"}
+    lines, plain = io.StringIO(), io.StringIO()
+    for output, as_json in ((lines, True), (plain, False)):
+        display = Display(output, 4, as_json=as_json)
+        display.step({**empty, "evaluation_loss": float("inf")})
+        display.step({**RECORD, "skipped_because": "norm"})
+        display.step({**RECORD, "skipped_because": ""})
+        assert display.skipped == 2
+
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    first, *_ = (json.loads(line, parse_constant=refuse) for line in lines.getvalue().splitlines())
+    assert (first["loss"], first["evaluation_loss"]) == (None, None)
+    assert first["skipped_because"] == "no_targets"
+    shown = plain.getvalue()
+    assert "step 3 changed nothing: no target in its batch has a loss weight" in shown
+    assert "above trainer.optimizer.skip_norm (2 so far)" in shown
+    assert "step 3/4  no loss" in shown and "evaluation loss" not in shown
+
+
+def test_a_name_of_rank_0s_host_that_does_not_resolve_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place.of({**TORCHRUN, "MASTER_ADDR": "no-such-host.invalid"})
+    with pytest.raises(MeetingFailed, match=r"MASTER_ADDR: .*no-such-host.* --local-addr"):
+        Meeting(place)
+    asked = threading.Event()
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_: asked.wait())
+    monkeypatch.setattr(meeting, "RESOLVE_TIMEOUT_S", 0.1)
+    with pytest.raises(MeetingFailed, match="was not resolved within"):
+        Meeting(place)
+    asked.set()
+
+
+def test_a_run_that_was_superseded_is_not_started_again(tmp_path: Path) -> None:
+    """As torchrun does it, whose store outlives its processes."""
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    del (variables := {**TORCHRUN, **alone})["TORCHELASTIC_USE_AGENT_STORE"]
+    first = Meeting(Place.of(variables))  # serves the store
+    first.refuse_ended()
+    first.end_for_good("attempt 1 is superseded")
+    hosted = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
+    with pytest.raises(MeetingFailed, match="attempt 1 is superseded"):
+        Meeting(Place.of({**variables, **hosted})).refuse_ended()
+    other = Meeting(Place.of({**variables, **hosted, "TORCHELASTIC_RUN_ID": "another"}))
+    other.refuse_ended()
 
 
 class Gone(io.StringIO):

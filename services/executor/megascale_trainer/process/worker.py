@@ -28,7 +28,6 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import (
-    STACKS_SIGNAL,
     Assignment,
     ErrorKind,
     Failed,
@@ -85,9 +84,7 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
     assignment = cast(Assignment, message)
     rank, job, attempt = (assignment[key] for key in ("rank", "job", "attempt"))
     title.show(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
-    # Its handlers need no interpreter lock, which a hung call may hold. The second one is for
-    # crashes of native code, which would leave no line in the log.
-    faulthandler.register(STACKS_SIGNAL)
+    # Of crashes of native code, which would leave no line in the log. It needs no interpreter lock.
     faulthandler.enable()
     try:
         _Worker(agent, assignment, descriptors[0] if descriptors else None).run()
@@ -355,8 +352,8 @@ class _Worker:
                 f"{'; '.join(refused)}; keep the rule of the job that wrote it, or start a job of "
                 "its own from it with checkpoint.load: weights"
             )
-        trainer.finish_load(plan.step)
         self._skipped, self._consumed = int(small_state.get("skipped_updates", 0)), consumed
+        trainer.finish_load(plan.step, skipped_updates=self._skipped)
         if "cpu_rng" in small_state:  # an imported model has none: the job's seed holds
             random_state = bytearray(base64.b64decode(small_state["cpu_rng"]))
             torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
