@@ -43,6 +43,7 @@ from tests.harness.snippets import (
     TRAIN,
     TRUSTING_HOSTS,
     block,
+    blocks,
     commands_in_prose,
 )
 from tests.harness.waiting import log_bytes, until
@@ -218,6 +219,42 @@ def test_a_sample_and_the_library_read_what_was_trained(desk: Desk) -> None:
     assert "restored step 12" in shown and shown.count("The ") == 2
 
 
+# What `make` of the README's first block runs, in a copy, with the environment of this test. The
+# demo's own test runs all of it; of all tests one file is enough.
+IN_THE_ENVIRONMENT = f"PYTHON={sys.executable} INSTALL=0"
+VERBS = {
+    "make help": "train a small model",
+    f"make -n demo {IN_THE_ENVIRONMENT}": "-m megascale_cli demo",
+    f"make test {IN_THE_ENVIRONMENT} TEST_PROCESSES=0 PYTEST_ARGS=tests/unit/test_collection.py": (
+        "passed"
+    ),
+    f"make train {IN_THE_ENVIRONMENT} 2>&1": '"resumed_equal": true',
+}
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """The tracked files, as after a clone."""
+    here = Desk(tmp_path_factory.mktemp("clone"))
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=REPOSITORY, text=True)
+    for name in filter(None, listed.split("\0")):
+        copy = here.folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, copy)
+    return here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", VERBS)
+def test_a_verb_of_make_works_in_a_clone(line: str, clone: Desk) -> None:
+    first, *_ = blocks(REPOSITORY / "README.md")
+    named = {words.split()[1] for words in first.code.splitlines()}
+    assert (
+        named == {"demo", "train", "test"} and "make help" in (REPOSITORY / "README.md").read_text()
+    )
+    assert VERBS[line] in clone.paste(line)
+
+
 # Two hosts of eight GPUs stand here as two torchruns of one process each, on one host.
 HERE = (("--nproc-per-node 8", "--nproc-per-node 1"), ("HOST", LOOPBACK), ("29500", "{port}"))
 
@@ -246,7 +283,7 @@ WITHOUT_CLUSTER = (
     "megascale init --model llama3-8b --output llama.yaml",
     "megascale init --model llama3-8b --ranks 16 --output sixteen.yaml",
     "megascale checkpoint export checkpoints/job --to MODEL --format hf",
-    "megascale checkpoint import MODEL --to imported",
+    "megascale checkpoint import MODEL --format hf --to imported",
     "torchrun --max-restarts 3",
     "torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2",
     "--time-limit 23.5h",
@@ -306,12 +343,12 @@ def test_a_run_by_hand_continues_on_a_cluster_and_back(desk: Desk) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [(FIRST_BY_HAND, EIGHT_BY_HAND), (README_BY_HAND,)])
+@pytest.mark.parametrize("pasted", [(FIRST_BY_HAND, EIGHT_BY_HAND), (README_BY_HAND,)])
 def test_eight_ranks_train_beside_one_in_the_same_folder(
-    blocks: tuple[tuple[str, str], ...], tmp_path: Path
+    pasted: tuple[tuple[str, str], ...], tmp_path: Path
 ) -> None:
     desk = Desk(tmp_path)
-    shown = desk.paste("".join(block(*each).code for each in blocks))
+    shown = desk.paste("".join(block(*each).code for each in pasted))
     assert shown.count("all 12 steps are done") == 2, shown
 
 
@@ -526,12 +563,19 @@ def test_a_job_trains_while_a_node_is_evicted(trained: Hour) -> None:
     for command in prose_of("README.md"):
         if command not in README_BLOCKS_HAVE:
             assert trained.shell(command).stdout, command
-    left = [path.name for path in trained.folder.iterdir() if path.name not in ("docs", "clients")]
-    left += [f"docs/examples/{path.name}" for path in (trained.folder / "docs/examples").iterdir()]
-    ignored = ["git", "check-ignore", "--no-index", *left]
-    done = subprocess.run(ignored, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    written = {*left} - {"README.md", *KEPT_EXAMPLES}
-    assert written and written <= {*done.stdout.splitlines()}, "left behind, and git sees it"
+    examples = trained.folder / "docs" / "examples"
+    left = {
+        f"{path.relative_to(trained.folder)}{'/' if path.is_dir() else ''}"
+        for path in (*trained.folder.iterdir(), *examples.iterdir())
+    } - {"README.md", "docs/", "clients/", *KEPT_EXAMPLES}
+    done = subprocess.run(
+        ["git", "check-ignore", "--no-index", *left],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert left and left == {*done.stdout.splitlines()}, "left behind, and git sees it"
 
 
 def test_a_program_in_python_trains_too(trained: Hour) -> None:
