@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 from tests.harness.by_hand import small_job, write_job
+from tests.harness.waiting import until
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
-from megascale_trainer.launch import command, meeting
+from megascale_common.node import framing
+from megascale_trainer.launch import command, host_services, meeting
 from megascale_trainer.launch.display import Display, duration
-from megascale_trainer.launch.host_services import ServiceFailed
+from megascale_trainer.launch.host_services import HostServices, ServiceFailed
 from megascale_trainer.launch.job_file import load_config
+from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed
 from megascale_trainer.launch.place import LOOPBACK, Place, own_address
 from megascale_trainer.launch.run import _refuse_unreachable
@@ -258,3 +261,94 @@ def test_a_daemon_listens_beyond_loopback_only_where_that_is_said(tmp_path: Path
     assert done.returncode == 2
     assert "refusing to listen on 0.0.0.0 without TLS" in done.stderr
     assert not (tmp_path / "address").exists()
+
+
+class Daemon:
+    """What a local agent asks of the services of its host."""
+
+    def __init__(self, **answer: Any) -> None:
+        self.answer = {"kind": "saves", "committed_step": 4, "failures": [], "newest_attempt": 0}
+        self.answer |= answer
+
+    def saves(self, attempt: int, *, look: bool = False) -> Any:
+        return self.answer
+
+    def daemon_problem(self) -> str:
+        return ""
+
+    def problem(self) -> str:
+        return ""
+
+
+def local_agent(daemon: Any) -> tuple[LocalAgent, socket.socket, io.StringIO, list[str]]:
+    """One of a run of one rank, the worker's end of its socket, what it shows, why it gave up."""
+    ours, theirs = socket.socketpair()
+    shown, given_up = io.StringIO(), list[str]()
+    display = Display(shown, 12, as_json=True)
+    agent = LocalAgent(
+        ours,
+        0,
+        Meeting(Place()),
+        display,
+        display.event,
+        daemon,
+        SaveWatch(daemon, 1, looks=True),
+        None,
+        None,
+        given_up.append,
+    )
+    return agent, theirs, shown, given_up
+
+
+def test_each_failed_save_is_shown_once_and_a_later_attempt_ends_the_run() -> None:
+    failed = [{"step": 8, "rank": rank, "error": "No space left"} for rank in (1, 0)]
+    agent, _, shown, given_up = local_agent(Daemon(failures=failed))
+    assert agent._saves is not None
+    for _ in range(3):
+        assert agent._saves.ask(look=True)
+    agent._show_saves()
+    assert (agent.failed_saves, given_up) == ([8], [])
+    (line,) = map(json.loads, shown.getvalue().splitlines())
+    assert (line["event"], line["failed_step"], line["rank"]) == ("save_failed", 8, 1)
+    agent._saves._services = Daemon(newest_attempt=2)  # type: ignore[assignment]
+    agent._saves.ask(look=True)
+    agent._show_saves()
+    (why,) = given_up
+    assert "attempt 1 is superseded: attempt 2" in why and "checkpoint is of step 4" in why
+    with pytest.raises(MeetingFailed, match="superseded"):
+        agent._meeting.refuse_ended()
+
+
+def test_an_order_to_save_that_failed_is_shown_and_may_be_given_again() -> None:
+    agent, theirs, shown, _ = local_agent(Daemon())
+    agent.start()
+    ids = []
+    for _ in range(2):
+        agent.leave("SIGTERM")
+        message, _ = framing.receive(theirs) or ({}, [])
+        ids.append(message["id"])
+        framing.send(theirs, {"kind": "not_left", "id": ids[-1], "problem": "disk full"})
+        until(lambda: shown.getvalue().count("disk full") == len(ids), "it is shown")
+    theirs.close()
+    agent.join()
+    assert len(set(ids)) == 2
+    assert shown.getvalue().count('"event": "not_left"') == 2
+
+
+def test_a_daemon_that_ends_is_started_again_a_few_times_and_each_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_services, "MOST_RESTARTS", 2)
+    services = HostServices(job(tmp_path), tmp_path / "run", 0)
+    monkeypatch.setattr(
+        HostServices, "_start_daemon", lambda ours: ours._spawn("daemon", ["no_such"], "checkpoint")
+    )
+    services._start_daemon()
+    told: list[str] = []
+    while "nothing is saved" not in (told or [""])[-1]:
+        services._children["checkpoint"].process.wait()
+        told.append(services.daemon_problem())
+    assert [text.partition("; ")[2][:9] for text in told] == ["it is sta", "it is sta", "it ended "]
+    assert all("No module named no_such" in text for text in told)
+    assert services.daemon_problem() == ""
+    services.stop()
