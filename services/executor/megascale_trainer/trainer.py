@@ -43,7 +43,7 @@ from megascale_trainer.parallel.pipeline.graphs import GraphedStage, graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
 from megascale_trainer.parallel.pipeline.rehearsal import Rehearsal
 from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
-from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, forward_only
+from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Action, forward_only
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
@@ -205,16 +205,10 @@ class Trainer:
         weights = bind_weights(
             self._table, self._buffers.values, self._buffers.gradients, self._buffers.scales
         )
-        parallel = config.parallelism
-        line = (self._table.at.pp, parallel.pp, config.micro_batches, parallel.virtual_stages)
-        overlap = parallel.overlap.pp
-        self._program = SCHEDULES[parallel.pipeline_schedule](*line, overlap=overlap)
-        self._forwards = forward_only(*line, overlap=overlap)
-        shape = (
-            config.model.sequence_length // parallel.tp,
-            config.training.micro_batch_size,
-            config.model.hidden_size,
-        )
+        self._program, self._forwards = _programs(config, self._table.at.pp)
+        parallel, model = config.parallelism, config.model
+        length = model.sequence_length // parallel.tp
+        shape = (length, config.training.micro_batch_size, model.hidden_size)
         connect_edges(config, groups.edges, self._table.at.pp, dtype, device)
         empty_hidden = partial(torch.empty, shape, dtype=dtype, device=device)
         stages = [
@@ -443,6 +437,15 @@ class Trainer:
     def _note_micro_batch(self, number: int) -> None:
         if self._status is not None:
             self._status.update(micro_batch=number)
+
+
+def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:
+    """What a pipeline stage does in a step, and in an evaluation."""
+    parallel = config.parallelism
+    line = (stage, parallel.pp, config.micro_batches, parallel.virtual_stages)
+    overlap = parallel.overlap.pp
+    program = SCHEDULES[parallel.pipeline_schedule](*line, overlap=overlap)
+    return program, forward_only(*line, overlap=overlap)
 
 
 def _buffers(

@@ -65,12 +65,7 @@ def generate(
     from megascale_trainer.restore import RestoreRefused
 
     try:
-        if not job.exists() and not job.suffix:
-            raise GenerateRefused(
-                f"{job}: there is no such file; give the job's file (of a job on a cluster, "
-                f"`megascale config show {job} > {job}.yaml` writes it)",
-                "JOB_REFUSED",
-            )
+        _refuse_name(job)
         config = load_config(job)
         trainer = Trainer(config, device)
         step = trainer.restore()
@@ -96,6 +91,16 @@ def generate(
         print(json.dumps({**found, "passed_over": trainer.passed_over}))
     else:
         print(text)
+
+
+def _refuse_name(job: Path) -> None:
+    """Raise GenerateRefused for what is a job's name and no file."""
+    if not job.exists() and not job.suffix:
+        raise GenerateRefused(
+            f"{job}: there is no such file; give the job's file (of a job on a cluster, "
+            f"`megascale config show {job} > {job}.yaml` writes it)",
+            "JOB_REFUSED",
+        )
 
 
 if __name__ == "__main__":
