@@ -137,6 +137,17 @@ def test_a_signal_saves_and_ends_and_the_same_command_goes_on(
     }
 
 
+def test_ctrl_c_of_a_job_without_checkpoints_ends_it_in_a_sentence(
+    tmp_path: Path, start: Start
+) -> None:
+    nowhere = {"uri": "", "interval_steps": 0}
+    run = start(write_job(tmp_path, small_job(tmp_path, optimizer=held(3), checkpoint=nowhere)))
+    run.await_step(2)
+    assert run.end(signal.SIGINT) == 1
+    text = "ended by Ctrl-C; the job has no checkpoint.uri, so nothing is saved\n"
+    assert run.errors.read_text() == text
+
+
 def test_a_save_that_fails_is_reported_and_so_is_the_next_that_succeeds(
     tmp_path: Path, start: Start
 ) -> None:

@@ -129,6 +129,18 @@ def test_a_time_limit_needs_somewhere_to_save(
             command._seconds(text)
 
 
+def test_ctrl_c_before_the_first_step_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "HostServices", interrupted)
+    path = write_job(tmp_path, small_job(tmp_path))
+    assert command.main([str(path), "--run-folder", str(tmp_path)]) == command.INTERRUPTED
+    assert capsys.readouterr().err == "ended by Ctrl-C before the first step\n"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

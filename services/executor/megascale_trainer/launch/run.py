@@ -273,6 +273,10 @@ class Run:
         kind = failed["error_kind"] if failed is not None else "OTHER"
         detail = (failed["detail"] or _last_line(failed["error"])) if failed is not None else ""
         rank = self._place.rank
+        if detail == KeyboardInterrupt.__name__:
+            if rank == 0:
+                self._say("ended by Ctrl-C; the job has no checkpoint.uri, so nothing is saved")
+            return FAILED
         self._say(f"rank {rank} failed ({kind}): {detail}; its log: {folder.log(rank)}")
         return FAILED
 
