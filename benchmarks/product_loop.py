@@ -115,8 +115,16 @@ class ProductLoop:
             # As a run by hand: rank 0 shows what it gets, here to nobody.
             display = Display(nowhere if rank == 0 else None, done + count + EDGE_STEPS)
             agent = LocalAgent(
-                *(ours, rank, Meeting(Place()), display, display.event),
-                *(None, None, None, None, print),
+                ours,
+                rank,
+                Meeting(Place()),
+                display=display,
+                tell=display.event,
+                services=None,
+                saves=None,
+                spans=None,
+                ends_at_s=None,
+                give_up=print,
             )
             agent.start()
             records = _Records(theirs, self._assignment(), self._config, self._device, on_step)

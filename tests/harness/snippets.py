@@ -110,8 +110,13 @@ LIBRARY_BY_HAND = ("docs/by-hand.md", "from megascale_trainer import Trainer")
 HOSTS_BY_HAND = ("docs/by-hand.md", "--rdzv-endpoint HOST:29500")
 TRUSTING_HOSTS = ("docs/by-hand.md", "--insecure-network")
 RUN_BY_HAND = (
-    *(FIRST_BY_HAND, EIGHT_BY_HAND, README_BY_HAND, SAMPLE_BY_HAND, LIBRARY_BY_HAND),
-    *(HOSTS_BY_HAND, TRUSTING_HOSTS),
+    FIRST_BY_HAND,
+    EIGHT_BY_HAND,
+    README_BY_HAND,
+    SAMPLE_BY_HAND,
+    LIBRARY_BY_HAND,
+    HOSTS_BY_HAND,
+    TRUSTING_HOSTS,
 )
 # Of what tests/chaos/test_high_availability.py runs, which sets the variables of the first.
 MEMBERS_OF_ETCD = ("docs/operations.md", "export MEMBERS=")

@@ -301,13 +301,13 @@ def local_agent(daemon: Any) -> tuple[LocalAgent, socket.socket, io.StringIO, li
         ours,
         0,
         Meeting(Place()),
-        display,
-        display.event,
-        daemon,
-        SaveWatch(daemon, 1, looks=True),
-        None,
-        None,
-        given_up.append,
+        display=display,
+        tell=display.event,
+        services=daemon,
+        saves=SaveWatch(daemon, 1, looks=True),
+        spans=None,
+        ends_at_s=None,
+        give_up=given_up.append,
     )
     return agent, theirs, shown, given_up
 

@@ -39,7 +39,9 @@ class SaveWatch(threading.Thread):
 
     def __init__(self, services: HostServices, attempt: int, *, looks: bool) -> None:
         super().__init__(name="save-watch", daemon=True)
-        self._services, self.attempt, self._looks = services, attempt, looks
+        self._services = services
+        self.attempt = attempt
+        self._looks = looks
         self._looked_s = 0.0
         self._found: deque[Saves] = deque()
 
@@ -83,6 +85,7 @@ class LocalAgent(threading.Thread):
         ours: socket.socket,
         rank: int,
         meeting: Meeting,
+        *,
         display: Display,
         tell: Callable[[str, Mapping[str, Any], str], None],
         services: HostServices | None,
@@ -94,7 +97,9 @@ class LocalAgent(threading.Thread):
         super().__init__(name="local-agent", daemon=True)
         self._ours, self._rank, self._meeting, self._display = ours, rank, meeting, display
         self._services, self._ends_at_s, self._give_up = services, ends_at_s, give_up
-        self._tell, self._saves, self._orders = tell, saves, 0
+        self._tell = tell
+        self._saves = saves
+        self._orders = 0
         self.failed_saves: list[int] = []  # steps
         self._failing = False
         self._spans = spans

@@ -97,8 +97,16 @@ class Run:
         if services is not None and self._config.checkpoint.uri:
             saves = SaveWatch(services, assignment["attempt"], looks=rank == 0)
         agent = LocalAgent(
-            *(ours, rank, meeting, self._display, self._tell, services, saves, spans),
-            *(self._ends_at_s, self._give_up),
+            ours,
+            rank,
+            meeting,
+            display=self._display,
+            tell=self._tell,
+            services=services,
+            saves=saves,
+            spans=spans,
+            ends_at_s=self._ends_at_s,
+            give_up=self._give_up,
         )
         if self._config.checkpoint.uri:
             self._save_on_signals(agent)
