@@ -119,7 +119,7 @@ class ProductLoop:
                 rank,
                 Meeting(Place()),
                 display=display,
-                tell=display.event,
+                report=display.event,
                 services=None,
                 saves=None,
                 spans=None,

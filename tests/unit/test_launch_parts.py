@@ -302,7 +302,7 @@ def local_agent(daemon: Any) -> tuple[LocalAgent, socket.socket, io.StringIO, li
         0,
         Meeting(Place()),
         display=display,
-        tell=display.event,
+        report=display.event,
         services=daemon,
         saves=SaveWatch(daemon, 1, looks=True),
         spans=None,
@@ -347,7 +347,7 @@ def test_an_order_to_save_that_failed_is_shown_and_may_be_given_again() -> None:
     assert shown.getvalue().count('"event": "not_left"') == 2
 
 
-def test_a_daemon_that_ends_is_started_again_a_few_times_and_each_end_is_told(
+def test_a_daemon_that_ends_is_started_again_a_few_times_and_each_end_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_services, "MOST_RESTARTS", 2)
@@ -356,11 +356,15 @@ def test_a_daemon_that_ends_is_started_again_a_few_times_and_each_end_is_told(
         HostServices, "_start_daemon", lambda ours: ours._spawn("daemon", ["no_such"], "checkpoint")
     )
     services._start_daemon()
-    told: list[str] = []
-    while "nothing is saved" not in (told or [""])[-1]:
+    reported: list[str] = []
+    while "nothing is saved" not in (reported or [""])[-1]:
         services._children["checkpoint"].process.wait()
-        told.append(services.daemon_problem())
-    assert [text.partition("; ")[2][:9] for text in told] == ["it is sta", "it is sta", "it ended "]
-    assert all("No module named no_such" in text for text in told)
+        reported.append(services.daemon_problem())
+    assert [text.partition("; ")[2][:9] for text in reported] == [
+        "it is sta",
+        "it is sta",
+        "it ended ",
+    ]
+    assert all("No module named no_such" in text for text in reported)
     assert services.daemon_problem() == ""
     services.stop()

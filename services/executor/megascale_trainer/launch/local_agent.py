@@ -72,7 +72,7 @@ class LocalAgent(threading.Thread):
 
     Args:
         display: shows what the worker reports.
-        tell: shows what concerns this host, on whichever rank: event, values, sentence.
+        report: shows what concerns this host, on whichever rank: event, values, sentence.
         saves: of this host, on its first rank, where the job has checkpoints.
         services: of this host, on its first rank.
         spans: of this rank, from its ring to its folder; None: they are not kept.
@@ -87,7 +87,7 @@ class LocalAgent(threading.Thread):
         meeting: Meeting,
         *,
         display: Display,
-        tell: Callable[[str, Mapping[str, Any], str], None],
+        report: Callable[[str, Mapping[str, Any], str], None],
         services: HostServices | None,
         saves: SaveWatch | None,
         spans: SpanKeeper | None,
@@ -97,7 +97,7 @@ class LocalAgent(threading.Thread):
         super().__init__(name="local-agent", daemon=True)
         self._ours, self._rank, self._meeting, self._display = ours, rank, meeting, display
         self._services, self._ends_at_s, self._give_up = services, ends_at_s, give_up
-        self._tell = tell
+        self._report = report
         self._saves = saves
         self._orders = 0
         self.failed_saves: list[int] = []  # steps
@@ -151,7 +151,7 @@ class LocalAgent(threading.Thread):
             self.failed_saves.append(step)
             self._failing = True
             values = {"failed_step": step, "rank": failed["rank"], "error": failed["error"]}
-            self._tell(
+            self._report(
                 "save_failed",
                 {**values, "committed_step": committed},
                 f"the checkpoint of step {step} is not saved by rank {failed['rank']}: "
@@ -159,7 +159,7 @@ class LocalAgent(threading.Thread):
             )
         if self._failing and committed > self.failed_saves[-1]:
             self._failing = False
-            self._tell("saved", {"committed_step": committed}, f"saved again: {newest}")
+            self._report("saved", {"committed_step": committed}, f"saved again: {newest}")
 
     def _superseded(self, mine: int, found: Saves) -> None:
         """A later attempt has fenced this one, which can save nothing any more."""
@@ -169,7 +169,7 @@ class LocalAgent(threading.Thread):
             f"checkpoint folder, by another run or a driver, so this run can save nothing more and "
             f"ends; its newest complete checkpoint is of step {committed}"
         )
-        self._tell("superseded", {"attempt": mine, "newest_attempt": later}, "")
+        self._report("superseded", {"attempt": mine, "newest_attempt": later}, "")
         self._meeting.end_for_good(text)
         self._give_up(text)
 
@@ -193,7 +193,7 @@ class LocalAgent(threading.Thread):
             # It trains on, and takes another order.
             self._wanted, self._ordered, self._ends_at_s = "", False, None
             problem = message["problem"]
-            self._tell(
+            self._report(
                 "not_left",
                 {"error": problem},
                 f"the state cannot be saved, so training continues: {problem}",
@@ -226,7 +226,7 @@ class LocalAgent(threading.Thread):
         if self._services is None or self.failed or self.finished:
             return
         if ended := self._services.daemon_problem():
-            self._tell("daemon_ended", {"error": ended}, ended)
+            self._report("daemon_ended", {"error": ended}, ended)
         if not (problem := self._services.problem()):
             return
         now_s = time.monotonic()

@@ -101,7 +101,7 @@ class Run:
             rank,
             meeting,
             display=self._display,
-            tell=self._tell,
+            report=self._report,
             services=services,
             saves=saves,
             spans=spans,
@@ -316,7 +316,7 @@ class Run:
             return FAILED
         return 0
 
-    def _tell(self, event: str, values: Mapping[str, Any], text: str) -> None:
+    def _report(self, event: str, values: Mapping[str, Any], text: str) -> None:
         """What concerns this host: rank 0 shows it with its steps, another rank on stderr."""
         if self._place.rank == 0:
             self._display.event(event, values, text)
