@@ -15,14 +15,19 @@ from megascale_kernels.lamb import LambKernel, Segment
 
 _REPLICAS = 8  # that share a layer's update
 _SEGMENTS = 4  # parameters of a layer's share
-_NUMBERS = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
+
+
+def _numbers(device: torch.device) -> AdamWUpdate:
+    skipped = torch.zeros((), dtype=torch.float64, device=device)
+    return AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7, skipped)
 
 
 def adamw_update(shape: Shape) -> Case:
     """AdamW of one layer's parameters over tp and 8 replicas."""
     size, wide = _values(shape)
     scale = apply = torch.ones((), device=shape.device)
-    number = torch.tensor(float(_NUMBERS.number), device=shape.device)
+    numbers = _numbers(shape.device)
+    number = torch.tensor(float(numbers.number), device=shape.device)
 
     def way(load: Callable[[], AdamWKernel], dtype: torch.dtype) -> dict[str, Operation]:
         kernel = load()
@@ -31,7 +36,7 @@ def adamw_update(shape: Shape) -> Case:
         parameters = torch.empty(size, dtype=dtype, device=shape.device)
 
         def run() -> Tensors:
-            kernel(states, gradient, parameters, scale, apply, _NUMBERS)
+            kernel(states, gradient, parameters, scale, apply, numbers)
             return states.unbind()  # not the parameters: their rounding would hide any error
 
         return {"update": run}
@@ -45,11 +50,11 @@ def adamw_update(shape: Shape) -> Case:
         master, mean, square = ([row] for row in states)
         torch._fused_adamw_(
             *(master, [gradient], mean, square, [], [number]),
-            lr=_NUMBERS.learning_rate,
-            beta1=_NUMBERS.beta1,
-            beta2=_NUMBERS.beta2,
-            weight_decay=_NUMBERS.weight_decay,
-            eps=_NUMBERS.epsilon,
+            lr=numbers.learning_rate,
+            beta1=numbers.beta1,
+            beta2=numbers.beta2,
+            weight_decay=numbers.weight_decay,
+            eps=numbers.epsilon,
             amsgrad=False,
             maximize=False,
         )
@@ -78,6 +83,7 @@ def lamb_update(shape: Shape) -> Case:
     """LAMB of the same parameters, both passes; the ratios between them are given."""
     size, wide = _values(shape)
     one = torch.ones((), device=shape.device)
+    numbers = _numbers(shape.device)
     ends = [size * number // _SEGMENTS for number in range(_SEGMENTS + 1)]
     pieces = [Segment(start, stop, True) for start, stop in pairwise(ends)]
 
@@ -90,8 +96,8 @@ def lamb_update(shape: Shape) -> Case:
         ratios = torch.full((_SEGMENTS,), 0.5, dtype=states.dtype, device=shape.device)
 
         def run() -> Tensors:
-            runs.direction(states, gradient, one, one, _NUMBERS, sums)
-            runs.apply(states, gradient, parameters, ratios, one, _NUMBERS.learning_rate)
+            runs.direction(states, gradient, one, one, numbers, sums)
+            runs.apply(states, gradient, parameters, ratios, one, numbers.learning_rate)
             return states.unbind()
 
         return {"update": run}

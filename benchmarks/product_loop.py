@@ -114,7 +114,18 @@ class ProductLoop:
         ):
             # As a run by hand: rank 0 shows what it gets, here to nobody.
             display = Display(nowhere if rank == 0 else None, done + count + EDGE_STEPS)
-            agent = LocalAgent(ours, rank, Meeting(Place()), display, None, None, None, print)
+            agent = LocalAgent(
+                ours,
+                rank,
+                Meeting(Place()),
+                display=display,
+                report=display.event,
+                services=None,
+                saves=None,
+                spans=None,
+                ends_at_s=None,
+                give_up=print,
+            )
             agent.start()
             records = _Records(theirs, self._assignment(), self._config, self._device, on_step)
             trainer.clock = StepClock(self._device)

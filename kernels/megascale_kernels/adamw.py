@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AdamWUpdate:
     """The numbers of one update.
 
-    ``number`` counts from 1, skipped updates included: bias correction follows it.
+    ``number`` counts from 1, ``skipped`` (float64, on the device) those before it that were not
+    applied: bias correction counts the others, as many as the moments hold.
     """
 
     learning_rate: float
@@ -25,11 +27,28 @@ class AdamWUpdate:
     epsilon: float
     weight_decay: float
     number: int
+    skipped: torch.Tensor
+
+    @cached_property
+    def corrections(self) -> torch.Tensor:
+        """float32 [2]: what the two moments are divided by, as they started from zero."""
+        return self._corrections.float()
+
+    @cached_property
+    def factors(self) -> torch.Tensor:
+        """float32 [2]: the reciprocals of :attr:`corrections`, rounded once."""
+        return self._corrections.reciprocal().float()
 
     @property
-    def corrections(self) -> tuple[float, float]:
-        """1 - beta^number: what the two moments are divided by, as they started from zero."""
-        return 1.0 - self.beta1**self.number, 1.0 - self.beta2**self.number
+    def _corrections(self) -> torch.Tensor:
+        """1 - beta^n in float64; a run that has skipped nothing gets Python's own powers."""
+        skipped, number = self.skipped, self.number
+        return torch.stack(
+            [
+                torch.where(skipped == 0, 1.0 - beta**number, 1.0 - beta ** (number - skipped))
+                for beta in (self.beta1, self.beta2)
+            ]
+        )
 
 
 # The signature of adamw, plain or fused.
@@ -58,7 +77,7 @@ def adamw(
         apply: float32 scalar on the device, 1 or 0.
         update: the numbers of this update.
     """
-    correction1, correction2 = update.corrections
+    correction1, correction2 = update.corrections.unbind()
     gradient.mul_(scale)
     mean = states[1].lerp(gradient, 1.0 - update.beta1)
     square = states[2].lerp(gradient.square_(), 1.0 - update.beta2)

@@ -86,16 +86,38 @@ def commands_in_prose() -> list[tuple[str, str]]:
 TERMINAL = ("README.md", "megascale up --nodes 3")
 TRAIN = ("README.md", "megascale data tokenize README.md")
 MEANWHILE = ("README.md", "megascale explain example")
+AFTER_A_CHECKPOINT = ("README.md", "megascale evict n2")
 AFTERWARDS = ("README.md", "megascale checkpoint fetch")
 COMPLETION = ("docs/cli.md", "--show-completion")
 BACKUP = ("docs/operations.md", "snapshot save")
 RESTORE = ("docs/operations.md", "etcd.lost")
-RUN_IN_A_CLUSTER = (TERMINAL, TRAIN, MEANWHILE, AFTERWARDS, COMPLETION, BACKUP, RESTORE)
+RUN_IN_A_CLUSTER = (
+    TERMINAL,
+    TRAIN,
+    MEANWHILE,
+    AFTER_A_CHECKPOINT,
+    AFTERWARDS,
+    COMPLETION,
+    BACKUP,
+    RESTORE,
+)
 # Of what tests/integration/test_first_hour.py runs in an empty folder, without a cluster.
 FIRST_BY_HAND = ("docs/by-hand.md", "--output job.yaml")
 EIGHT_BY_HAND = ("docs/by-hand.md", "--output eight.yaml")
 README_BY_HAND = ("README.md", "--output eight.yaml")
-RUN_BY_HAND = (FIRST_BY_HAND, EIGHT_BY_HAND, README_BY_HAND)
+SAMPLE_BY_HAND = ("docs/by-hand.md", "megascale generate job.yaml")
+LIBRARY_BY_HAND = ("docs/by-hand.md", "from megascale_trainer import Trainer")
+HOSTS_BY_HAND = ("docs/by-hand.md", "--rdzv-endpoint HOST:29500")
+TRUSTING_HOSTS = ("docs/by-hand.md", "--insecure-network")
+RUN_BY_HAND = (
+    FIRST_BY_HAND,
+    EIGHT_BY_HAND,
+    README_BY_HAND,
+    SAMPLE_BY_HAND,
+    LIBRARY_BY_HAND,
+    HOSTS_BY_HAND,
+    TRUSTING_HOSTS,
+)
 # Of what tests/chaos/test_high_availability.py runs, which sets the variables of the first.
 MEMBERS_OF_ETCD = ("docs/operations.md", "export MEMBERS=")
 RESTORE_MEMBER = ("docs/operations.md", '--name "$NAME"')

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from docs.examples import train_by_hand
 from tests.harness.by_hand import STEPS, HandRun, held, small_job, write_job
+from tests.harness.corpus import write_corpus
 from tests.harness.local_cluster import UpProcess, settle
 from tests.harness.networks import two_networks, why_not
 from tests.harness.paced import release
@@ -86,10 +87,27 @@ def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
     assert not resumed.processes()
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
-    tmp_path: Path, start: Start, ranks: int
+# What ends a run, of how many ranks, by which signal; torchrun passes on what it is asked to.
+ENDS = [
+    (1, signal.SIGTERM),
+    (1, signal.SIGUSR1),
+    pytest.param(1, signal.SIGHUP, marks=pytest.mark.slow),
+    pytest.param(1, signal.SIGUSR2, marks=pytest.mark.slow),
+    pytest.param(2, signal.SIGTERM, marks=pytest.mark.slow),
+    pytest.param(2, signal.SIGHUP, marks=pytest.mark.slow),
+    pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("ranks", "number"), ENDS)
+def test_a_signal_saves_and_ends_and_the_same_command_goes_on(
+    tmp_path: Path,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    number: signal.Signals,
 ) -> None:
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGHUP,SIGUSR1")  # --signals-to-handle
     job = write_job(
         tmp_path,
         small_job(
@@ -101,7 +119,7 @@ def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
     )
     first = start(job, ranks)
     first.await_step(2)
-    status = first.end(signal.SIGTERM)
+    status = first.end(number)
     saved = first.events("end")
     assert saved and saved[0]["step"] < STEPS, first.story()
     assert status == (0 if ranks == 1 else 1)  # torchrun itself reports the signal
@@ -114,7 +132,101 @@ def test_sigterm_saves_and_ends_and_the_same_command_goes_on(
         "step": STEPS,
         "steps": STEPS,
         "not_saved": "",
+        "failed_saves": 0,
+        "skipped": 0,
     }
+
+
+def test_ctrl_c_of_a_job_without_checkpoints_ends_it_in_a_sentence(
+    tmp_path: Path, start: Start
+) -> None:
+    nowhere = {"uri": "", "interval_steps": 0}
+    run = start(write_job(tmp_path, small_job(tmp_path, optimizer=held(3), checkpoint=nowhere)))
+    run.await_step(2)
+    assert run.end(signal.SIGINT) == 1
+    text = "ended by Ctrl-C; the job has no checkpoint.uri, so nothing is saved\n"
+    assert run.errors.read_text() == text
+
+
+def test_a_save_that_fails_is_reported_and_so_is_the_next_that_succeeds(
+    tmp_path: Path, start: Start
+) -> None:
+    folder = tmp_path / "checkpoints" / "attempts" / "attempt-000001"
+    folder.mkdir(parents=True)
+    (folder / "step-000000004").write_text("in the way")
+    run = start(write_job(tmp_path, small_job(tmp_path)))
+    assert run.end() == 0, run.story()
+    (failed,) = run.events("save_failed")
+    assert failed["failed_step"] == 4 and "step-000000004" in failed["error"]
+    assert run.events("saved")
+    (end,) = run.events("end")
+    assert (end["failed_saves"], end["not_saved"]) == (1, "")
+
+
+def test_a_last_save_that_fails_ends_the_run_with_its_reason(tmp_path: Path, start: Start) -> None:
+    folder = tmp_path / "checkpoints" / "attempts" / "attempt-000001"
+    folder.mkdir(parents=True)
+    (folder / f"step-{STEPS:09}").write_text("in the way")
+    last = {"interval_steps": 100, "final_timeout_s": 3}
+    run = start(write_job(tmp_path, small_job(tmp_path, checkpoint=last)))
+    assert run.end() == 1, run.story()
+    (end,) = run.events("end")
+    assert "in the way" not in end["not_saved"] and f"step-{STEPS:09}" in end["not_saved"]
+    assert "the last step is not saved" in run.errors.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_another_supersedes_ends_and_says_so(tmp_path: Path, start: Start) -> None:
+    job = write_job(tmp_path, small_job(tmp_path, optimizer=held(5, LONG_S)))
+    first = start(job)
+    first.await_commit(4)
+    second = start(job)
+    assert first.end() == 1, first.story()
+    (superseded,) = first.events("superseded")
+    assert superseded == {"event": "superseded", "attempt": 1, "newest_attempt": 2}
+    assert "attempt 1 is superseded" in first.errors.read_text()
+    assert "complete checkpoint is of step 4" in first.errors.read_text()
+    release(second.site)
+    assert second.end() == 0, second.story()
+
+
+SLOW_REMOVAL = """
+import sys
+if "megascale_checkpoint" in sys.orig_argv:
+    import time
+    from megascale_checkpoint.retention import collector
+    removed = collector.collect
+    def collect(*what):
+        time.sleep(1.0)
+        removed(*what)
+    collector.collect = collect
+"""
+
+
+def test_a_run_keeps_as_many_checkpoints_as_it_was_asked_to(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SLOW_REMOVAL)
+    keeps = {"keep_latest": 1, "interval_steps": 2}
+    run = HandRun(tmp_path, write_job(tmp_path, small_job(tmp_path, checkpoint=keeps)), 1,
+                  executed=True)  # fmt: skip
+    try:
+        assert run.end() == 0, run.story()
+    finally:
+        run.close()
+    found = (tmp_path / "checkpoints").glob("attempts/*/step-*/manifest.json")
+    assert [path.parent.name for path in found] == [f"step-{STEPS:09}"]
+
+
+def test_steps_without_a_target_are_skipped_by_name(tmp_path: Path, start: Start) -> None:
+    values = small_job(tmp_path, training={"steps": 3}, data={"sources": [{"prefix": "empty"}]})
+    write_corpus(tmp_path / "empty", [[5]] * 400)  # documents of one token: no next one
+    run = start(write_job(tmp_path, values))
+    assert run.end() == 0, run.story()
+    assert "NaN" not in run.output.read_text()
+    steps = run.events("step")
+    assert [step["loss"] for step in steps] == [None] * 3
+    assert {step["skipped_because"] for step in steps} == {"no_targets"}
+    assert run.events("end")[0]["skipped"] == 3
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -22,21 +23,27 @@ from typing import BinaryIO
 
 import pytest
 from tests.harness import program_start
-from tests.harness.local_cluster import settle
+from tests.harness.local_cluster import UpProcess, settle
 from tests.harness.paced import paced, python_path, release
 from tests.harness.snippets import (
+    AFTER_A_CHECKPOINT,
     AFTERWARDS,
     BACKUP,
     COMPLETION,
     EIGHT_BY_HAND,
     FIRST_BY_HAND,
+    HOSTS_BY_HAND,
+    LIBRARY_BY_HAND,
     MEANWHILE,
     README_BY_HAND,
     REPOSITORY,
     RESTORE,
+    SAMPLE_BY_HAND,
     TERMINAL,
     TRAIN,
+    TRUSTING_HOSTS,
     block,
+    blocks,
     commands_in_prose,
 )
 from tests.harness.waiting import log_bytes, until
@@ -102,9 +109,19 @@ LONGEST = "megascale diagnose n2 --set full"
 OF_NODES = ("megascale node stop n2", "megascale node start n2", "megascale up --add-node")
 
 
+# Of the README's prose; its blocks have these with their options.
+README_BLOCKS_HAVE = ("megascale up", "megascale submit", "megascale init")
+KEPT_EXAMPLES = [f"docs/examples/{name}" for name in os.listdir(REPOSITORY / "docs" / "examples")]
+
+
+def prose_of(page: str) -> list[str]:
+    """The commands in the prose of a page."""
+    return [text for name, text in commands_in_prose() if name == page]
+
+
 def runbook() -> list[str]:
     """The commands in the runbook's prose with values for its names, each once."""
-    texts = [text for page, text in commands_in_prose() if page == "docs/operations.md"]
+    texts = prose_of("docs/operations.md")
     filled = (" ".join(VALUES.get(word, word) for word in text.split(" ")) for text in texts)
     return list(dict.fromkeys(filled))
 
@@ -123,6 +140,7 @@ def words_of(code: str) -> list[list[str]] | None:
 
 
 # Of a job that `megascale init` has written: as many steps as a test can wait for.
+LOOPBACK = "127.0.0.1"
 INITIAL_STEPS, CUT_STEPS = "steps: 200", "steps: 12"
 
 
@@ -155,21 +173,26 @@ class Desk:
 
         A job that is written is cut to a few steps before the next line.
         """
-        shown = ""
-        for line in code.splitlines():
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", line],
-                check=False,
-                cwd=self.folder,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-            shown += done.stdout
-            for job in self.folder.glob("*.yaml"):
-                job.write_text(job.read_text().replace(INITIAL_STEPS, CUT_STEPS))
+        return "".join(self.end(line, self.begin(line)) for line in code.splitlines())
+
+    def begin(self, line: str) -> subprocess.Popen[str]:
+        """Paste a line into a shell of its own."""
+        return subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", line],
+            cwd=self.folder,
+            env={**self.environment, "MEGASCALE_PARENT_PID": str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self, line: str, begun: subprocess.Popen[str]) -> str:
+        """Await the success of a line; what it printed."""
+        shown, errors = begun.communicate()
+        assert begun.returncode == 0, f"{line}\n{shown}\n{errors}"
+        for job in self.folder.glob("*.yaml"):
+            job.write_text(job.read_text().replace(INITIAL_STEPS, CUT_STEPS))
         return shown
 
 
@@ -180,13 +203,152 @@ def test_the_first_commands_by_hand_train_in_an_empty_folder(tmp_path: Path) -> 
     assert (desk.folder / "checkpoints" / "job" / "commits").is_dir()
 
 
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """One on which the first commands of the page were given."""
+    here = Desk(tmp_path_factory.mktemp("by-hand"))
+    here.paste(block(*FIRST_BY_HAND).code)
+    return here
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [(FIRST_BY_HAND, EIGHT_BY_HAND), (README_BY_HAND,)])
+def test_a_sample_and_the_library_read_what_was_trained(desk: Desk) -> None:
+    assert "The " in desk.paste(block(*SAMPLE_BY_HAND).code)
+    (desk.folder / "notebook.py").write_text(block(*LIBRARY_BY_HAND).code)
+    shown = desk.paste("python notebook.py")
+    assert "restored step 12" in shown and shown.count("The ") == 2
+
+
+# What `make` of the README's first block runs, in a copy, with the environment of this test. The
+# demo's own test runs all of it; of all tests one file is enough.
+IN_THE_ENVIRONMENT = f"PYTHON={sys.executable} INSTALL=0"
+VERBS = {
+    "make help": "train a small model",
+    f"make -n demo {IN_THE_ENVIRONMENT}": "-m megascale_cli demo",
+    f"make test {IN_THE_ENVIRONMENT} TEST_PROCESSES=0 PYTEST_ARGS=tests/unit/test_collection.py": (
+        "passed"
+    ),
+    f"make train {IN_THE_ENVIRONMENT} 2>&1": '"resumed_equal": true',
+}
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """The tracked files, as after a clone."""
+    here = Desk(tmp_path_factory.mktemp("clone"))
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=REPOSITORY, text=True)
+    for name in filter(None, listed.split("\0")):
+        copy = here.folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, copy)
+    return here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", VERBS)
+def test_a_verb_of_make_works_in_a_clone(line: str, clone: Desk) -> None:
+    first, *_ = blocks(REPOSITORY / "README.md")
+    named = {words.split()[1] for words in first.code.splitlines()}
+    assert (
+        named == {"demo", "train", "test"} and "make help" in (REPOSITORY / "README.md").read_text()
+    )
+    assert VERBS[line] in clone.paste(line)
+
+
+# Two hosts of eight GPUs stand here as two torchruns of one process each, on one host.
+HERE = (("--nproc-per-node 8", "--nproc-per-node 1"), ("HOST", LOOPBACK), ("29500", "{port}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_block", [HOSTS_BY_HAND, TRUSTING_HOSTS])
+def test_two_hosts_train_with_the_commands_of_the_page(
+    page_block: tuple[str, str], tmp_path: Path
+) -> None:
+    desk, code = Desk(tmp_path), block(*page_block).code.strip()
+    desk.paste("megascale init --model tiny --ranks 2 --output sixteen.yaml")
+    desk.paste("megascale data tokenize TEXT.txt --output corpus")
+    for of_page, here in HERE:
+        assert of_page in code
+        code = code.replace(of_page, here)
+    with socket.create_server((LOOPBACK, 0)) as free:
+        code = code.format(port=free.getsockname()[1])
+    lines = [re.sub(r"--node-rank N\b", f"--node-rank {number}", code) for number in range(2)]
+    begun = [(line, desk.begin(line)) for line in lines]
+    assert "all 12 steps are done" in "".join(desk.end(*each) for each in begun)
+
+
+# Commands in the prose of pages on training by hand, and what a test gives in their place: where
+# nothing stands, the command as it is. Those with a cluster come last, in this order.
+WITHOUT_CLUSTER = (
+    "megascale init --model llama3-8b --output llama.yaml",
+    "megascale init --model llama3-8b --ranks 16 --output sixteen.yaml",
+    "megascale checkpoint export checkpoints/job --to MODEL --format hf",
+    "megascale checkpoint import MODEL --format hf --to imported",
+    "torchrun --max-restarts 3",
+    "torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2",
+    "--time-limit 23.5h",
+)
+WITH_CLUSTER = (
+    "megascale submit job.yaml",
+    "megascale profile job --steps 2",
+    'megascale suspend job --reason "by hand again"',
+    'megascale cancel job --reason "by hand again"',
+)
+OF_BLOCKS = {
+    "megascale data tokenize TEXT.txt --output corpus": FIRST_BY_HAND,
+    "torchrun --nproc-per-node 8 -m megascale_trainer eight.yaml": EIGHT_BY_HAND,
+}
+TRAINS = "-m megascale_trainer job.yaml"
+WHOLE = {
+    "torchrun --max-restarts 3": f"--standalone {TRAINS}",
+    "torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2": f"--standalone {TRAINS}",
+}
+BY_HAND_PAGES = ("by-hand.md", "coming-from-megatron.md", "coming-from-torchtitan.md")
+
+
+def test_every_command_in_the_prose_of_these_pages_is_given_by_a_test() -> None:
+    text = "\n".join((REPOSITORY / "docs" / page).read_text() for page in BY_HAND_PAGES)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    ours = r"`((?:megascale|torchrun|python|make|--time-limit) [^`]+)`"
+    theirs = {"torchrun --nproc-per-node 8 pretrain_gpt.py ARGUMENTS"}
+    assert set(re.findall(ours, text)) - theirs == {*WITHOUT_CLUSTER, *WITH_CLUSTER, *OF_BLOCKS}
+    for command, named in OF_BLOCKS.items():
+        assert command in block(*named).code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", WITHOUT_CLUSTER)
+def test_a_command_in_the_prose_by_hand_works(command: str, desk: Desk) -> None:
+    whole = f"{command} {WHOLE.get(command, '')}"
+    if command.startswith("--"):
+        whole = f"python {TRAINS} {command}"
+    desk.paste(whole)
+
+
+@pytest.mark.slow
+def test_a_run_by_hand_continues_on_a_cluster_and_back(desk: Desk) -> None:
+    """The commands of the prose that need one, with a job that has steps left."""
+    job = desk.folder / "job.yaml"
+    job.write_text(job.read_text().replace(CUT_STEPS, "steps: 100000"))
+    folder, (submit, *rest) = desk.folder / "cluster", WITH_CLUSTER
+    desk.environment["MEGASCALE_RUN_FOLDER"] = str(folder)
+    with UpProcess(folder, "--nodes", "1", "--devices-per-node", "1", "--device", "cpu") as up:
+        desk.paste(submit)
+        with Client.from_run_folder(folder) as client:
+            until(lambda: client.get("job").step > 15, "steps", lambda: log_bytes(folder))
+            assert client.get("job").restored_step == 12
+        desk.paste("\n".join(rest))
+        settle(folder)
+        up.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pasted", [(FIRST_BY_HAND, EIGHT_BY_HAND), (README_BY_HAND,)])
 def test_eight_ranks_train_beside_one_in_the_same_folder(
-    blocks: tuple[tuple[str, str], ...], tmp_path: Path
+    pasted: tuple[tuple[str, str], ...], tmp_path: Path
 ) -> None:
     desk = Desk(tmp_path)
-    shown = desk.paste("".join(block(*each).code for each in blocks))
+    shown = desk.paste("".join(block(*each).code for each in pasted))
     assert shown.count("all 12 steps are done") == 2, shown
 
 
@@ -369,8 +531,15 @@ def trained(hour: Hour) -> Hour:
         return steps(), log_bytes(hour.folder / "runs")
 
     until(lambda: steps() >= STEPS_BEFORE_ORDERS, "the first steps", moves)
-    orders, watching = re.split("^(?=megascale watch)", block(*MEANWHILE).code, flags=re.M)
-    shown = hour.shell(orders).stdout
+    shown = hour.shell(block(*MEANWHILE).code).stdout
+
+    def committed() -> int:
+        with Client.from_run_folder(hour.folder / "runs" / "current") as client:
+            return client.get(JOB).committed_step
+
+    until(lambda: committed() > 0, "the first checkpoint", moves)
+    orders, watching = re.split("^(?=megascale watch)", block(*AFTER_A_CHECKPOINT).code, flags=re.M)
+    shown += hour.shell(orders).stdout
     release(hour.site)
     shown += hour.shell(watching).stdout
     for words in (JOB, "perfetto", "quarantined", "schedulable", "JOB_SUCCEEDED", "attempt 2"):
@@ -391,6 +560,22 @@ def test_a_job_trains_while_a_node_is_evicted(trained: Hour) -> None:
     assert trained.job(JOB)["phase"] == "JOB_PHASE_SUCCEEDED"
     trained.shell(block(*AFTERWARDS).code)
     assert json.loads((trained.folder / "copy" / "manifest.json").read_text())["step"] > 0
+    for command in prose_of("README.md"):
+        if command not in README_BLOCKS_HAVE:
+            assert trained.shell(command).stdout, command
+    examples = trained.folder / "docs" / "examples"
+    left = {
+        f"{path.relative_to(trained.folder)}{'/' if path.is_dir() else ''}"
+        for path in (*trained.folder.iterdir(), *examples.iterdir())
+    } - {"README.md", "docs/", "clients/", *KEPT_EXAMPLES}
+    done = subprocess.run(
+        ["git", "check-ignore", "--no-index", *left],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert left and left == {*done.stdout.splitlines()}, "left behind, and git sees it"
 
 
 def test_a_program_in_python_trains_too(trained: Hour) -> None:

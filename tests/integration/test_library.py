@@ -48,6 +48,16 @@ def test_a_step_a_checkpoint_and_a_sample_of_text(
     assert shown[0] == f"restored step {STEPS}"
     assert [line.split()[0] for line in shown[1:4]] == [str(STEPS + n) for n in (1, 2, 3)]
 
+    newest = next((tmp_path / "checkpoints").glob(f"attempts/*/step-{STEPS:09}/*.safetensors"))
+    data = bytearray(newest.read_bytes())
+    data[-5] ^= 1
+    newest.write_bytes(data)
+    done = CliRunner().invoke(build_app(), ["generate", str(job), "--tokens", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    assert "a newer checkpoint is not used" in done.stderr and newest.name in done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["step"] < STEPS and len(found["passed_over"]) == 1
+
 
 def _generate_prints_the_same(job: Path, trainer: Trainer, folder: Path) -> None:
     """`megascale generate` prints what the library makes of the checkpoint, or why it cannot."""
@@ -57,7 +67,13 @@ def _generate_prints_the_same(job: Path, trainer: Trainer, folder: Path) -> None
     done = CliRunner().invoke(build_app(), [*command, "--device", "cpu", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {"job": trainer.config.name, "step": STEPS, "prompt": "a", "text": wanted}
+    assert found == {
+        "job": trainer.config.name,
+        "step": STEPS,
+        "prompt": "a",
+        "text": wanted,
+        "passed_over": [],
+    }
     done = CliRunner().invoke(build_app(), [*command, "--device", "cpu"])
     assert done.stdout.rstrip("\n").endswith(wanted.rstrip("\n"))
 
@@ -67,6 +83,7 @@ def _generate_prints_the_same(job: Path, trainer: Trainer, folder: Path) -> None
     for given, status, words in (
         ([str(folder / "new.json")], 4, "no complete checkpoint"),
         ([str(folder / "lost.json")], 2, "cannot be read"),
+        (["py12m"], 2, "megascale config show py12m > py12m.yaml"),
         ([str(job), "--device", "abacus"], 5, "abacus"),
         ([str(job), "--temperature", "-1"], 2, "0 or more"),
     ):

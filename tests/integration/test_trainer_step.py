@@ -204,7 +204,7 @@ def test_a_broken_gradient_skips_the_update_and_training_goes_on() -> None:
     batches = micro_batches(config, 2, 0)
     batches[3].loss_weight[0, 5] = float("nan")
     broken = trainer.train_step(batches).read()
-    assert broken.skipped
+    assert broken.skipped and broken.skipped_because == "not_finite"
     assert np.isnan(broken.loss)
     assert np.isnan(broken.gradient_norm)
     for name, state in trainer.states().items():
@@ -221,7 +221,8 @@ def test_a_batch_without_weight_is_skipped() -> None:
     for batch in batches:
         batch.loss_weight.zero_()
     before = trainer.states()["master"].clone()
-    assert trainer.train_step(batches).read().skipped
+    record = trainer.train_step(batches).read()
+    assert record.skipped and record.skipped_because == "no_targets"
     assert torch.equal(trainer.states()["master"], before)
 
 
@@ -229,6 +230,25 @@ def test_clipping_off() -> None:
     record = _run(_started(from_accepted(tiny_job(optimizer={"clip_norm": 0}))), 0, 1)[0]
     assert record.clip_factor == 1.0
     assert record.gradient_norm > 1.0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_bias_correction_counts_the_updates_that_were_applied(optimizer: str) -> None:
+    """After a skipped step a run makes the very update that it would have made before."""
+    constant = {"schedule": {"warmup_steps": 0, "decay": "constant"}}
+    job = from_accepted(tiny_job(optimizer={"name": optimizer}, **constant))
+    plain, skipping, loaded = _started(job), _started(job), _started(job)
+    empty = micro_batches(job, 5, 0)
+    for batch in empty:
+        batch.loss_weight.zero_()
+    assert skipping.train_step(empty).read().skipped_because == "no_targets"
+    loaded.finish_load(7, skipped_updates=7)  # as a checkpoint of that step says
+    for trainer in (plain, skipping, loaded):
+        for step in range(2):
+            assert not trainer.train_step(micro_batches(job, step, 0)).read().skipped
+    for name, state in plain.states().items():
+        assert torch.equal(state, skipping.states()[name]), name
+        assert torch.equal(state, loaded.states()[name]), name
 
 
 def test_a_spike_of_the_gradient_norm_is_skipped_and_counted() -> None:
@@ -240,7 +260,7 @@ def test_a_spike_of_the_gradient_norm_is_skipped_and_counted() -> None:
     )
     before = spiked.states()["master"].clone()
     [record] = _run(spiked, 0, 1)
-    assert record.skipped
+    assert record.skipped and record.skipped_because == "norm"
     assert record.gradient_norm == norm
     assert torch.equal(spiked.states()["master"], before)
     assert not _run(allowed, 0, 1)[0].skipped

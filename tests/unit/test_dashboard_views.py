@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -140,6 +141,14 @@ def test_a_job_that_does_not_run_has_no_time_to_the_end() -> None:
     job = Job(driver_pb2.Job(phase=types_pb2.JOB_PHASE_QUEUED))
     assert job_view.remaining_s(job, []) is None
     assert job_view.curves([])["step"] == []
+
+
+def test_a_loss_that_is_no_number_is_null_in_json() -> None:
+    record = types_pb2.StepRecord(attempt=1, step=3, loss=float("nan"))
+    job = Job(driver_pb2.Job(last_record=record, step=3))
+    row, curves = job_view.figures(job), job_view.curves([record])
+    assert (row["loss"], curves["loss"]) == (None, [None])
+    assert json.dumps([row, curves], allow_nan=False)
 
 
 async def read_now(situation: str) -> Page:

@@ -118,6 +118,16 @@ def test_lines_of_prose_are_short(page: Path) -> None:
             assert len(line) <= MAX_COLUMNS, f"{page.name}:{number}: {len(line)} columns"
 
 
+def test_a_number_in_a_link_of_the_readme_is_on_the_page_that_it_leads_to() -> None:
+    found = 0
+    readme = (REPOSITORY / "README.md").read_text()
+    for text, page in re.findall(r"\[([^\]]+)\]\((docs/[\w/-]+\.md)#?[^)]*\)", readme):
+        for number in re.findall(r"\d[\d.,]* ?%", text):
+            assert number in (REPOSITORY / page).read_text(), (text, page)
+            found += 1
+    assert found, "the README links numbers to their evidence"
+
+
 def test_paths_are_found_by_their_end_and_not_otherwise() -> None:
     assert exists("trainer/data/") and exists("megascale_common/job/config.py")
     assert exists("docs/*.md") and exists("Makefile")

@@ -10,8 +10,10 @@ import pytest
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
+from megascale.v1 import types_pb2
 from megascale_common.job.config import DataSkip, JobConfig, to_json
 from megascale_common.job.data_config import skipping
+from megascale_driver import wire
 from megascale_driver.analysis.divergence import (
     Divergence,
     DivergenceKind,
@@ -105,6 +107,22 @@ def test_an_episode_does_not_span_attempts_and_the_start_is_that_of_the_job() ->
         assert found(track, job) is None
     assert track.start_loss == 10.0
     assert found(observe(track, StepSample(2, 14, 31.0, 1.0), job), job) is not None
+
+
+def test_steps_without_any_target_are_no_divergence_and_hide_none() -> None:
+    job, track = config(divergence_steps=4), DivergenceTrack()
+    record = types_pb2.StepRecord(
+        attempt=1, step=1, loss=NAN, gradient_norm=NAN, skipped_because="no_targets"
+    )
+    empty = wire.step_sample(record)
+    for _ in range(20):
+        track = observe(track, empty, job)
+        assert found(track, job) is None
+    for step in range(21, 24):
+        track = observe(track, StepSample(1, step, NAN, NAN), job)
+        track = observe(track, replace(empty, step=step), job)
+        assert found(track, job) is None
+    assert found(observe(track, StepSample(1, 24, NAN, NAN), job), job) is not None
 
 
 def running(job: JobConfig) -> Desk:

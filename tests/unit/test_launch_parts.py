@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.harness.by_hand import small_job, write_job
+from tests.harness.waiting import until
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
-from megascale_trainer.launch import command
+from megascale_common.node import framing
+from megascale_trainer.launch import command, host_services, meeting
 from megascale_trainer.launch.display import Display, duration
-from megascale_trainer.launch.host_services import ServiceFailed
+from megascale_trainer.launch.host_services import HostServices, ServiceFailed
 from megascale_trainer.launch.job_file import load_config
+from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch
+from megascale_trainer.launch.meeting import Meeting, MeetingFailed
 from megascale_trainer.launch.place import LOOPBACK, Place, own_address
 from megascale_trainer.launch.run import _refuse_unreachable
 
@@ -123,6 +129,18 @@ def test_a_time_limit_needs_somewhere_to_save(
             command._seconds(text)
 
 
+def test_ctrl_c_before_the_first_step_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "HostServices", interrupted)
+    path = write_job(tmp_path, small_job(tmp_path))
+    assert command.main([str(path), "--run-folder", str(tmp_path)]) == command.INTERRUPTED
+    assert capsys.readouterr().err == "ended by Ctrl-C before the first step\n"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -149,6 +167,59 @@ def test_a_line_per_step_a_bar_on_a_terminal_and_json() -> None:
     assert json.loads(lines.getvalue()) == {"event": "step", **RECORD}
     Display(None, 4).step(RECORD)
     assert [duration(value) for value in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
+
+
+def test_json_has_no_nan_and_a_skipped_step_is_shown_by_its_cause() -> None:
+    nan = float("nan")
+    empty = {**RECORD, "loss": nan, "gradient_norm": nan, "skipped_because": "no_targets"}
+    lines, plain = io.StringIO(), io.StringIO()
+    for output, as_json in ((lines, True), (plain, False)):
+        display = Display(output, 4, as_json=as_json)
+        display.step({**empty, "evaluation_loss": float("inf")})
+        display.step({**RECORD, "skipped_because": "norm"})
+        display.step({**RECORD, "skipped_because": ""})
+        assert display.skipped == 2
+
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    first, *_ = (json.loads(line, parse_constant=refuse) for line in lines.getvalue().splitlines())
+    assert (first["loss"], first["evaluation_loss"]) == (None, None)
+    assert first["skipped_because"] == "no_targets"
+    shown = plain.getvalue()
+    assert "step 3 changed nothing: no target in its batch has a loss weight" in shown
+    assert "above trainer.optimizer.skip_norm (2 so far)" in shown
+    assert "step 3/4  no loss" in shown and "held-out loss" not in shown
+
+
+def test_a_name_of_rank_0s_host_that_does_not_resolve_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place.of({**TORCHRUN, "MASTER_ADDR": "no-such-host.invalid"})
+    with pytest.raises(MeetingFailed, match=r"MASTER_ADDR: .*no-such-host.* --local-addr"):
+        Meeting(place)
+    asked = threading.Event()
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_: asked.wait())
+    monkeypatch.setattr(meeting, "RESOLVE_TIMEOUT_S", 0.1)
+    with pytest.raises(MeetingFailed, match="was not resolved within"):
+        Meeting(place)
+    asked.set()
+
+
+def test_a_run_that_was_superseded_is_not_started_again(tmp_path: Path) -> None:
+    """As torchrun does it, whose store outlives its processes."""
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    del (variables := {**TORCHRUN, **alone})["TORCHELASTIC_USE_AGENT_STORE"]
+    first = Meeting(Place.of(variables))  # serves the store
+    first.refuse_ended()
+    first.end_for_good("attempt 1 is superseded")
+    hosted = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
+    with pytest.raises(MeetingFailed, match="attempt 1 is superseded"):
+        Meeting(Place.of({**variables, **hosted})).refuse_ended()
+    other = Meeting(Place.of({**variables, **hosted, "TORCHELASTIC_RUN_ID": "another"}))
+    other.refuse_ended()
 
 
 class Gone(io.StringIO):
@@ -202,3 +273,98 @@ def test_a_daemon_listens_beyond_loopback_only_where_that_is_said(tmp_path: Path
     assert done.returncode == 2
     assert "refusing to listen on 0.0.0.0 without TLS" in done.stderr
     assert not (tmp_path / "address").exists()
+
+
+class Daemon:
+    """What a local agent asks of the services of its host."""
+
+    def __init__(self, **answer: Any) -> None:
+        self.answer = {"kind": "saves", "committed_step": 4, "failures": [], "newest_attempt": 0}
+        self.answer |= answer
+
+    def saves(self, attempt: int, *, look: bool = False) -> Any:
+        return self.answer
+
+    def daemon_problem(self) -> str:
+        return ""
+
+    def problem(self) -> str:
+        return ""
+
+
+def local_agent(daemon: Any) -> tuple[LocalAgent, socket.socket, io.StringIO, list[str]]:
+    """One of a run of one rank, the worker's end of its socket, what it shows, why it gave up."""
+    ours, theirs = socket.socketpair()
+    shown, given_up = io.StringIO(), list[str]()
+    display = Display(shown, 12, as_json=True)
+    agent = LocalAgent(
+        ours,
+        0,
+        Meeting(Place()),
+        display=display,
+        report=display.event,
+        services=daemon,
+        saves=SaveWatch(daemon, 1, looks=True),
+        spans=None,
+        ends_at_s=None,
+        give_up=given_up.append,
+    )
+    return agent, theirs, shown, given_up
+
+
+def test_each_failed_save_is_shown_once_and_a_later_attempt_ends_the_run() -> None:
+    failed = [{"step": 8, "rank": rank, "error": "No space left"} for rank in (1, 0)]
+    agent, _, shown, given_up = local_agent(Daemon(failures=failed))
+    assert agent._saves is not None
+    for _ in range(3):
+        assert agent._saves.ask(look=True)
+    agent._show_saves()
+    assert (agent.failed_saves, given_up) == ([8], [])
+    (line,) = map(json.loads, shown.getvalue().splitlines())
+    assert (line["event"], line["failed_step"], line["rank"]) == ("save_failed", 8, 1)
+    agent._saves._services = Daemon(newest_attempt=2)  # type: ignore[assignment]
+    agent._saves.ask(look=True)
+    agent._show_saves()
+    (why,) = given_up
+    assert "attempt 1 is superseded: attempt 2" in why and "checkpoint is of step 4" in why
+    with pytest.raises(MeetingFailed, match="superseded"):
+        agent._meeting.refuse_ended()
+
+
+def test_an_order_to_save_that_failed_is_shown_and_may_be_given_again() -> None:
+    agent, theirs, shown, _ = local_agent(Daemon())
+    agent.start()
+    ids = []
+    for _ in range(2):
+        agent.leave("SIGTERM")
+        message, _ = framing.receive(theirs) or ({}, [])
+        ids.append(message["id"])
+        framing.send(theirs, {"kind": "not_left", "id": ids[-1], "problem": "disk full"})
+        until(lambda: shown.getvalue().count("disk full") == len(ids), "it is shown")
+    theirs.close()
+    agent.join()
+    assert len(set(ids)) == 2
+    assert shown.getvalue().count('"event": "not_left"') == 2
+
+
+def test_a_daemon_that_ends_is_started_again_a_few_times_and_each_end_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_services, "MOST_RESTARTS", 2)
+    services = HostServices(job(tmp_path), tmp_path / "run", 0)
+    monkeypatch.setattr(
+        HostServices, "_start_daemon", lambda ours: ours._spawn("daemon", ["no_such"], "checkpoint")
+    )
+    services._start_daemon()
+    reported: list[str] = []
+    while "nothing is saved" not in (reported or [""])[-1]:
+        services._children["checkpoint"].process.wait()
+        reported.append(services.daemon_problem())
+    assert [text.partition("; ")[2][:9] for text in reported] == [
+        "it is sta",
+        "it is sta",
+        "it ended ",
+    ]
+    assert all("No module named no_such" in text for text in reported)
+    assert services.daemon_problem() == ""
+    services.stop()

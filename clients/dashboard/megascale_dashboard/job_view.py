@@ -53,7 +53,7 @@ def figures(job: Job) -> Page:
         "restarts": job.restarts,
         "step": job.step,
         "steps": job.spec.trainer.training.steps,
-        "loss": record.loss if has_record else None,
+        "loss": shown.finite(record.loss) if has_record else None,
         **_newest_held_out(job),
         "tokens_per_s": record.tokens_per_s if has_record else None,
         "mfu_causal": record.mfu_causal if record.HasField("mfu_causal") else None,
@@ -78,7 +78,7 @@ def figures(job: Job) -> Page:
 def _newest_held_out(job: Job) -> Page:
     known, record = job.HasField("last_evaluation"), job.last_evaluation
     return {
-        "held_out_loss": record.evaluation_loss if known else None,
+        "held_out_loss": shown.finite(record.evaluation_loss) if known else None,
         "held_out_step": record.step if known else None,
     }
 
@@ -205,7 +205,7 @@ def curves(records: Sequence[types_pb2.StepRecord]) -> Page:
         "time_s": [shown.time_s(record.completed_at) for record in chosen],
         "step": [record.step for record in chosen],
         "attempt": [record.attempt for record in chosen],
-        "loss": [record.loss for record in chosen],
+        "loss": [shown.finite(record.loss) for record in chosen],
         "tokens_per_s": [record.tokens_per_s for record in chosen],
         "mfu": [record.mfu_causal if record.HasField("mfu_causal") else None for record in chosen],
         "step_s": [shown.duration_s(record.step_time) for record in chosen],
@@ -218,7 +218,7 @@ def _held_out(records: Sequence[types_pb2.StepRecord]) -> Page:
     found = found[:: -(-len(found) // CURVE_POINTS) or 1]
     return {
         "step": [record.step for record in found],
-        "loss": [record.evaluation_loss for record in found],
+        "loss": [shown.finite(record.evaluation_loss) for record in found],
     }
 
 

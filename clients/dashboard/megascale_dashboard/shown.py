@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
@@ -20,6 +21,11 @@ def time_s(stamp: timestamp_pb2.Timestamp) -> float | None:
 def duration_s(span: duration_pb2.Duration) -> float:
     """Seconds."""
     return span.seconds + span.nanos / 1e9
+
+
+def finite(value: float) -> float | None:
+    """A number that JSON has; None for NaN and infinity, as of a step without a loss."""
+    return value if math.isfinite(value) else None
 
 
 def event(line: types_pb2.Event) -> Page:

@@ -29,13 +29,12 @@ def adamw(
     is off by a few float32 roundings of the parameter and of its change.
     """
     size = gradient.numel()
-    correction1, correction2 = update.corrections
     # Numbers that change from step to step are floats: Triton would compile anew for an integer
     # that becomes 1 or a multiple of 16.
     _kernel[(triton.cdiv(size, _BLOCK),)](
         *(states, gradient, parameters, scale, apply, states.stride(0), size),
         *(update.learning_rate, 1.0 - update.beta1, 1.0 - update.beta2),
-        *(1.0 / correction1, 1.0 / correction2, update.epsilon, update.weight_decay),
+        *(update.factors, update.epsilon, update.weight_decay),
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
@@ -53,8 +52,7 @@ def _kernel(
     learning_rate: tl.tensor,
     weight1: tl.tensor,
     weight2: tl.tensor,
-    factor1: tl.tensor,
-    factor2: tl.tensor,
+    factors: tl.tensor,
     epsilon: tl.tensor,
     weight_decay: tl.tensor,
     BLOCK: tl.constexpr,
@@ -74,7 +72,8 @@ def _kernel(
     mean += (grad - mean) * weight1
     square += (grad * grad - square) * weight2
     # Correctly rounded: Triton's own / and sqrt of float32 are approximations on a GPU.
-    change = tl.div_rn(mean * factor1, tl.sqrt_rn(square * factor2) + epsilon)
+    root = tl.sqrt_rn(square * tl.load(factors + 1))
+    change = tl.div_rn(mean * tl.load(factors), root + epsilon)
     master -= learning_rate * (change + weight_decay * master)
     tl.store(means, mean, mask=inside)
     tl.store(squares, square, mask=inside)

@@ -61,12 +61,11 @@ class LambRuns:
         """See :class:`megascale_kernels.lamb.LambKernel`."""
         if not self._size:
             return
-        correction1, correction2 = update.corrections
         _direction_kernel[(self._size,)](
             *(states, gradient, self._partial, scale, apply),
             *(self._numbers, self._owners, self._bounds, self._decays),
             *(states.stride(0), self._size),
-            *(1.0 - update.beta1, 1.0 - update.beta2, 1.0 / correction1, 1.0 / correction2),
+            *(1.0 - update.beta1, 1.0 - update.beta2, update.factors),
             *(update.epsilon, update.weight_decay),
             BLOCK=BLOCK,
             MULTIPLE=self._multiple,
@@ -132,8 +131,7 @@ def _direction_kernel(
     size: tl.tensor,
     weight1: tl.tensor,
     weight2: tl.tensor,
-    factor1: tl.tensor,
-    factor2: tl.tensor,
+    factors: tl.tensor,
     epsilon: tl.tensor,
     weight_decay: tl.tensor,
     BLOCK: tl.constexpr,
@@ -153,7 +151,8 @@ def _direction_kernel(
     mean += (grad - mean) * weight1
     square += (grad * grad - square) * weight2
     # Correctly rounded: Triton's own / and sqrt of float32 are approximations on a GPU.
-    change = tl.div_rn(mean * factor1, tl.sqrt_rn(square * factor2) + epsilon)
+    root = tl.sqrt_rn(square * tl.load(factors + 1))
+    change = tl.div_rn(mean * tl.load(factors), root + epsilon)
     change += weight_decay * tl.load(decays + owner) * master
     tl.store(means, mean, mask=inside)
     tl.store(squares, square, mask=inside)

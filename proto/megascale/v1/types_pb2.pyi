@@ -515,6 +515,7 @@ class StepRecord(google.protobuf.message.Message):
     CHECKPOINT_COST_S_FIELD_NUMBER: builtins.int
     DATA_WAIT_FIELD_NUMBER: builtins.int
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    SKIPPED_BECAUSE_FIELD_NUMBER: builtins.int
     attempt: builtins.int
     """Number of the attempt."""
     step: builtins.int
@@ -528,7 +529,7 @@ class StepRecord(google.protobuf.message.Message):
     clip_factor: builtins.float
     """Factor by which the gradients were scaled; 1: not clipped."""
     skipped_updates: builtins.int
-    """Updates skipped so far because a gradient was not finite."""
+    """Updates skipped so far."""
     learning_rate: builtins.float
     """Learning rate of the step."""
     consumed_samples: builtins.int
@@ -551,6 +552,11 @@ class StepRecord(google.protobuf.message.Message):
     """What a save costs the run, as it has measured; absent before the first."""
     memory_bytes: builtins.int
     """Most memory that the reporting rank's device has held; on a CPU what its process holds."""
+    skipped_because: builtins.str
+    """Why this step's update was skipped: no_targets (no target of the global batch has a loss weight,
+    so loss and norm are 0/0), not_finite (the loss or a gradient), norm (above skip_norm). Empty: it
+    was applied.
+    """
     @property
     def step_time(self) -> google.protobuf.duration_pb2.Duration:
         """Wall-clock time of the step."""
@@ -591,9 +597,10 @@ class StepRecord(google.protobuf.message.Message):
         checkpoint_cost_s: builtins.float | None = ...,
         data_wait: google.protobuf.duration_pb2.Duration | None = ...,
         memory_bytes: builtins.int = ...,
+        skipped_because: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "checkpoint_cost_s", b"checkpoint_cost_s", "completed_at", b"completed_at", "data_wait", b"data_wait", "evaluation_loss", b"evaluation_loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "snapshot_time", b"snapshot_time", "step_time", b"step_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "attempt", b"attempt", "checkpoint_cost_s", b"checkpoint_cost_s", "checkpoint_interval_steps", b"checkpoint_interval_steps", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "data_wait", b"data_wait", "evaluation_loss", b"evaluation_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "memory_bytes", b"memory_bytes", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "skipped_updates", b"skipped_updates", "snapshot_time", b"snapshot_time", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "attempt", b"attempt", "checkpoint_cost_s", b"checkpoint_cost_s", "checkpoint_interval_steps", b"checkpoint_interval_steps", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "data_wait", b"data_wait", "evaluation_loss", b"evaluation_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "memory_bytes", b"memory_bytes", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "skipped_because", b"skipped_because", "skipped_updates", b"skipped_updates", "snapshot_time", b"snapshot_time", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s"]) -> typing.Literal["checkpoint_cost_s"] | None: ...
     @typing.overload

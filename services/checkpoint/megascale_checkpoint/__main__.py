@@ -40,6 +40,7 @@ from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
 
 DRAIN_S = 3.0
+RETENTION_S = 10.0  # for checkpoints that the last commit made expendable
 REPLICA_HOST = "127.0.0.1"
 log = logs.get("main")
 
@@ -113,7 +114,10 @@ async def _serve(
         accepting.cancel()
         # The gRPC server stays up meanwhile: this daemon may be the committer that its own last
         # reports wait for.
-        return await jobs.close(DRAIN_S)
+        ended = await jobs.close(DRAIN_S)
+        # Behind the last commit: what a job keeps is a number that holds when it has ended.
+        await committer.finish(RETENTION_S)
+        return ended
     finally:
         await replicas.close()
         await local.close()

@@ -243,6 +243,19 @@ class Committer:
         # Not the writer's lane: reading neither waits for an append nor holds it up.
         return await self._readers.of(uri).call(read, LIST_S, anew=True)
 
+    async def newest_attempt(self, uri: str) -> int:
+        """The newest attempt that is open in a log, which fences all others.
+
+        Raises:
+            ServiceError, OSError: the log cannot be read now.
+        """
+
+        def read(commit_log: CommitLog) -> int:
+            commit_log.refresh()
+            return commit_log.state.attempt
+
+        return await self._readers.of(uri).call(read, LIST_S)
+
     async def check(self, uri: str) -> None:
         """Find out whether the storage at ``uri`` can be reached and written.
 
@@ -251,6 +264,15 @@ class Committer:
             UnavailableError, OSError: it does not answer, or refuses.
         """
         await self._readers.of(uri).call(lambda _: open_storage(uri).check(), LIST_S)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Let retention, which follows each commit, end what it has to do; then :meth:`close`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._collector.idle()
+        except TimeoutError:
+            log.warning("retention is cut off; the next run of the job ends it")
+        self.close()
 
     def close(self) -> None:
         """Begin no more commits."""

@@ -5,6 +5,7 @@ The messages are those of :mod:`megascale_common.node.opening_messages`.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from megascale_checkpoint.retention.policy import Retention
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.framing import PROTOCOL_VERSION, Message
 from megascale_common.node.messages import ErrorKind, Refused
-from megascale_common.node.opening_messages import AttemptOpened
+from megascale_common.node.opening_messages import AttemptOpened, FailedSave, Saves
 from megascale_common.service.errors import (
     ForbiddenError,
     NotFoundError,
@@ -37,7 +38,38 @@ class HandOpenings:
     jobs: Jobs
     endpoint: str = ""
 
-    async def answer(self, message: Message) -> AttemptOpened | Refused:
+    async def answer(self, message: Message) -> AttemptOpened | Saves | Refused:
+        """What the run asks for.
+
+        Raises:
+            RequestError: the message is not as the contract has it.
+        """
+        if message.get("kind") == "ask_saves":
+            return await self._saves(message)
+        return await self._open(message)
+
+    async def _saves(self, message: Message) -> Saves:
+        name, attempt = field(message, "job", str), field(message, "attempt", int)
+        uri, look = field(message, "uri", str), field(message, "look", bool)
+        newest = 0
+        if look:
+            # A storage that fails now is not what the run asks about: its saves fail.
+            with contextlib.suppress(ServiceError, OSError):
+                newest = await self.committer.newest_attempt(uri)
+        job = self.jobs.job(name)
+        committed = job.committed
+        return Saves(
+            kind="saves",
+            committed_step=committed.step if committed.attempt == attempt else 0,
+            failures=[
+                FailedSave(step=failed.step, rank=failed.rank, error=failed.error)
+                for failed in job.recent_failures
+                if failed.attempt == attempt
+            ],
+            newest_attempt=newest,
+        )
+
+    async def _open(self, message: Message) -> AttemptOpened | Refused:
         """Open the next attempt, or only say what it would restore.
 
         Raises:

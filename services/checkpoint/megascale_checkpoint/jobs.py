@@ -8,7 +8,7 @@ progress is freed. Until then, its newest sealed slots can be restored from.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +29,7 @@ log = logs.get("jobs")
 KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
 MAX_ERROR_CHARS = 500
 KEPT_DAMAGED = 16
+KEPT_FAILURES = 64  # of saves; a run by hand asks for them twice a second
 KEPT_BUSY_STEPS = 16  # recent steps that a rank may still ask a slot for
 
 
@@ -66,6 +67,7 @@ class JobCheckpoints:
         busy_ranks: the ranks that got no slot, by (attempt, step).
         failure: the newest since the newest commit.
         failures: persists and commits that failed.
+        recent_failures: the newest KEPT_FAILURES of them, commits between them or not.
         damaged: sealed slots that were found damaged, the newest KEPT_DAMAGED.
         pace: how fast the job is persisted, as its steps allow; of the newest attempt.
     """
@@ -79,6 +81,9 @@ class JobCheckpoints:
     busy_ranks: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     failure: link_pb2.CheckpointFailure | None = None
     failures: int = 0
+    recent_failures: deque[link_pb2.CheckpointFailure] = field(
+        default_factory=lambda: deque(maxlen=KEPT_FAILURES)
+    )
     persists: WorkTotal = field(default_factory=WorkTotal)
     restores: dict[str, WorkTotal] = field(default_factory=dict)
     damaged: list[link_pb2.DamagedSnapshot] = field(default_factory=list)
@@ -98,6 +103,7 @@ class JobCheckpoints:
         self.failure = link_pb2.CheckpointFailure(
             attempt=attempt, step=step, rank=rank, error=error[:MAX_ERROR_CHARS]
         )
+        self.recent_failures.append(self.failure)
         self.failures += 1
         log.warning("persist failed", job=self.name, step=step, rank=rank, error=error)
         self.changed.notify()

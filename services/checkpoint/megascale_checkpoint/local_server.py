@@ -39,7 +39,7 @@ from megascale_common.node.messages import (
     RequestFailed,
     Sealed,
 )
-from megascale_common.node.opening_messages import AttemptOpened
+from megascale_common.node.opening_messages import AttemptOpened, Saves
 from megascale_common.node.unix_socket import listen
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import RequestError, ServiceError
@@ -144,7 +144,8 @@ class _WorkerConnection:
 
     async def _answer(self, message: Message) -> None:
         kind = message.get("kind")
-        if self._snapshots is None and kind == "open_attempt" and self._openings is not None:
+        by_hand = kind in ("open_attempt", "ask_saves")
+        if self._snapshots is None and by_hand and self._openings is not None:
             await self._send(await self._openings.answer(message))
             return
         if self._snapshots is None:
@@ -320,7 +321,7 @@ class _WorkerConnection:
             pass  # the worker has disconnected
 
     async def _send(
-        self, message: DaemonAnswer | AttemptOpened, descriptors: list[int] | None = None
+        self, message: DaemonAnswer | AttemptOpened | Saves, descriptors: list[int] | None = None
     ) -> None:
         data = framing.encode(message)
         if descriptors:

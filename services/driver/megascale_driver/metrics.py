@@ -139,7 +139,10 @@ class DriverMetrics(Collector):
                 ("gradient_norm", "Gradient norm of the newest step, before clipping."),
                 ("learning_rate", "Learning rate of the newest step."),
                 ("step", "Newest completed step."),
-                ("skipped_updates", "Updates skipped so far because they were not finite."),
+                (
+                    "skipped_updates",
+                    "Updates skipped so far: not finite, above skip_norm, or without a target.",
+                ),
                 ("memory_bytes", "Most memory that the device of the reporting rank has held."),
             )
         }

@@ -365,5 +365,10 @@ def explanation_message(
 def step_sample(record: types_pb2.StepRecord) -> StepSample:
     """What a step record shows of divergence."""
     return StepSample(
-        record.attempt, record.step, record.loss, record.gradient_norm, record.skipped_updates
+        record.attempt,
+        record.step,
+        record.loss,
+        record.gradient_norm,
+        record.skipped_updates,
+        empty=record.skipped_because == "no_targets",
     )

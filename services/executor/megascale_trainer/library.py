@@ -45,6 +45,7 @@ class Trainer(core.Trainer):
 
     Attributes:
         restored: whether :meth:`restore` has found a checkpoint.
+        passed_over: what is wrong with newer checkpoints that it has not taken.
 
     Raises:
         ValueError: the job asks for what is not built; names the field.
@@ -60,6 +61,7 @@ class Trainer(core.Trainer):
         self.initialise()
         self._samples: SampleStream | None = None
         self.restored = False
+        self.passed_over: tuple[str, ...] = ()
 
     def steps(self, count: int) -> Iterator[StepRecord]:
         """Take ``count`` steps on the job's data, from where the trainer stands.
@@ -86,7 +88,8 @@ class Trainer(core.Trainer):
     def restore(self) -> int:
         """Load the newest complete checkpoint of the job; returns its step, 0 where there is none.
 
-        Nothing is written: a job that runs meanwhile is not disturbed.
+        One that is damaged is passed over, which ``passed_over`` says afterwards. Nothing is
+        written: a job that runs meanwhile is not disturbed.
 
         Raises:
             ServiceFailed: the checkpoints cannot be read; the message has the reason.
@@ -96,7 +99,9 @@ class Trainer(core.Trainer):
             services = HostServices(self.config, Path(folder), 0)
             try:
                 services.start_daemon(new_token())
-                plan = RestorePlan.from_mapping(services.open_attempt(read_only=True)["restore"])
+                opened = services.open_attempt(read_only=True)
+                plan = RestorePlan.from_mapping(opened["restore"])
+                self.passed_over = tuple(opened["refused"])
                 if plan.source is not RestoreSource.NONE:
                     self._load(plan, str(services.checkpoint_socket))
             finally:
@@ -126,7 +131,11 @@ class Trainer(core.Trainer):
             found = restore(link, plan, self, self._device)
         finally:
             link.close()
-        self.finish_load(found.plan.step, weights_only=found.plan.step == 0)
+        skipped = int(found.small_state.get("skipped_updates", 0)) if found.plan.step else 0
+        self.finish_load(
+            found.plan.step, skipped_updates=skipped, weights_only=found.plan.step == 0
+        )
+        self.passed_over += found.passed_over
         self.restored = True
 
     def generate(self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:

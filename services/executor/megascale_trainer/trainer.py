@@ -29,6 +29,7 @@ from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
+    SKIP_REASONS,
     StepControl,
     StepTotals,
     local_totals,
@@ -42,7 +43,7 @@ from megascale_trainer.parallel.pipeline.graphs import GraphedStage, graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
 from megascale_trainer.parallel.pipeline.rehearsal import Rehearsal
 from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
-from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, forward_only
+from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Action, forward_only
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
@@ -61,8 +62,9 @@ class StepRecord:
 
     ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` that of the mean
     gradient before clipping. NaN losses and norms belong to skipped steps, and so do norms above
-    ``optimizer.skip_norm``. ``consumed_samples`` and ``consumed_tokens`` count from the start of
-    the run. ``votes`` and ``wishes`` are the sums of the ranks'.
+    ``optimizer.skip_norm``; ``skipped_because`` is one of :data:`SKIP_REASONS`.
+    ``consumed_samples`` and ``consumed_tokens`` count from the start of the run. ``votes`` and
+    ``wishes`` are the sums of the ranks'.
     """
 
     step: int
@@ -76,6 +78,7 @@ class StepRecord:
     consumed_tokens: int
     votes: int
     wishes: int = 0
+    skipped_because: str = ""
 
 
 class StepResult:
@@ -98,7 +101,7 @@ class StepResult:
             totals.z_loss / weight,
             control.norm * broken,
             control.clip * broken,
-            1.0 - control.apply.double(),
+            control.reason.double(),
             totals.votes,
             totals.wishes,
         )
@@ -123,19 +126,20 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()
         step, rate, samples, tokens = self._host
-        loss, z_loss, norm, clip, skipped, votes, wishes = self._values.tolist()
+        loss, z_loss, norm, clip, reason, votes, wishes = self._values.tolist()
         return StepRecord(
             step=step,
             loss=loss,
             z_loss=z_loss,
             gradient_norm=norm,
             clip_factor=clip,
-            skipped=skipped > 0,
+            skipped=reason > 0,
             learning_rate=rate,
             consumed_samples=samples,
             consumed_tokens=tokens,
             votes=round(votes),
             wishes=round(wishes),
+            skipped_because=SKIP_REASONS[round(reason)],
         )
 
 
@@ -183,6 +187,9 @@ class Trainer:
             self._fp8.choose_algorithms(self._table, tokens, device)
             torch.cuda.empty_cache()
         self._buffers = _buffers(config, self._table, groups, dtype, device, tp, operators)
+        # Updates that were not applied: optimizers count the others. On the device, because the
+        # host reads the result of a step later.
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         factory = optimizer_factory(config.optimizer.name)
         self._state_names = tuple(factory.state_names)
         self._layout = shard_layout(self._table, self._state_names)
@@ -198,16 +205,10 @@ class Trainer:
         weights = bind_weights(
             self._table, self._buffers.values, self._buffers.gradients, self._buffers.scales
         )
-        parallel = config.parallelism
-        line = (self._table.at.pp, parallel.pp, config.micro_batches, parallel.virtual_stages)
-        overlap = parallel.overlap.pp
-        self._program = SCHEDULES[parallel.pipeline_schedule](*line, overlap=overlap)
-        self._forwards = forward_only(*line, overlap=overlap)
-        shape = (
-            config.model.sequence_length // parallel.tp,
-            config.training.micro_batch_size,
-            config.model.hidden_size,
-        )
+        self._program, self._forwards = _programs(config, self._table.at.pp)
+        parallel, model = config.parallelism, config.model
+        length = model.sequence_length // parallel.tp
+        shape = (length, config.training.micro_batch_size, model.hidden_size)
         connect_edges(config, groups.edges, self._table.at.pp, dtype, device)
         empty_hidden = partial(torch.empty, shape, dtype=dtype, device=device)
         stages = [
@@ -261,13 +262,16 @@ class Trainer:
             vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device, wish)
             self._groups.world.all_reduce(vector)
             settings = self.config.optimizer
-            totals, control = step_control(vector, settings.clip_norm, settings.skip_norm)
+            totals, control = step_control(
+                vector, settings.clip_norm, settings.skip_norm, self._skipped
+            )
             rate = learning_rate(self.config, self.step)
             with span("optimizer"), self._timer.span(OPTIMIZER):
                 shards = [shard for _, shard in gradients]
                 self._optimizer.update(
                     shards, self._buffers.parameter_shards(), control, rate, self.step + 1
                 )
+            self._skipped = self._skipped + (1.0 - control.apply.double())
             # Overlapped buffers return at once: the next forward waits for each unit on entry.
             self._buffers.gather_parameters()
             self._forget_casts()
@@ -363,12 +367,16 @@ class Trainer:
                 ready(stop)
                 image[start:stop].copy_(slot[start:stop], non_blocking=True)
 
-    def finish_load(self, step: int, *, weights_only: bool = False) -> None:
+    def finish_load(
+        self, step: int, *, skipped_updates: int = 0, weights_only: bool = False
+    ) -> None:
         """Set the number of completed steps; publish the loaded parameters to all replicas.
 
-        ``weights_only`` forgets the optimizer's other states: they begin anew.
+        ``skipped_updates`` of them changed nothing. ``weights_only`` forgets the optimizer's other
+        states: they begin anew.
         """
         self.step = step
+        self._skipped.fill_(skipped_updates)
         if weights_only:
             self._states[1:].zero_()
         self._publish()
@@ -429,6 +437,15 @@ class Trainer:
     def _note_micro_batch(self, number: int) -> None:
         if self._status is not None:
             self._status.update(micro_batch=number)
+
+
+def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:
+    """What a pipeline stage does in a step, and in an evaluation."""
+    parallel = config.parallelism
+    line = (stage, parallel.pp, config.micro_batches, parallel.virtual_stages)
+    overlap = parallel.overlap.pp
+    program = SCHEDULES[parallel.pipeline_schedule](*line, overlap=overlap)
+    return program, forward_only(*line, overlap=overlap)
 
 
 def _buffers(

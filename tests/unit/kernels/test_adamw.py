@@ -10,7 +10,8 @@ from tests.harness.kernels import DEVICE, blank
 
 from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
 
-UPDATE = AdamWUpdate(3e-3, 0.9, 0.95, 1e-8, 0.1, 1)
+NONE_SKIPPED = torch.zeros((), dtype=torch.float64, device=DEVICE)
+UPDATE = AdamWUpdate(3e-3, 0.9, 0.95, 1e-8, 0.1, 1, NONE_SKIPPED)
 SIZE = 2500  # no multiple of a block
 ONE, ZERO, QUARTER = torch.tensor([1.0, 0.0, 0.25], device=DEVICE)
 
@@ -115,3 +116,14 @@ def test_plain_rounds_the_master_to_nearest() -> None:
     parameters = torch.zeros(SIZE, dtype=torch.bfloat16, device=DEVICE)
     adamw(states, torch.ones_like(states[0]), parameters, ONE, ONE, UPDATE)
     assert torch.equal(parameters, states[0].bfloat16())
+
+
+def test_bias_correction_counts_the_updates_that_were_applied() -> None:
+    for number in (1, 2, 10, 999, 100_000):
+        update = replace(UPDATE, number=number)
+        wanted = [1.0 - update.beta1**number, 1.0 - update.beta2**number]
+        assert update.corrections.tolist() == torch.tensor(wanted).tolist()
+        assert update.factors.tolist() == torch.tensor([1.0 / each for each in wanted]).tolist()
+        later = replace(UPDATE, number=number + 7, skipped=NONE_SKIPPED + 7)
+        torch.testing.assert_close(later.corrections, update.corrections, rtol=1e-7, atol=0)
+        torch.testing.assert_close(later.factors, update.factors, rtol=2e-7, atol=0)

@@ -94,7 +94,15 @@ def _updated(config: JobConfig, kernels: Literal["torch", "triton"]) -> list[tor
             flat.copy_(torch.randn(flat.shape, generator=generator))
             flat[::9] *= 1.0 if apply else float("nan")
         scalars = torch.tensor([apply, 0.5 * apply], device=DEVICE)
-        control = StepControl(scalars[0], scalars[0], scalars[1], scalars[0])
+        skipped = torch.tensor(float(number > 2), dtype=torch.float64, device=DEVICE)
+        control = StepControl(
+            norm=scalars[0],
+            clip=scalars[0],
+            scale=scalars[1],
+            apply=scalars[0],
+            reason=1.0 - scalars[0],
+            skipped=skipped,
+        )
         shards = [shard for _, shard in buffers.gradient_shards()]
         optimizer.update(shards, buffers.parameter_shards(), control, 1e-2, number)
         for owned, shard in zip(table.shard_ranges, buffers.parameter_shards(), strict=True):

@@ -13,7 +13,8 @@ from tests.harness.kernels import DEVICE, blank
 from megascale_kernels.adamw import AdamWUpdate
 from megascale_kernels.lamb import LambKernel, LambRuns, Segment
 
-UPDATE = AdamWUpdate(3e-3, 0.9, 0.999, 1e-6, 0.1, 1)
+NONE_SKIPPED = torch.zeros((), dtype=torch.float64, device=DEVICE)
+UPDATE = AdamWUpdate(3e-3, 0.9, 0.999, 1e-6, 0.1, 1, NONE_SKIPPED)
 # Long, tiny, next to each other, with a gap; blocks are of 1024.
 WIDE = (Segment(0, 1600, True), Segment(1600, 1608, False), Segment(1664, 4032, True))
 ODD = (Segment(3, 1500, True), Segment(1500, 1501, False), Segment(1601, 2500, True))

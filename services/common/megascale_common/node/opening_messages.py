@@ -2,7 +2,7 @@
 
 They are part of :mod:`megascale_common.node.messages`, over the daemon's unix socket, on a
 connection of their own:
-    OpenAttempt -> AttemptOpened | Refused.
+    OpenAttempt -> AttemptOpened | Refused; AskSaves -> Saves | Refused.
 """
 
 from __future__ import annotations
@@ -43,3 +43,36 @@ class AttemptOpened(TypedDict):
     restore: dict[str, Any]
     committer_endpoint: str
     refused: list[str]
+
+
+class AskSaves(TypedDict):
+    """Run by hand to daemon: what became of the saves of ``attempt``, which nobody else reports.
+
+    ``look``: find out from the commit log of ``uri`` whether a later attempt is open as well.
+    """
+
+    kind: Literal["ask_saves"]
+    job: str
+    attempt: int
+    uri: str
+    look: bool
+
+
+class FailedSave(TypedDict):
+    """A rank's part of the checkpoint of ``step`` could not be kept."""
+
+    step: int
+    rank: int
+    error: str
+
+
+class Saves(TypedDict):
+    """Daemon to a run by hand: the newest failures of its attempt, and its newest commit.
+
+    ``newest_attempt``: that of the commit log; 0: it was not asked for, or is not known now.
+    """
+
+    kind: Literal["saves"]
+    committed_step: int
+    failures: list[FailedSave]
+    newest_attempt: int

@@ -25,13 +25,14 @@ class DivergenceKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """What a step record shows of divergence."""
+    """What a step record shows of divergence; ``empty``: its batch had no target, so no loss."""
 
     attempt: int
     step: int
     loss: float
     gradient_norm: float
     skipped_updates: int = 0
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class DivergenceTrack:
 
 def observe(track: DivergenceTrack, sample: StepSample, config: JobConfig) -> DivergenceTrack:
     """The track with the next step record."""
+    if sample.empty:
+        return track  # 0/0 says nothing about the weights, for or against
     kind = _kind(track, sample, config)
     if math.isfinite(sample.loss) and track.starts < START_STEPS:
         track = replace(track, starts=track.starts + 1, start_sum=track.start_sum + sample.loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,9 @@ def generate(
 ) -> None:
     """Print a sample of text from the newest complete checkpoint of a job, on one device.
 
-    The checkpoint may be of any layout, and the job may be training: nothing is written.
+    The checkpoint may be of any layout, and the job may be training: nothing is written. Of a job
+    on a cluster, `megascale config show JOB > job.yaml` writes the file. A newer checkpoint that is
+    damaged is passed over, with a line on stderr.
 
     The text is that of the job's tokenizer (trainer.data.tokenizer). It ends with the document. The
     whole sequence is computed for each token: this shows what was learnt, it does not serve a
@@ -62,6 +65,7 @@ def generate(
     from megascale_trainer.restore import RestoreRefused
 
     try:
+        _refuse_name(job)
         config = load_config(job)
         trainer = Trainer(config, device)
         step = trainer.restore()
@@ -72,6 +76,8 @@ def generate(
                 "NO_CHECKPOINT",
                 "NOT_FOUND",
             )
+        for problem in trainer.passed_over:
+            print(f"a newer checkpoint is not used: {problem}", file=sys.stderr)
         text = trainer.generate(prompt, tokens, temperature, seed)
     except JobError as error:
         raise GenerateRefused(str(error), "JOB_REFUSED") from error
@@ -82,9 +88,19 @@ def generate(
         raise GenerateRefused(str(error), "NOT_POSSIBLE", "FAILED_PRECONDITION") from error
     if as_json:
         found = {"job": config.name, "step": step, "prompt": prompt, "text": text}
-        print(json.dumps(found))
+        print(json.dumps({**found, "passed_over": trainer.passed_over}))
     else:
         print(text)
+
+
+def _refuse_name(job: Path) -> None:
+    """Raise GenerateRefused for what is a job's name and no file."""
+    if not job.exists() and not job.suffix:
+        raise GenerateRefused(
+            f"{job}: there is no such file; give the job's file (of a job on a cluster, "
+            f"`megascale config show {job} > {job}.yaml` writes it)",
+            "JOB_REFUSED",
+        )
 
 
 if __name__ == "__main__":

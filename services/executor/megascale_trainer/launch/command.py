@@ -23,13 +23,24 @@ from megascale_trainer.launch.host_services import HostServices, new_token
 from megascale_trainer.launch.job_file import load_config
 from megascale_trainer.launch.place import LOOPBACK, Place, own_address
 
-USAGE = 2
+USAGE, INTERRUPTED = 2, 130
 DEFAULT_RUN_FOLDER = Path("runs/by-hand")
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train; 0: all steps are done, or the state is saved; 1: failed; 2: the job is refused."""
+    """Train; 0: all steps are done, or the state is saved; 1: failed; 2: the job is refused.
+
+    130: Ctrl-C before the first step.
+    """
+    try:
+        return _train(arguments)
+    except KeyboardInterrupt:
+        print("ended by Ctrl-C before the first step", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _train(arguments: list[str] | None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A shell may end before a run that it started alone; torchrun may not.
         arm_parent_death(expected_parent_pid=os.getppid())

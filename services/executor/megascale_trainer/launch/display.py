@@ -1,12 +1,13 @@
 """What a run by hand shows: a bar on a terminal, a line per step elsewhere, or JSON lines.
 
 The names of the values are those of step records everywhere: in JSON lines, in trackers and in
-megascale.v1.StepRecord.
+megascale.v1.StepRecord. JSON has no NaN and no infinity: they are null.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -15,6 +16,11 @@ from typing import Any, TextIO
 
 BAR_CELLS = 20
 _LEAST_REDRAW_S = 0.1
+_SKIPPED = {
+    "no_targets": "no target in its batch has a loss weight, so there is no loss",
+    "not_finite": "its loss or a gradient was not finite",
+    "norm": "its gradient norm was above trainer.optimizer.skip_norm",
+}
 _SMOOTHING = 0.1  # of the step time from which the remaining time is computed
 
 
@@ -27,6 +33,7 @@ class Display:
         self._step_time_s = 0.0
         self._drawn_at_s = 0.0
         self._line = ""
+        self.skipped = 0  # updates, of the steps that were shown
 
     def note(self, text: str) -> None:
         """A sentence on the run."""
@@ -40,12 +47,12 @@ class Display:
         """Something that programs want to know, and its sentence for people."""
         if self._json:
             self._print({"event": name, **values})
-        else:
+        elif text:
             self.note(text)
 
     def running(self, step: int, passed_over: str) -> None:
         """The ranks have met and restored ``step``."""
-        text = f"goes on from step {step}" if step else "starts from step 0"
+        text = f"continues from step {step}" if step else "starts from step 0"
         if passed_over:
             text += f"; passed over: {passed_over}"
         self.event("running", {"step": step, "passed_over": passed_over}, text)
@@ -56,9 +63,15 @@ class Display:
         self._step_time_s += (_SMOOTHING if self._step_time_s else 1.0) * (
             time_s - self._step_time_s
         )
+        why = record.get("skipped_because", "")
+        self.skipped += bool(why)
         if self._json:
             self._print({"event": "step", **record})
-        elif not self._bar:
+            return
+        if why:
+            said = _SKIPPED.get(why, why)
+            self.note(f"step {record['step']} changed nothing: {said} ({self.skipped} so far)")
+        if not self._bar:
             self._write(f"{step_line(record, self._steps)}\n")
         else:
             self._draw(record)
@@ -86,7 +99,8 @@ class Display:
             self._line = ""
 
     def _print(self, values: Mapping[str, Any]) -> None:
-        self._write(json.dumps(values) + "\n")
+        plain = {name: _finite(value) for name, value in values.items()}
+        self._write(json.dumps(plain, allow_nan=False) + "\n")
 
     def _write(self, text: str) -> None:
         if self._output is None:
@@ -98,11 +112,16 @@ class Display:
             self._output = None
 
 
+def _finite(value: Any) -> Any:
+    """What JSON can hold of a number."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def step_line(record: Mapping[str, Any], steps: int) -> str:
     """One step in a line: loss, speed, utilisation, memory, wait for data."""
     parts = [
         f"step {record['step']}/{steps}",
-        f"loss {record['loss']:.4f}",
+        f"loss {record['loss']:.4f}" if math.isfinite(record["loss"]) else "no loss",
         f"{_count(record['tokens_per_s'])} tokens/s",
     ]
     if record.get("mfu_causal") is not None:
@@ -110,8 +129,9 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
     parts.append(f"memory {record['memory_bytes'] / 2**30:.2f} GiB")
     parts.append(f"data {1e3 * record['data_wait_s']:.1f} ms")
     parts.append(f"step time {1e3 * record['step_time_s']:.0f} ms")
-    if record.get("evaluation_loss") is not None:
-        parts.append(f"held-out loss {record['evaluation_loss']:.4f}")
+    held_out = record.get("evaluation_loss")
+    if held_out is not None and math.isfinite(held_out):
+        parts.append(f"held-out loss {held_out:.4f}")
     return "  ".join(parts)
 
 

@@ -26,7 +26,7 @@ from megascale_common.node import framing
 from megascale_common.node.addresses import is_loopback
 from megascale_common.node.incarnation import new_incarnation
 from megascale_common.node.messages import Refused
-from megascale_common.node.opening_messages import AttemptOpened, OpenAttempt
+from megascale_common.node.opening_messages import AskSaves, AttemptOpened, OpenAttempt, Saves
 from megascale_common.node.process import child_environment
 from megascale_common.node.socket_folder import create_socket_folder
 from megascale_trainer.launch.place import LOOPBACK
@@ -34,7 +34,8 @@ from megascale_trainer.launch.place import LOOPBACK
 CLUSTER = "by-hand"
 START_TIMEOUT_S = 60.0
 OPEN_TIMEOUT_S = 60.0  # the daemon itself gives up a storage after 18 s
-STOP_GRACE_S = 5.0  # the daemon drains for 3 s
+SAVES_TIMEOUT_S = 15.0  # and the commit log after 8 s
+STOP_GRACE_S = 16.0  # the daemon drains for 3 s, and ends retention within 10 s
 MOST_RESTARTS = 4  # of the daemon
 _POLL_S = 0.05
 
@@ -153,33 +154,61 @@ class HostServices:
             request["read_only"] = True
         return self._ask(request)
 
+    def saves(self, attempt: int, *, look: bool = False) -> Saves:
+        """What became of the attempt's saves; ``look`` asks the commit log for a later attempt.
+
+        Raises:
+            ServiceFailed, OSError: the daemon does not answer now.
+        """
+        uri = self.config.checkpoint.uri
+        request = AskSaves(
+            kind="ask_saves", job=self.config.name, attempt=attempt, uri=uri, look=look
+        )
+        return cast(Saves, self._answer(request, "saves", SAVES_TIMEOUT_S))
+
     def _ask(self, request: OpenAttempt) -> AttemptOpened:
         self.await_daemon()
+        return cast(AttemptOpened, self._answer(request, "attempt_opened", OPEN_TIMEOUT_S))
+
+    def _answer(
+        self, request: OpenAttempt | AskSaves, kind: str, timeout_s: float
+    ) -> AttemptOpened | Saves:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(OPEN_TIMEOUT_S)
+            connection.settimeout(timeout_s)
             connection.connect(str(self.checkpoint_socket))
             framing.send(connection, request)
             received = framing.receive(connection)
         if received is None:
             raise ServiceFailed("the checkpoint daemon closed the connection")
-        answer = cast(AttemptOpened | Refused, received[0])
-        if answer["kind"] != "attempt_opened":
-            final = answer.get("error_kind") == "BAD_JOB"
-            raise ServiceFailed(str(answer["error"]), final=final)
-        return answer
+        answer = cast(AttemptOpened | Saves | Refused, received[0])
+        if answer["kind"] != kind:
+            refused = cast(Refused, answer)
+            final = refused.get("error_kind") == "BAD_JOB"
+            raise ServiceFailed(str(refused["error"]), final=final)
+        return cast(AttemptOpened | Saves, answer)
 
     def await_daemon(self) -> None:
         """Wait until the daemon serves; raises ServiceFailed where it does not."""
         self._await((self.sockets / "checkpoint.address").exists, "checkpoint daemon")
 
-    def problem(self) -> str:
-        """What ends the run: the loader has ended. A daemon that has ended is started again."""
+    def daemon_problem(self) -> str:
+        """How the checkpoint daemon has ended, once for each end; it is started again.
+
+        Training continues meanwhile: ranks that find it gone register again at their next snapshot,
+        and it listens at the same address again.
+        """
         daemon = self._children.get("checkpoint")
-        if daemon is not None and daemon.ended and self.restarts < MOST_RESTARTS:
-            # Training goes on meanwhile: ranks that find it gone register again at their next
-            # snapshot, and it listens at the same address again.
-            self.restarts += 1
-            self._start_daemon()
+        if daemon is None or not (ended := daemon.ended):
+            return ""
+        if self.restarts == MOST_RESTARTS:
+            del self._children["checkpoint"]
+            return f"{ended}; it ended {MOST_RESTARTS + 1} times: nothing is saved any more"
+        self.restarts += 1
+        self._start_daemon()
+        return f"{ended}; it is started again, and training continues"
+
+    def problem(self) -> str:
+        """What ends the run: the loader has ended."""
         loader = self._children.get("loader")
         return loader.ended if loader is not None else ""
 

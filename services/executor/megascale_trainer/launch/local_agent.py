@@ -2,7 +2,8 @@
 
 The worker runs on the main thread as it does under an agent, with one end of a socket pair; a
 thread has the other end. It shows steps, starts a daemon again that has ended, and asks rank 0 to
-save and end when a signal has come, to whichever rank, or the time is up.
+save and end when a signal has come, to whichever rank, or the time is up. What a driver would
+report of saves it reports: those that fail, and that a later attempt has superseded this one.
 """
 
 from __future__ import annotations
@@ -12,19 +13,58 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import cast
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 from megascale_common.node import framing
 from megascale_common.node.messages import Failed, Finished, Leave, WorkerMessage
+from megascale_common.node.opening_messages import Saves
 from megascale_trainer.launch.display import Display
-from megascale_trainer.launch.host_services import HostServices
+from megascale_trainer.launch.host_services import HostServices, ServiceFailed
 from megascale_trainer.launch.meeting import Meeting
 from megascale_trainer.launch.span_keeper import SpanKeeper
 
 LEAVE_KEY = "leave"
 _TURN_S = 0.5
+LOOK_S = 5.0  # how often the commit log is asked whether a later attempt is open
 _LOADER_GONE_S = 5.0  # workers that the loader serves detect its end themselves, with more detail
+
+
+class SaveWatch(threading.Thread):
+    """Asks the checkpoint daemon what became of the saves, in a thread: it may take long to answer.
+
+    ``looks``: whether this host asks the commit log for a later attempt.
+    """
+
+    def __init__(self, services: HostServices, attempt: int, *, looks: bool) -> None:
+        super().__init__(name="save-watch", daemon=True)
+        self._services = services
+        self.attempt = attempt
+        self._looks = looks
+        self._looked_s = 0.0
+        self._found: deque[Saves] = deque()
+
+    def run(self) -> None:
+        """Ask until the process ends."""
+        while True:
+            time.sleep(_TURN_S)
+            look = self._looks and time.monotonic() - self._looked_s >= LOOK_S
+            if self.ask(look=look) and look:
+                self._looked_s = time.monotonic()
+
+    def ask(self, *, look: bool = False) -> bool:
+        """Ask once; returns whether there was an answer, which :meth:`take` has."""
+        try:
+            self._found.append(self._services.saves(self.attempt, look=look))
+        except (ServiceFailed, OSError, framing.FramingError):
+            return False  # it is being started again, or its storage hangs
+        return True
+
+    def take(self) -> Iterator[Saves]:
+        """The answers since the last call."""
+        while self._found:
+            yield self._found.popleft()
 
 
 class LocalAgent(threading.Thread):
@@ -32,6 +72,8 @@ class LocalAgent(threading.Thread):
 
     Args:
         display: shows what the worker reports.
+        report: shows what concerns this host, on whichever rank: event, values, sentence.
+        saves: of this host, on its first rank, where the job has checkpoints.
         services: of this host, on its first rank.
         spans: of this rank, from its ring to its folder; None: they are not kept.
         ends_at_s: when the run is to save and end (monotonic); None: no limit.
@@ -43,8 +85,11 @@ class LocalAgent(threading.Thread):
         ours: socket.socket,
         rank: int,
         meeting: Meeting,
+        *,
         display: Display,
+        report: Callable[[str, Mapping[str, Any], str], None],
         services: HostServices | None,
+        saves: SaveWatch | None,
         spans: SpanKeeper | None,
         ends_at_s: float | None,
         give_up: Callable[[str], None],
@@ -52,6 +97,11 @@ class LocalAgent(threading.Thread):
         super().__init__(name="local-agent", daemon=True)
         self._ours, self._rank, self._meeting, self._display = ours, rank, meeting, display
         self._services, self._ends_at_s, self._give_up = services, ends_at_s, give_up
+        self._report = report
+        self._saves = saves
+        self._orders = 0
+        self.failed_saves: list[int] = []  # steps
+        self._failing = False
         self._spans = spans
         self._wanted = ""
         self._ordered = False
@@ -65,16 +115,63 @@ class LocalAgent(threading.Thread):
 
     def run(self) -> None:
         """Read messages until the worker closes its end."""
+        if self._saves is not None:
+            self._saves.start()
         while True:
             if select.select([self._ours], [], [], _TURN_S)[0]:
                 received = framing.receive(self._ours)
                 if received is None:
                     self._keep_spans(last=True)
+                    if self._saves is not None and self.failed is None:
+                        self._saves.ask()
+                    self._show_saves()
                     return
                 self._take(cast(WorkerMessage, received[0]))
             self._order()
             self._watch_services()
+            self._show_saves()
             self._keep_spans()
+
+    def _show_saves(self) -> None:
+        for found in self._saves.take() if self._saves is not None else ():
+            self._show_failures(found)
+            mine = self._saves.attempt if self._saves is not None else 0
+            if found["newest_attempt"] > mine:
+                self._superseded(mine, found)
+
+    def _show_failures(self, found: Saves) -> None:
+        committed = found["committed_step"]
+        newest = f"the newest complete checkpoint is of step {committed}"
+        if not committed:
+            newest = "this attempt has no complete checkpoint yet"
+        for failed in found["failures"]:
+            step = failed["step"]
+            if step in self.failed_saves:
+                continue  # another rank of the same step, or a repetition
+            self.failed_saves.append(step)
+            self._failing = True
+            values = {"failed_step": step, "rank": failed["rank"], "error": failed["error"]}
+            self._report(
+                "save_failed",
+                {**values, "committed_step": committed},
+                f"the checkpoint of step {step} is not saved by rank {failed['rank']}: "
+                f"{failed['error']}; training continues, and {newest}",
+            )
+        if self._failing and committed > self.failed_saves[-1]:
+            self._failing = False
+            self._report("saved", {"committed_step": committed}, f"saved again: {newest}")
+
+    def _superseded(self, mine: int, found: Saves) -> None:
+        """A later attempt has fenced this one, which can save nothing any more."""
+        later, committed = found["newest_attempt"], found["committed_step"]
+        text = (
+            f"attempt {mine} is superseded: attempt {later} of this job was opened in its "
+            f"checkpoint folder, by another run or a driver, so this run can save nothing more and "
+            f"ends; its newest complete checkpoint is of step {committed}"
+        )
+        self._report("superseded", {"attempt": mine, "newest_attempt": later}, "")
+        self._meeting.end_for_good(text)
+        self._give_up(text)
 
     def _keep_spans(self, *, last: bool = False) -> None:
         now_s = time.monotonic()
@@ -94,6 +191,15 @@ class LocalAgent(threading.Thread):
                 self._display.note(notes)
         elif message["kind"] == "step":
             self._display.step(message["record"])
+        elif message["kind"] == "not_left":
+            # It trains on, and takes another order.
+            self._wanted, self._ordered, self._ends_at_s = "", False, None
+            problem = message["problem"]
+            self._report(
+                "not_left",
+                {"error": problem},
+                f"the state cannot be saved, so training continues: {problem}",
+            )
         elif message["kind"] == "failed":
             self.failed = message
         elif message["kind"] == "finished":
@@ -115,11 +221,15 @@ class LocalAgent(threading.Thread):
         if self._wanted:
             self._ordered = True
             self._display.note(f"saves and ends: {self._wanted}")
-            framing.send(self._ours, Leave(kind="leave", id=f"hand-{os.getpid()}"))
+            self._orders += 1  # an order that has failed is not taken a second time
+            framing.send(self._ours, Leave(kind="leave", id=f"hand-{os.getpid()}-{self._orders}"))
 
     def _watch_services(self) -> None:
-        problem = self._services.problem() if self._services is not None else ""
-        if not problem or self.failed or self.finished:
+        if self._services is None or self.failed or self.finished:
+            return
+        if ended := self._services.daemon_problem():
+            self._report("daemon_ended", {"error": ended}, ended)
+        if not (problem := self._services.problem()):
             return
         now_s = time.monotonic()
         self._loader_gone_s = self._loader_gone_s or now_s

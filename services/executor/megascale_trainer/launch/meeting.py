@@ -6,7 +6,10 @@ own store, the token of the daemons. Each host's first rank publishes the socket
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +21,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 MEET_TIMEOUT_S = 300.0  # the processes of all hosts start within this time
+RESOLVE_TIMEOUT_S = 20.0  # of a host name; a slow name server has answered by then
 
 
 class MeetingFailed(RuntimeError):
     """Another process of the run could not start, or did not come."""
+
+
+class NameUnresolved(MeetingFailed):
+    """MASTER_ADDR is no name that this host knows."""
 
 
 class Meeting:
@@ -29,7 +37,10 @@ class Meeting:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._store = PrefixStore(f"megascale/{place.start}", _store(place))
+        store = _store(place)
+        self._store = PrefixStore(f"megascale/{place.start}", store)
+        # torchrun keeps its store when it starts the processes again.
+        self._run = PrefixStore(f"megascale-run/{place.start.rpartition('/')[0]}", store)
 
     def publish(self, key: str, value: dict[str, Any]) -> None:
         """Give ``value`` to the processes that :meth:`read` the key."""
@@ -56,6 +67,16 @@ class Meeting:
             raise MeetingFailed(value["problem"])
         return value
 
+    def end_for_good(self, problem: str) -> None:
+        """Let no later start of this run begin (torchrun --max-restarts)."""
+        with contextlib.suppress(RuntimeError):
+            self._run.set("ended", problem)
+
+    def refuse_ended(self) -> None:
+        """Raise MeetingFailed in a run that an earlier start has ended for good."""
+        if self._run.check(["ended"]):
+            raise MeetingFailed(self._run.get("ended").decode())
+
     def mark(self, key: str) -> None:
         """Set a mark that :meth:`marked` and :meth:`await_marks` see."""
         self._store.set(key, "1")
@@ -80,6 +101,7 @@ def _store(place: Place) -> Store:
     if place.world_size == 1:
         return HashStore()
     host, port = place.master
+    _refuse_unresolved(host)
     serves = place.rank == 0 and not place.hosted_store
     return TCPStore(
         host,
@@ -88,3 +110,27 @@ def _store(place: Place) -> Store:
         timeout=timedelta(seconds=MEET_TIMEOUT_S),
         wait_for_workers=False,
     )
+
+
+def _refuse_unresolved(host: str) -> None:
+    """Raise MeetingFailed where the name cannot be resolved: torch's store would try for minutes.
+
+    In a thread, because a name server that does not answer holds the look-up.
+    """
+    problem = [f"was not resolved within {RESOLVE_TIMEOUT_S:.0f} s"]
+
+    def resolve() -> None:
+        try:
+            socket.getaddrinfo(host.strip("[]"), None)
+            problem[0] = ""
+        except OSError as error:
+            problem[0] = f"does not resolve on this host ({error.strerror or error})"
+
+    looking = threading.Thread(target=resolve, name="resolve", daemon=True)
+    looking.start()
+    looking.join(RESOLVE_TIMEOUT_S)
+    if found := problem[0]:
+        raise NameUnresolved(
+            f"MASTER_ADDR: the host name {host!r} {found}: add it to /etc/hosts or to the name "
+            "server, or give its address (torchrun --local-addr, --master-addr)"
+        )

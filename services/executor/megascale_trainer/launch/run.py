@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -25,8 +26,8 @@ from megascale_common.node.incarnation import network_view
 from megascale_common.node.messages import Assignment
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
-from megascale_trainer.launch.local_agent import LocalAgent
-from megascale_trainer.launch.meeting import Meeting, MeetingFailed
+from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch
+from megascale_trainer.launch.meeting import Meeting, MeetingFailed, NameUnresolved
 from megascale_trainer.launch.place import Place, own_address
 from megascale_trainer.launch.span_keeper import SpanKeeper
 from megascale_trainer.process import worker
@@ -36,6 +37,10 @@ FAILED, REFUSED = 1, 2
 END_TOGETHER_S = 60.0
 # torchrun passes on what the terminal has sent already: only a later signal ends at once.
 REPEATED_AFTER_S = 2.0
+NAMED_STEPS = 8  # of the saves that failed, at the end
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Of a terminal that closes, and of schedulers before a time limit.
+WARNING_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STORE_BACKLOG = 1 << 15  # cut by the kernel to net.core.somaxconn
 
 
@@ -69,6 +74,7 @@ class Run:
         torch.set_num_threads(1)
         try:
             meeting = Meeting(self._place)
+            meeting.refuse_ended()
             opened = self._opened(meeting)
             sockets = self._sockets(meeting)
             device = self._device()
@@ -87,8 +93,20 @@ class Run:
         rank, services = self._place.rank, self._services
         node, layout = assignment["node"], self._config.layout
         spans = SpanKeeper(folder.spans(rank), folder.path, rank, node, layout)
+        saves = None
+        if services is not None and self._config.checkpoint.uri:
+            saves = SaveWatch(services, assignment["attempt"], looks=rank == 0)
         agent = LocalAgent(
-            ours, rank, meeting, self._display, services, spans, self._ends_at_s, self._give_up
+            ours,
+            rank,
+            meeting,
+            display=self._display,
+            report=self._report,
+            services=services,
+            saves=saves,
+            spans=spans,
+            ends_at_s=self._ends_at_s,
+            give_up=self._give_up,
         )
         if self._config.checkpoint.uri:
             self._save_on_signals(agent)
@@ -228,17 +246,21 @@ class Run:
         }
 
     def _save_on_signals(self, agent: LocalAgent) -> None:
-        """SIGTERM and Ctrl-C save and end; the same again, later, ends at once."""
+        """Signals of people, schedulers and terminals save and end.
+
+        One that asks to end, again and later, ends at once; schedulers repeat the others.
+        """
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            now_s = time.monotonic()
-            if self._signalled_s and now_s - self._signalled_s > REPEATED_AFTER_S:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            self._signalled_s = self._signalled_s or now_s
+            if number in ENDING_SIGNALS:
+                now_s = time.monotonic()
+                if self._signalled_s and now_s - self._signalled_s > REPEATED_AFTER_S:
+                    signal.signal(number, signal.SIG_DFL)
+                    os.kill(os.getpid(), number)
+                self._signalled_s = self._signalled_s or now_s
             agent.leave(signal.Signals(number).name)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (*ENDING_SIGNALS, *WARNING_SIGNALS):
             signal.signal(number, on_signal)
 
     def _show_start(self, opened: dict[str, Any], folder: AttemptFolder) -> None:
@@ -259,6 +281,10 @@ class Run:
         kind = failed["error_kind"] if failed is not None else "OTHER"
         detail = (failed["detail"] or _last_line(failed["error"])) if failed is not None else ""
         rank = self._place.rank
+        if detail == KeyboardInterrupt.__name__:
+            if rank == 0:
+                self._say("ended by Ctrl-C; the job has no checkpoint.uri, so nothing is saved")
+            return FAILED
         self._say(f"rank {rank} failed ({kind}): {detail}; its log: {folder.log(rank)}")
         return FAILED
 
@@ -270,19 +296,37 @@ class Run:
             self._config.training.steps,
             finished["not_saved"],
         )
+        failed, skipped = agent.failed_saves, self._display.skipped
+        text = f"all {steps} steps are done"
+        if step < steps:
+            text = f"step {step} of {steps} is saved; the same command continues from there"
+        if not_saved:
+            text = f"{text}, and the last is not saved: {not_saved}"
+        if failed:
+            named = ", ".join(map(str, failed[-NAMED_STEPS:]))
+            newest = "the newest of them " if len(failed) > NAMED_STEPS else ""
+            text = f"{text}; {_count(len(failed), 'save')} failed: {newest}of step {named}"
+        if skipped:
+            text = f"{text}; {_count(skipped, 'update')} skipped"
+        ended = {"step": step, "steps": steps, "not_saved": not_saved}
+        self._display.event("end", {**ended, "failed_saves": len(failed), "skipped": skipped}, text)
         if not_saved and checkpoint.require_final:
             if self._place.rank == 0:
                 self._say(f"the last step is not saved: {not_saved}")
             return FAILED
-        text = f"all {steps} steps are done"
-        if step < steps:
-            text = f"step {step} of {steps} is saved; the same command goes on from there"
-        self._display.event("end", {"step": step, "steps": steps, "not_saved": not_saved}, text)
         return 0
+
+    def _report(self, event: str, values: Mapping[str, Any], text: str) -> None:
+        """What concerns this host: rank 0 shows it with its steps, another rank on stderr."""
+        if self._place.rank == 0:
+            self._display.event(event, values, text)
+        elif text:
+            self._say(f"host {self._place.host}: {text}")
 
     def _refuse(self, error: Exception) -> int:
         """A start that failed: rank 0, or the process that it is about, says why."""
-        if self._place.rank == 0 or not isinstance(error, MeetingFailed):
+        alone = isinstance(error, NameUnresolved)  # rank 0's host may know the name
+        if self._place.rank == 0 or alone or not isinstance(error, MeetingFailed):
             self._say(f"rank {self._place.rank} cannot start: {error}")
         return REFUSED if isinstance(error, ServiceFailed) and error.final else FAILED
 
@@ -296,6 +340,10 @@ class Run:
     def _say(self, text: str) -> None:
         self._errors.write(f"{text}\n")
         self._errors.flush()
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _sockets_key(host: int) -> str:

@@ -1,7 +1,6 @@
 """AdamW over a flat shard, run by run of equal decay, without waiting for the device.
 
-Bias correction counts steps, skipped ones included, so that the step number alone describes where
-the optimizer is.
+Bias correction counts the updates that were applied, as many as the moments hold.
 """
 
 from __future__ import annotations
@@ -40,7 +39,13 @@ class AdamW:
     ) -> None:
         config = self._config
         decaying = AdamWUpdate(
-            learning_rate, config.beta1, config.beta2, config.epsilon, config.weight_decay, number
+            learning_rate=learning_rate,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            epsilon=config.epsilon,
+            weight_decay=config.weight_decay,
+            number=number,
+            skipped=control.skipped,
         )
         still = replace(decaying, weight_decay=0.0)
         for run in self._runs:

@@ -59,7 +59,8 @@ class Optimizer(Protocol):
             gradients: float32 shard of each bucket, summed over the global batch; may be
                 overwritten.
             parameters: shard of each bucket in the compute dtype, which takes the rounded master.
-            control: scale of the gradients and the apply flag.
+            control: scale of the gradients, the apply flag, and how many of the updates before
+                this one were skipped: what counts applied updates subtracts them on the device.
         """
         ...
 

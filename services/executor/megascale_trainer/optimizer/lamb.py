@@ -75,7 +75,13 @@ class Lamb:
     ) -> None:
         config = self._config
         numbers = AdamWUpdate(
-            learning_rate, config.beta1, config.beta2, config.epsilon, config.weight_decay, number
+            learning_rate=learning_rate,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            epsilon=config.epsilon,
+            weight_decay=config.weight_decay,
+            number=number,
+            skipped=control.skipped,
         )
         for bucket, run in enumerate(self._runs):
             run.direction(

@@ -15,6 +15,9 @@ import torch
 from megascale_common.job.rank_layout import Coordinates
 from megascale_common.sizes.parameter_slices import BufferPlan, stands_for
 
+# Why an update was skipped, by their numbers on the device; "" where it was applied.
+SKIP_REASONS = ("", "no_targets", "not_finite", "norm")
+_NO_TARGETS, _NOT_FINITE, _NORM = range(1, len(SKIP_REASONS))
 _CLIP_EPSILON = 1e-6  # keeps the clip factor finite at norm 0
 
 
@@ -41,13 +44,16 @@ class StepTotals:
 class StepControl:
     """Device scalars: ``scale`` turns summed gradients into clipped means, ``apply`` is 1 or 0.
 
-    Both are float32.
+    Both are float32. ``reason`` is the number of a :data:`SKIP_REASONS`. ``skipped`` counts the
+    updates of the run before this one that were not applied, in float64.
     """
 
     norm: torch.Tensor
     clip: torch.Tensor
     scale: torch.Tensor
     apply: torch.Tensor
+    reason: torch.Tensor
+    skipped: torch.Tensor
 
 
 def local_totals(
@@ -80,11 +86,16 @@ def local_totals(
 
 
 def step_control(
-    vector: torch.Tensor, clip_norm: float, skip_norm: float = 0.0
+    vector: torch.Tensor,
+    clip_norm: float,
+    skip_norm: float = 0.0,
+    skipped: torch.Tensor | None = None,
 ) -> tuple[StepTotals, StepControl]:
     """Clip factor min(1, clip_norm / norm) over the whole model, and whether the update is applied.
 
-    Both come from the summed vector [7].
+    Both come from the summed vector [7]. A global batch without any weight has no loss (0/0), which
+    is no divergence: such an update is skipped for a reason of its own. ``skipped``: see
+    :class:`StepControl`; None: no update was.
 
     ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
     weight are usable, and the norm is at most ``skip_norm`` (0: any). That bound is a number of the
@@ -97,13 +108,14 @@ def step_control(
         if clip_norm > 0
         else torch.ones_like(norm)
     )
-    usable = (
-        (totals.broken_ranks == 0)
-        & norm.isfinite()
-        & totals.entropy.isfinite()
-        & (totals.weight > 0)
-    )
+    sound = (totals.broken_ranks == 0) & totals.squared_norm.isfinite() & totals.entropy.isfinite()
+    usable = sound & norm.isfinite() & (totals.weight > 0)
+    reason = torch.where(usable, 0, _NOT_FINITE)
+    reason = torch.where(sound & (totals.weight == 0), _NO_TARGETS, reason)
     if skip_norm > 0:
-        usable = usable & (norm <= skip_norm)
+        below = norm <= skip_norm
+        reason = torch.where(usable & ~below, _NORM, reason)
+        usable = usable & below
     scale = torch.where(usable, clip / totals.weight, torch.zeros_like(clip)).float()
-    return totals, StepControl(norm, clip, scale, usable.float())
+    before = torch.zeros_like(norm) if skipped is None else skipped
+    return totals, StepControl(norm, clip, scale, usable.float(), reason, before)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from megascale_common.node import framing
-from megascale_common.node.messages import Exited, Forked, TemplateHello
+from megascale_common.node.messages import STACKS_SIGNAL, Exited, Forked, TemplateHello
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death
 from megascale_common.node.redaction import redact_streams
@@ -184,6 +185,10 @@ class _Template:
         if program is None:
             known = " and ".join(map(repr, self.programs))
             raise framing.FramingError(f"a worker accepts {known}, not {message['kind']!r}")
+        if message["kind"] == "assignment":
+            # Its handler needs no interpreter lock, which a hung call may hold. By hand the signal
+            # saves and ends instead.
+            faulthandler.register(STACKS_SIGNAL)
         return program(agent, message, descriptors)
 
 

@@ -104,9 +104,11 @@ class StepRecords:
         if self._logged_steps > FIRST_LOGGED_STEPS and now_s - self._logged_at_s < LOG_INTERVAL_S:
             return
         self._logged_at_s = now_s
+        why = values["skipped_because"]
         print(
             f"step {values['step']}: loss {values['loss']:.6g}, "
-            f"gradient norm {values['gradient_norm']:.4g}, {values['step_time_s']:.3f} s",
+            f"gradient norm {values['gradient_norm']:.4g}, {values['step_time_s']:.3f} s"
+            f"{f', skipped: {why}' if why else ''}",
             flush=True,
         )
 

@@ -28,7 +28,6 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import (
-    STACKS_SIGNAL,
     Assignment,
     ErrorKind,
     Failed,
@@ -90,9 +89,7 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
     assignment = cast(Assignment, message)
     rank, job, attempt = (assignment[key] for key in ("rank", "job", "attempt"))
     title.show(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
-    # Its handlers need no interpreter lock, which a hung call may hold. The second one is for
-    # crashes of native code, which would leave no line in the log.
-    faulthandler.register(STACKS_SIGNAL)
+    # Of crashes of native code, which would leave no line in the log. It needs no interpreter lock.
     faulthandler.enable()
     try:
         _Worker(agent, assignment, descriptors[0] if descriptors else None).run()
@@ -366,8 +363,8 @@ class _Worker:
             )
         self._stored = small_state
         self._notes += other_schedule(small_state.get("schedule"), self._config, plan.step)
-        trainer.finish_load(plan.step)
         self._skipped, self._consumed = int(small_state.get("skipped_updates", 0)), consumed
+        trainer.finish_load(plan.step, skipped_updates=self._skipped)
         if "cpu_rng" in small_state:  # an imported model has none: the job's seed holds
             random_state = bytearray(base64.b64decode(small_state["cpu_rng"]))
             torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
