@@ -33,6 +33,18 @@ def test_brackets_in_messages_are_no_markup() -> None:
     assert NASTY in shown("\n".join(output.job_lines(job)))
 
 
+def test_a_terminal_gets_colours_of_ours_and_none_of_a_message() -> None:
+    stream = io.StringIO()
+    terminal = output._Console(file=stream, force_terminal=True, width=200, highlight=False)
+    hostile = "\x1b[2J\x9b31m\u202eend"
+    terminal.print(output.table(("A", "B"), [(f"[red]{hostile}[/red]", hostile)]))
+    terminal.print(output.event_text(types_pb2.Event(reason="X", message=hostile)))
+    text = stream.getvalue()
+    assert text.count("\\x1b[2J\\x9b31m\\u202eend") == 3
+    assert not [sign for sign in ("\x1b[2J", "\x9b", "\u202e") if sign in text]
+    assert "\x1b[31m" in text, "the table's own red"
+
+
 def test_a_long_message_is_clipped_on_a_terminal_and_whole_elsewhere(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from megascale_cli.visible import visible
 from megascale_client import (
     AlreadyExists,
     AsyncClient,
@@ -95,7 +96,7 @@ def print_error(error: MegascaleError, as_json: bool) -> None:
             ]
         print(json.dumps(details), file=sys.stderr)
     else:
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {visible(text)}", file=sys.stderr)
 
 
 def _in_commands(text: str) -> str:

@@ -21,6 +21,7 @@ from megascale_cli.output import (
     plan_lines,
     print_json,
 )
+from megascale_cli.visible import visible
 from megascale_cli.watch import WATCH_RETRY_FOR_S, watch_job
 from megascale_client import (
     AsyncClient,
@@ -75,7 +76,7 @@ def submit(
 
 
 def _warn(text: str) -> None:
-    typer.echo(f"warning: {text}", err=True)
+    typer.echo(f"warning: {visible(text)}", err=True)
 
 
 def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:

@@ -12,12 +12,14 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_cli.visible import visible
 from megascale_client import Job, JobCondition, JobPhase
 from megascale_client.views import View
 
@@ -26,8 +28,28 @@ Item = TypeVar("Item", bound=Message | View)
 MAX_MESSAGE_CHARACTERS = 160  # of an event, on a terminal
 
 
-# Lines are never wrapped, so a pipe gets them as they are.
-console = Console(highlight=False, soft_wrap=True)
+class _Console(Console):
+    """The console of the commands: it shows what came from elsewhere, and obeys nothing of it.
+
+    Lines are never wrapped, so a pipe gets them as they are.
+    """
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Text that may have markup, before anything measures it."""
+        return super().render_str(visible(text), **settings)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """The parts of what is printed; rich's own control codes are parts of another kind."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text == (text := visible(segment.text)):
+                yield segment
+            else:
+                yield Segment(text, segment.style)
+
+
+console = _Console(highlight=False, soft_wrap=True)
 
 _PHASE_STYLES = {
     JobPhase.RUNNING: "green",
@@ -96,7 +118,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table for a pipe: aligned, nothing cut, "-" in a cell that is empty."""
-    plain_rows = [[Text.from_markup(cell).plain or "-" for cell in row] for row in rows]
+    plain_rows = [[visible(Text.from_markup(cell).plain) or "-" for cell in row] for row in rows]
     listed = [list(columns), *plain_rows]
     widths = [max(map(cell_len, column)) for column in zip(*listed, strict=True)]
     return [

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.job.config import JobConfig
 from megascale_common.job.wire import spec as job_spec
+from megascale_common.node.visible import visible
 from megascale_common.service import status
 from megascale_common.service.errors import (
     ExistsError,
@@ -244,7 +245,7 @@ def required_reason(text: str) -> str:
     """The reason of a call that must give one, cut to a bound."""
     if not text.strip():
         raise invalid("reason", "missing", "give the reason, it goes to the audit log")
-    return text.strip()[:MAX_REASON]
+    return visible(text.strip()[:MAX_REASON])
 
 
 def actor_of(context: Context) -> str:

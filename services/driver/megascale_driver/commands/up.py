@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.node.visible import visible
 from megascale_driver.commands.node import reporter, run_node
 from megascale_driver.platform.dashboard_process import DashboardProcess
 from megascale_driver.platform.devices import choose_device, count_gpus
@@ -220,7 +221,7 @@ async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> in
             print(json.dumps({"event": kind, **fields}), flush=True)
         else:
             plain = {
-                name: escape(value) if isinstance(value, str) else value
+                name: escape(visible(value)) if isinstance(value, str) else value
                 for name, value in fields.items()
             }
             _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)

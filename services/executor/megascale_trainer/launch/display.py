@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from megascale_common.node.visible import visible
+
 BAR_CELLS = 20
 _LEAST_REDRAW_S = 0.1
 _SMOOTHING = 0.1  # of the step time from which the remaining time is computed
@@ -34,7 +36,7 @@ class Display:
             self._print({"event": "note", "text": text})
         else:
             self._clear()
-            self._write(f"{text}\n")
+            self._write(f"{visible(text)}\n")
 
     def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         """Something that programs want to know, and its sentence for people."""
