@@ -100,6 +100,10 @@ async def test_jobs_show_their_progress_and_the_time_left(driver: ScriptedDriver
         ["third", "succeeded", "200/200", "100%", "-"],
     ]
     assert "step 50 of 200 (25%, about 5m left)" in (await run("job", "first"))[1]
+    # The newest step alone says little: the driver sends the median of the newest ones.
+    driver.jobs[0].typical_step_time.FromSeconds(4)
+    assert "(25%, about 10m left)" in (await run("job", "first"))[1]
+    assert (await run("jobs"))[1].splitlines()[2].split()[4] == "10m"
 
 
 @pytest.mark.parametrize(

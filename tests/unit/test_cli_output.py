@@ -11,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
-from megascale_cli import output
+from megascale_cli import output, watch
 from megascale_client import Job, RestoreSource
 
 NASTY = "RuntimeError: [/usr/pair.cc:537] read [127.0.0.1]:80 [bold]"
@@ -84,6 +84,21 @@ def test_mfu_is_shown_twice_or_not_at_all() -> None:
     record = types_pb2.StepRecord(step=3, memory_bytes=3 << 29)
     record.data_wait.FromMicroseconds(1_250)
     assert "memory 1.50 GiB  data 1.2 ms" in output.step_text(record, 100)
+
+
+def test_a_watch_that_replays_shows_the_time_that_the_job_takes() -> None:
+    bar, steps = watch._Bar(), 300
+    spec = job_pb2.JobSpec(name="x")
+    spec.trainer.training.steps = steps
+    bar.job(Job(driver_pb2.Job(spec=spec, phase=types_pb2.JOB_PHASE_RUNNING)))
+    for step in range(1, 101):  # within milliseconds
+        record = types_pb2.StepRecord(step=step, attempt=1)
+        record.step_time.FromMilliseconds(60_000 if step in (50, 99) else 1_200)
+        bar.step(record)
+    (task,) = bar._progress.tasks
+    assert (task.completed, task.fields["left"]) == (100, "4m left")
+    bar.job(Job(driver_pb2.Job(spec=spec, phase=types_pb2.JOB_PHASE_STOPPING)))
+    assert task.fields["left"] == ""
 
 
 def test_phase_and_enum_names_are_short() -> None:

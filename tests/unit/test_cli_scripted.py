@@ -184,6 +184,22 @@ async def test_ctrl_c_of_a_watch_says_that_the_job_continues(
     assert (process.returncode, errors) == (INTERRUPTED, said)
 
 
+async def test_a_watch_may_begin_near_the_present(driver: ScriptedDriver) -> None:
+    driver.jobs = [driver_pb2.Job(phase=types_pb2.JOB_PHASE_SUCCEEDED)]
+    driver.jobs[0].spec.name = "x"
+    driver.jobs[0].last_record.MergeFrom(types_pb2.StepRecord(step=8, attempt=1))
+    driver.updates = list(range(1, 9))
+    status, output, _ = await run("watch", "x", "--tail", "2")
+    shown = [line.split("/")[0] for line in output.splitlines() if line.startswith("step")]
+    assert (status, shown) == (OK, ["step 7", "step 8"])
+    _, output, _ = await run("watch", "x", "--tail", "3", "--json")
+    updates = [json.loads(line) for line in output.splitlines()]
+    steps = [update["step"]["step"] for update in updates if "step" in update]
+    assert steps == ["6", "7", "8"]
+    _, output, _ = await run("watch", "x")
+    assert output.count("step ") == 8
+
+
 async def test_an_error_of_fetch_is_one_line(driver: ScriptedDriver, tmp_path: Path) -> None:
     driver.unknown = {"x"}
     status, output, errors = await run("checkpoint", "fetch", "x", "--to", str(tmp_path / "to"))

@@ -21,7 +21,6 @@ from megascale_trainer.process import worker
 from megascale_trainer.process.worker import JobRefused, _classify
 from megascale_trainer.restore import RestoreRefused
 
-
 ADVICE = "GLHF! \N{BEACH WITH UMBRELLA}\ufe0f"  # of gloo in torch
 
 

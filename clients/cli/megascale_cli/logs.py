@@ -27,6 +27,17 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the
 Root = Annotated[
     bool, typer.Option("--root", help="Only the line from which the newest failure followed.")
 ]
+Lines = Annotated[
+    int | None,
+    typer.Option(
+        "--lines",
+        "-n",
+        min=1,
+        max=MAX_LINES,
+        help=f"How many of a rank's last lines to read; default {DEFAULT_LINES}, "
+        f"{MAX_LINES} with --grep.",
+    ),
+]
 Raw = Annotated[
     bool,
     typer.Option(
@@ -50,17 +61,7 @@ def logs(
         int,
         typer.Option(min=0, max=MAX_NUMBER, help="Number of the attempt; 0: the newest."),
     ] = 0,
-    lines: Annotated[
-        int | None,
-        typer.Option(
-            "--lines",
-            "-n",
-            min=1,
-            max=MAX_LINES,
-            help=f"How many of a rank's last lines to read; default {DEFAULT_LINES}, "
-            f"{MAX_LINES} with --grep.",
-        ),
-    ] = None,
+    lines: Lines = None,
     follow: Follow = False,
     root: Root = False,
     raw: Raw = False,

@@ -21,6 +21,7 @@ from rich.text import Text
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.visible import visible
 from megascale_client import Job, JobCondition, JobPhase
+from megascale_client.progress import remaining_s
 from megascale_client.views import View
 
 Item = TypeVar("Item", bound=Message | View)
@@ -170,14 +171,6 @@ def duration(seconds: float) -> str:
 def percent(job: Job) -> float:
     """Share of a job's steps that are completed, in percent."""
     return 100 * job.step / max(1, job.spec.trainer.training.steps)
-
-
-def remaining_s(job: Job) -> float | None:
-    """Seconds to the last step at the pace of the newest step; None unless the job runs."""
-    step_time = job.last_record.step_time
-    if job.phase != JobPhase.RUNNING or not step_time.ToNanoseconds():
-        return None
-    return max(0, job.spec.trainer.training.steps - job.step) * step_time.ToNanoseconds() / 1e9
 
 
 def size_text(size_bytes: int) -> str:

@@ -252,6 +252,7 @@ class Job(View, of=driver_pb2.Job):
     committed_at: timestamp_pb2.Timestamp
     placement: driver_pb2.Placement
     plan: driver_pb2.PlanComparison
+    typical_step_time: duration_pb2.Duration
 
 
 class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):

@@ -112,8 +112,14 @@ class ServiceBase:
         return self.engine.state.nodes[name]
 
     def _message(self, job: Job) -> driver_pb2.Job:
-        record = self.engine.feeds.record_of(job.name)
-        return wire.job_message(job, record, self.engine.clock.now_s(), self.engine.state.nodes)
+        feeds = self.engine.feeds
+        return wire.job_message(
+            job,
+            feeds.record_of(job.name),
+            self.engine.clock.now_s(),
+            self.engine.state.nodes,
+            feeds.typical_step_of(job.name),
+        )
 
     def _node_message(self, name: str) -> driver_pb2.Node:
         last_beat_s = self.engine.presence.lane.last_beat_s(name)

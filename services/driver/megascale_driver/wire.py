@@ -143,6 +143,7 @@ def job_message(
     record: types_pb2.StepRecord | None,
     now_s: float = 0.0,
     nodes: Mapping[str, Node] | None = None,
+    typical_step_s: float | None = None,
 ) -> driver_pb2.Job:
     """A job for clients at ``now_s``; ``record`` is its newest step record.
 
@@ -187,6 +188,8 @@ def job_message(
         message.restore_source = restore.source_to_proto(job.current.restore.source)
     if record is not None:
         message.last_record.CopyFrom(record)
+    if typical_step_s is not None:
+        message.typical_step_time.FromNanoseconds(round(typical_step_s * 1e9))
     if job.profile is not None:
         message.profile.CopyFrom(profile_message(job.profile))
     if nodes is not None and job.config.checkpoint.replicas:
