@@ -30,7 +30,13 @@ from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
 from megascale_cli.output import console, print_json
 from megascale_cli.planning import PlanCommand
-from megascale_cli.plugins import Completing, add_storage_commands, plugin_builders, single
+from megascale_cli.plugins import (
+    Completing,
+    add_storage_commands,
+    plugin_builders,
+    readable,
+    single,
+)
 from megascale_cli.usage import Commands
 
 # The first questions of a newcomer. Lines after \b keep their breaks.
@@ -200,6 +206,6 @@ def _group(name: str, summary: str) -> typer.Typer:
 
 
 def _built(group: typer.Typer) -> Any:
-    command: Any = typer.main.get_command(group)
+    command: Any = readable(typer.main.get_command(group))
     command.rich_help_panel = JOBS
     return command

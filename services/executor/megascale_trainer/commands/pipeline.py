@@ -30,17 +30,14 @@ MicroBatches = Annotated[
 VirtualStages = Annotated[
     int,
     typer.Option(
-        help="Model chunks of each stage: trainer.parallelism.virtual_stages; "
-        "above 1 it is interleaved.",
+        help="Model chunks of each stage, `virtual_stages` in a job; above 1 it is interleaved.",
         min=1,
         max=16,
     ),
 ]
 Overlap = Annotated[
     bool,
-    typer.Option(
-        "--overlap", help="Post receives one computation ahead: trainer.parallelism.overlap.pp."
-    ),
+    typer.Option("--overlap", help="Post receives one computation ahead, `overlap.pp` in a job."),
 ]
 Forward = Annotated[int, typer.Option(help="Time units of a chunk's forward.", min=1, max=100)]
 Backward = Annotated[int, typer.Option(help="Time units of a chunk's backward.", min=1, max=100)]
@@ -51,7 +48,7 @@ BackwardWeight = Annotated[
 Name = Literal["1f1b", "zero_bubble"]
 Schedule = Annotated[
     Name,
-    typer.Option("--schedule", help="trainer.parallelism.pipeline_schedule."),
+    typer.Option("--schedule", help="`pipeline_schedule` in a job."),
 ]
 Transfer = Annotated[
     int, typer.Option(help="Time units of a message between stages.", min=0, max=100)
