@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_cli import output, watch
+from megascale_cli.visible import counted
 from megascale_client import Job, RestoreSource
 
 NASTY = "RuntimeError: [/usr/pair.cc:537] read [127.0.0.1]:80 [bold]"
@@ -159,3 +162,34 @@ def test_a_job_is_shown_beside_its_plan_and_with_what_its_place_costs() -> None:
     text = shown("\n".join(output.job_lines(job)))
     assert "placement: 16 nodes on 2 switches" in text and "plan: no prediction for cpu" in text
     assert "step 7.4 s" not in text
+
+
+COUNTED = (
+    "nodes|jobs|ranks|steps|restarts|attempts|records|checkpoints|files|devices|lines|events|"
+    "stages|micro-batches|faults|replicas|products|documents"
+)
+# Of these the number is never one, or the word stands behind a name.
+NEVER_ONE = {
+    "demo/claims.py",
+    "demo/corpus.py",
+    "demo/fault_demo.py",
+    "demo/plan.py",
+    "demo/run.py",
+    "topology.py",  # counts ranks where they are too many for a table
+}
+
+
+def test_numbers_agree_with_what_they_count() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2, 1234)] == [
+        *("0 steps", "1 step", "2 steps", "1,234 steps")
+    ]
+    assert counted(2, "micro-batch") == "2 micro-batches"
+    folder = Path(output.__file__).parent
+    found = [
+        f"{path.relative_to(folder)}: {line.strip()}"
+        for path in folder.rglob("*.py")
+        if str(path.relative_to(folder)) not in NEVER_ONE
+        for line in path.read_text().splitlines()
+        if re.search(rf"\}} ({COUNTED})\b", line)
+    ]
+    assert found == []

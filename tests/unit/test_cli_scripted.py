@@ -200,6 +200,12 @@ async def test_a_watch_may_begin_near_the_present(driver: ScriptedDriver) -> Non
     assert output.count("step ") == 8
 
 
+async def test_status_is_the_overview_of_the_cluster(driver: ScriptedDriver) -> None:
+    status, output, _ = await run("status")
+    assert (status, output) == (OK, (await run("cluster"))[1])
+    assert "cluster scripted: 0 nodes alive, 0 jobs running" in output
+
+
 async def test_an_error_of_fetch_is_one_line(driver: ScriptedDriver, tmp_path: Path) -> None:
     driver.unknown = {"x"}
     status, output, errors = await run("checkpoint", "fetch", "x", "--to", str(tmp_path / "to"))

@@ -172,6 +172,7 @@ def _builders() -> dict[str, Callable[[], Any]]:
             found[name] = partial(single, command, name, cls=kind, rich_help_panel=panel)
     return {
         **found,
+        "status": partial(single, nodes.cluster, "status", rich_help_panel=NODES),
         "checkpoint": _checkpoint,
         "config": _config,
         **plugin_builders(),

@@ -14,7 +14,7 @@ import typer
 from megascale_cli.exits import OK, RETRY_FOR_S, print_error, status_of, with_client
 from megascale_cli.options import MAX_NUMBER, MAX_RANK, Cluster, JobName, Json
 from megascale_cli.output import print_json
-from megascale_cli.visible import visible
+from megascale_cli.visible import counted, visible
 from megascale_cli.watch import WATCH_RETRY_FOR_S
 from megascale_client import AsyncClient, Job, MegascaleError
 
@@ -127,7 +127,10 @@ async def _root(client: AsyncClient, name: str, as_json: bool) -> None:
     where = f"rank {found.rank}" if found.rank >= 0 else "kernel log"
     print(f"attempt {found.attempt}, node {found.node}, {where}: {found.category}")
     print(f"  {visible(found.line)}")
-    print(f"asks for: {found.action}; set aside: {found.set_aside} lines that follow from it")
+    print(
+        f"asks for: {found.action}; set aside: "
+        f"{counted(found.set_aside, 'line')} from what followed"
+    )
     if len(found.nodes) > 1:
         print(f"the same on nodes {', '.join(found.nodes)}")
 

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_cli.visible import visible
+from megascale_cli.visible import counted, visible
 from megascale_client import Job, JobCondition, JobPhase
 from megascale_client.progress import remaining_s
 from megascale_client.views import View
@@ -253,7 +253,7 @@ def job_lines(job: Job) -> list[str]:
         f"[bold]{job.spec.name}[/bold]  {phase_text(job.phase)}  {escape(job.phase_reason)}",
         *condition_lines(job),
         f"step {job.step} of {steps} ({percent(job):.0f}%{left}), attempt {job.attempt}, "
-        f"{job.restarts} restarts",
+        f"{counted(job.restarts, 'restart')}",
         f"layout tp {parallelism.tp or 1}, pp {parallelism.pp or 1}, dp {parallelism.dp or 1}",
         f"nodes {', '.join(job.nodes) or 'none'}; spares {', '.join(job.spare_nodes) or 'none'}; "
         f"evicted {', '.join(job.evicted_nodes) or 'none'}",
@@ -320,7 +320,7 @@ def _interval_text(job: Job) -> str:
         return ""
     cost = f"; one costs {record.checkpoint_cost_s:.2g} s"
     known = cost if record.HasField("checkpoint_cost_s") else ""
-    return f"; auto: every {record.checkpoint_interval_steps} steps{known}"
+    return f"; auto: every {counted(record.checkpoint_interval_steps, 'step')}{known}"
 
 
 def _goodput_text(goodput: driver_pb2.Goodput) -> str:
@@ -333,5 +333,5 @@ def _goodput_text(goodput: driver_pb2.Goodput) -> str:
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds)
     return (
         f"goodput {goodput.ratio:.1%} since submission, {goodput.ratio_since_start:.1%} since the "
-        f"start; {goodput.lost_steps} steps lost; {spent}"
+        f"start; {counted(goodput.lost_steps, 'step')} lost; {spent}"
     )

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Self, cast
 import typer
 import typer.core
 import typer.main
+from rich.markup import escape
 
 from megascale_cli.exits import RETRY_FOR_S, UsageError, report
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JSON_OPTION
@@ -165,10 +166,18 @@ class Completing(typer.core.TyperGroup):
 
 def plugin_builders() -> dict[str, Callable[[], Any]]:
     """What puts the commands of other packages together, by name, in the order of the help."""
-    found = {entry.name for entry in metadata.entry_points(group=GROUP)}
-    further = sorted(found - {*KNOWN, *FUNCTIONS, "checkpoint"})
-    added = KNOWN | dict.fromkeys(further, Plugin("Added by an installed package."))
+    found = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+    further = sorted(found.keys() - {*KNOWN, *FUNCTIONS, "checkpoint"})
+    added = KNOWN | {name: Plugin(_summary(found[name])) for name in further}
     return {name: partial(_forwarding, name, plugin) for name, plugin in added.items()}
+
+
+def _summary(entry: metadata.EntryPoint) -> str:
+    """The line of an added command: what its package says of itself, which imports nothing."""
+    if entry.dist is None:
+        return "Added by an installed package."
+    said = entry.dist.metadata.get("Summary", "").strip()
+    return escape(said or f"Added by the package {entry.dist.name}.")
 
 
 def add_storage_commands(checkpoint: typer.Typer) -> None:

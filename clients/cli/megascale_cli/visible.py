@@ -1,4 +1,4 @@
-"""Text of users, jobs and machines on its way to a terminal: shown, and never obeyed."""
+"""Text on its way to a terminal: what is not ours is shown and never obeyed; numbers agree."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ _OBEYED = re.compile(
 def visible(text: str) -> str:
     """The text with each such character as Python writes it in a string, ESC as ``\\x1b``."""
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def counted(number: int, thing: str) -> str:
+    """A number and what it counts, in the plural unless it is one."""
+    if number == 1:
+        return f"1 {thing}"
+    return f"{number:,} {thing}{'es' if thing.endswith(('ch', 's')) else 's'}"

@@ -17,3 +17,10 @@ _OBEYED = re.compile(
 def visible(text: str) -> str:
     """The text with each such character as Python writes it in a string, ESC as ``\\x1b``."""
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def counted(number: int, thing: str) -> str:
+    """A number and what it counts, in the plural unless it is one."""
+    if number == 1:
+        return f"1 {thing}"
+    return f"{number:,} {thing}{'es' if thing.endswith(('ch', 's')) else 's'}"

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
+from megascale_common.node.visible import counted
 from megascale_trainer.parallel.pipeline.drawing import as_svg, as_text
 from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Kind
 from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simulate
@@ -75,7 +76,8 @@ class _Schedule:
         name = f"interleaved 1F1B, {chunks} chunks per stage" if chunks > 1 else "1F1B"
         name = f"zero bubble on {name}" if self.name == "zero_bubble" else name
         receives = "receives posted ahead" if self.overlap else "plain receives"
-        return f"{name}: {self.stages} stages, {self.micro_batches} micro-batches, {receives}"
+        sizes = f"{counted(self.stages, 'stage')}, {counted(self.micro_batches, 'micro-batch')}"
+        return f"{name}: {sizes}, {receives}"
 
     def timeline(self, durations: Durations) -> Timeline:
         """ValueError where the sizes do not make a schedule."""
