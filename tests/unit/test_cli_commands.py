@@ -107,6 +107,57 @@ def test_only_the_command_that_runs_is_put_together(monkeypatch: pytest.MonkeyPa
     assert {"submit", "evict", "up", "data"} < set(made) and len(made) == len(set(made)) + 1
 
 
+# What every command imports of the CLI; a command adds its own module.
+BASE = {
+    "__main__",
+    "app",
+    "completion",
+    "exits",
+    "options",
+    "output",
+    "plugins",
+    "usage",
+    "visible",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own"),
+    [("--version", set()), ("jobs", {"joblist", "watch"}), ("cordon n1 --reason x", {"nodes"})],
+)
+def test_a_command_imports_its_own_module_alone(
+    tmp_path: Path, arguments: str, own: set[str]
+) -> None:
+    """Imports are most of the time of a command: 0.2 s of a processor for --version."""
+    program = (
+        "import sys\n"
+        f"sys.argv = ['megascale', *{arguments.split()!r}]\n"
+        "from megascale_cli.__main__ import main\n"
+        "try:\n main()\nexcept SystemExit: pass\n"
+        "print('LOADED', *sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    loaded = set(done.stdout.partition("LOADED ")[2].split())
+    ours = {name.partition(".")[2] for name in loaded if name.startswith("megascale_cli.")}
+    assert ours == BASE | own
+    slow = {
+        "numpy",
+        "torch",
+        "http.server",
+        "rich.markdown",
+        "typer.testing",
+        "xxhash",
+        "multiprocessing",
+    }
+    assert not slow & loaded
+    assert {name for name in loaded if name.startswith("megascale_")} == {
+        *("megascale_cli", "megascale_client"),
+        *(name for name in loaded if name.startswith(("megascale_cli.", "megascale_client."))),
+    }
+
+
 def test_help_lists_every_command_without_loading_a_service(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom megascale_cli.app import build_app\n"
