@@ -84,7 +84,7 @@ def _serve() -> None:
     from megascale_cli import app
 
     commands: Any = typer.main.get_command(app.build_app())
-    app.build_app = lambda: commands  # type: ignore[assignment,return-value]
+    app.build_app = lambda: commands
     for name in commands.commands:
         commands.commands[name]
     # A collection in a fork would walk through all that was imported, and copy its pages.

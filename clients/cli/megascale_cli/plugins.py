@@ -176,7 +176,8 @@ def _summary(entry: metadata.EntryPoint) -> str:
     """The line of an added command: what its package says of itself, which imports nothing."""
     if entry.dist is None:
         return "Added by an installed package."
-    said = entry.dist.metadata.get("Summary", "").strip()
+    known = entry.dist.metadata
+    said = known["Summary"].strip() if "Summary" in known else ""
     return escape(said or f"Added by the package {entry.dist.name}.")
 
 
