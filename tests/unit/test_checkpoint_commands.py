@@ -67,6 +67,13 @@ def test_gc_removes_files_that_belong_to_no_checkpoint(root: Path) -> None:
     assert not left.exists() and steps(root) == [40, 30, 20, 10]
 
 
+def test_what_a_folder_says_is_shown_and_not_sent_to_the_terminal(root: Path) -> None:
+    checkpoint("pin", root, "--step", "10", "--reason", "\x1b[2J[bold]\u202ex")
+    for shown in (checkpoint("show", root, "--step", "10"), checkpoint("list", root)):
+        assert "\\x1b[2J[bold]\\u202ex" in shown.stdout.replace("\n", "")
+        assert not {"\x1b", "\u202e"} & set(shown.stdout)
+
+
 def test_a_pinned_checkpoint_stays_with_its_reason(root: Path) -> None:
     pinned = checkpoint("pin", root, "--step", "10", "--reason", "table 2")
     assert "step 10 of attempt 1 is pinned" in pinned.stdout
