@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -233,6 +234,15 @@ def test_a_help_is_whole_on_80_columns(runner: CliRunner, page: list[str]) -> No
     for line, following in itertools.pairwise(prose):
         if line.strip() and following.strip() and not following.startswith("  "):
             assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, line
+
+
+def test_the_first_questions_have_a_line_each_on_80_columns(runner: CliRunner) -> None:
+    shown = runner.invoke(build_app(), ["--help"], env={"COLUMNS": "80"}).output
+    questions = app.GUIDE.partition("[/bold]\n")[2].partition("\n\n")[0].splitlines()
+    assert len(questions) > 10
+    assert [line.strip() for line in questions] == [
+        line.strip() for line in shown.splitlines() if re.search(r"^ .*\S {2,}megascale ", line)
+    ]
 
 
 def test_help_answers_a_newcomers_first_questions(runner: CliRunner) -> None:

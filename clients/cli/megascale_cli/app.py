@@ -27,19 +27,19 @@ GUIDE = """Train language models over many devices, and keep training when nodes
 
 \b
 [bold]How do I ...[/bold]
-  see a node die and the run recover   megascale demo
-  start a cluster of 2 nodes here      megascale up --nodes 2
-  make a corpus of my own text         megascale data tokenize MY_TEXTS --output corpus
-  write a job                          megascale init --output job.yaml
-  see what it needs                    megascale plan job.yaml
-  submit it and watch it               megascale submit job.yaml --watch
-  watch it later                       megascale watch NAME
-  find out why it is not running       megascale explain NAME
-  read the log of rank 5               megascale logs NAME --rank 5
-  find a line in the logs of all       megascale logs NAME --all --grep PATTERN
-  run it again with other values       megascale clone NAME --set PATH=VALUE
-  see where a step's time goes         megascale profile NAME --steps 2
-  get its newest checkpoint            megascale checkpoint fetch NAME --to FOLDER
+  see a node die and be replaced  megascale demo
+  start a cluster of 2 nodes      megascale up --nodes 2
+  make a corpus of my own text    megascale data tokenize MY_TEXTS -o corpus
+  write a job                     megascale init --output job.yaml
+  see what it needs               megascale plan job.yaml
+  submit it and watch it          megascale submit job.yaml --watch
+  watch it later                  megascale watch NAME
+  find out why it is not running  megascale explain NAME
+  read the log of rank 5          megascale logs NAME --rank 5
+  find a line in the logs of all  megascale logs NAME --all --grep PATTERN
+  run it again with other values  megascale clone NAME --set PATH=VALUE
+  see where a step's time goes    megascale profile NAME --steps 2
+  get its newest checkpoint       megascale checkpoint fetch NAME --to FOLDER
 
 Every command has --help with an example. Shell completion: megascale --install-completion"""
 
