@@ -114,6 +114,16 @@ def test_the_pace_of_a_job_is_the_median_of_its_newest_steps() -> None:
     assert not wire.job_message(desk.job(), None).HasField("typical_step_time")
 
 
+@pytest.mark.parametrize(("dp", "nodes"), [(1, "1 node"), (2, "2 nodes")])
+def test_reasons_count_in_the_singular_too(dp: int, nodes: str) -> None:
+    desk = Desk("n1", "n2")
+    desk.submit(dp=dp)
+    said = [desk.job().reason]
+    desk.run()
+    said.append(desk.job().reason)
+    assert said == [f"attempt 1: preparing {nodes}", f"attempt 1 runs on {nodes}"]
+
+
 async def collect(feeds: JobFeeds, token: str) -> list[driver_pb2.WatchJobResponse]:
     return [update async for update in feeds.of("a").follow(token)]
 

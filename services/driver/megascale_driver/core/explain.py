@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from megascale_common.node.visible import counted
 from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.core import blame, failure_rate, hang, log_roots, replicas, traffic
 from megascale_driver.core.attempt import Placement
@@ -172,7 +173,7 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
     if job.phase is JobPhase.RUNNING and job.current.leaving is not None:
         return f"job {name}: {job.reason}; its last known step is {job.current.step}"
     if job.phase is JobPhase.RUNNING:
-        restarts = f" after {job.restarts} restarts" if job.restarts else ""
+        restarts = f" after {counted(job.restarts, 'restart')}" if job.restarts else ""
         nodes = ", ".join(slot.node for slot in job.slots)
         text = (
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
