@@ -83,8 +83,10 @@ def _serve() -> None:
     from megascale_cli import __main__ as entry
     from megascale_cli import app
 
-    commands = typer.main.get_command(app.build_app())
-    app.build_app = lambda: commands  # type: ignore[assignment,return-value]
+    commands: Any = typer.main.get_command(app.build_app())
+    app.build_app = lambda: commands
+    for name in commands.commands:
+        commands.commands[name]
     # A collection in a fork would walk through all that was imported, and copy its pages.
     gc.collect()
     gc.freeze()

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from unittest import mock
 import typer.main
 
 from megascale_cli import __main__ as entry
-from megascale_cli.app import build_app
+from megascale_cli import app
 
+_build = app.build_app
 TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -51,7 +53,7 @@ def _commands() -> Any:
 
     It is called as the application is.
     """
-    return typer.main.get_command(build_app())
+    return typer.main.get_command(_build())
 
 
 def command(*arguments: str | Path) -> Answer:
@@ -61,8 +63,9 @@ def command(*arguments: str | Path) -> Answer:
     """
     stdout, stderr = io.StringIO(), io.StringIO()
     status: object = 0
+    ctrl_c = signal.getsignal(signal.SIGINT)
     with (
-        mock.patch.object(entry, "build_app", _commands),
+        mock.patch.object(app, "build_app", _commands),
         mock.patch.object(sys, "argv", ["megascale", *map(str, arguments)]),
         mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}),
         contextlib.redirect_stdout(stdout),
@@ -72,6 +75,8 @@ def command(*arguments: str | Path) -> Answer:
             entry.main()
         except SystemExit as end:
             status = 0 if end.code is None else end.code
+        finally:
+            signal.signal(signal.SIGINT, ctrl_c)
     assert isinstance(status, int), status
     answer = Answer(status, stdout.getvalue(), stderr.getvalue())
     assert TRACEBACK not in answer.text

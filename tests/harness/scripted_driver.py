@@ -33,6 +33,7 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         self.unknown: set[str] = set()  # names of jobs that do not exist
         self.lost_ranks: set[int] = set()  # whose node does not answer
         self.checkpoints: list[driver_pb2.Checkpoint] = []
+        self.hostile = ""  # text at the end of each event and of each line of a log
         self.verdicts: dict[str, types_pb2.CheckVerdict.ValueType] = {}
         self.server = RpcServer(TOKEN)
 
@@ -129,7 +130,7 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         if request.rank in self.lost_ranks:
             await abort(context, of_code("UNAVAILABLE", "NODE_UNREACHABLE", "node n2 is lost"))
         for number in range(min(request.lines, 1000)):
-            yield driver_pb2.TailLogsResponse(line=f"line {number}")
+            yield driver_pb2.TailLogsResponse(line=f"line {number}{self.hostile}")
         if request.follow:
             await self._hang()
 
@@ -145,7 +146,10 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
 
     def _event(self, seq: int) -> types_pb2.Event:
         return types_pb2.Event(
-            seq=seq, subject="nodes/n1", reason="NODE_CORDONED", message=f"event {seq}"
+            seq=seq,
+            subject="nodes/n1",
+            reason="NODE_CORDONED",
+            message=f"event {seq}{self.hostile}",
         )
 
     async def _break(self, index: int, context: Any) -> None:

@@ -130,6 +130,13 @@ def test_a_link_in_the_place_of_a_folder_is_refused_with_its_name(
     assert exported.status != OK and "symbolic link" in exported.stderr
 
 
+def test_what_a_folder_says_is_shown_and_not_sent_to_the_terminal(root: Path) -> None:
+    checkpoint("pin", root, "--step", "10", "--reason", "\x1b[2J[bold]\u202ex")
+    for shown in (checkpoint("show", root, "--step", "10"), checkpoint("list", root)):
+        assert "\\x1b[2J[bold]\\u202ex" in shown.stdout.replace("\n", "")
+        assert not {"\x1b", "\u202e"} & set(shown.stdout)
+
+
 def test_a_pinned_checkpoint_stays_with_its_reason(root: Path) -> None:
     pinned = checkpoint("pin", root, "--step", "10", "--reason", "table 2")
     assert "step 10 of attempt 1 is pinned" in pinned.stdout

@@ -54,7 +54,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     metadata = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir()
     named = f"Name: {project['name']}\nVersion: {project['version']}\n"
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\n{named}")
+    summary = f"Summary: {project['description']}\n"
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\n{named}{summary}")
     targets = [f"{name} = {target}" for name, target in project["entry-points"][GROUP].items()]
     (metadata / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *targets, ""]))
     return folder
@@ -89,7 +90,7 @@ def test_help_lists_the_command_and_only_its_own_help_imports_it(package: Path) 
         "finally:\n print('LOADED', 'megascale_idle' in sys.modules)\n"
     )
     listed = megascale(package, "-c", program, "--help").stdout
-    assert " idle " in listed and "Added by an installed package." in listed
+    assert " idle " in listed and "List the nodes that could take work now." in listed
     assert "LOADED False" in listed
     own = megascale(package, "-c", program, "idle", "--help").stdout
     assert "Example: megascale idle --json" in own and "--cluster" in own

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from tests.harness import command_line
 from typer.testing import CliRunner
 
 from megascale_cli import app, exits, plugins
 from megascale_cli.app import build_app
+from megascale_cli.planning import PLUGINS
 from megascale_client import (
     AlreadyExists,
     ClusterNotFound,
@@ -104,6 +108,57 @@ def test_only_the_command_that_runs_is_put_together(monkeypatch: pytest.MonkeyPa
     assert {"submit", "evict", "up", "data"} < set(made) and len(made) == len(set(made)) + 1
 
 
+# What every command imports of the CLI; a command adds its own module.
+BASE = {
+    "__main__",
+    "app",
+    "completion",
+    "exits",
+    "options",
+    "output",
+    "plugins",
+    "usage",
+    "visible",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own"),
+    [("--version", set()), ("jobs", {"joblist", "watch"}), ("cordon n1 --reason x", {"nodes"})],
+)
+def test_a_command_imports_its_own_module_alone(
+    tmp_path: Path, arguments: str, own: set[str]
+) -> None:
+    """Imports are most of the time of a command: 0.2 s of a processor for --version."""
+    program = (
+        "import sys\n"
+        f"sys.argv = ['megascale', *{arguments.split()!r}]\n"
+        "from megascale_cli.__main__ import main\n"
+        "try:\n main()\nexcept SystemExit: pass\n"
+        "print('LOADED', *sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    loaded = set(done.stdout.partition("LOADED ")[2].split())
+    ours = {name.partition(".")[2] for name in loaded if name.startswith("megascale_cli.")}
+    assert ours == BASE | own
+    slow = {
+        "numpy",
+        "torch",
+        "http.server",
+        "rich.markdown",
+        "typer.testing",
+        "xxhash",
+        "multiprocessing",
+    }
+    assert not slow & loaded
+    assert {name for name in loaded if name.startswith("megascale_")} == {
+        *("megascale_cli", "megascale_client"),
+        *(name for name in loaded if name.startswith(("megascale_cli.", "megascale_client."))),
+    }
+
+
 def test_help_lists_every_command_without_loading_a_service(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom megascale_cli.app import build_app\n"
@@ -121,6 +176,7 @@ def test_help_lists_every_command_without_loading_a_service(tmp_path: Path) -> N
     assert "Exit status" in done.stdout
 
 
+ROOT: Any = typer.main.get_command(build_app())
 PARTS = {
     "data": ["tokenize", "inspect"],
     "pipeline": ["draw"],
@@ -150,6 +206,43 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     assert answer.status == 0
     assert f"Example: megascale {command}" in answer.text
     assert "--json" in answer.text
+
+
+def pages(path: list[str], command: Any) -> Iterator[list[str]]:
+    """The words of a command and of all below it, in front of --help."""
+    behind = getattr(command, "behind", None)
+    if behind is not None and path != ["plan"]:
+        command = behind([path[-1]])[0]
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from pages([*path, name], below)
+
+
+PAGES = [
+    *(page for name, one in ROOT.commands.items() for page in pages([name], one)),
+    *(["plan", word] for word in PLUGINS),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=" ".join)
+def test_a_help_is_whole_on_80_columns(runner: CliRunner, page: list[str]) -> None:
+    shown = runner.invoke(build_app(), [*page, "--help"], env={"COLUMNS": "80"}).output
+    assert "\u2026" not in shown, "the name of an option, or a word, is cut"
+    assert max(map(len, shown.splitlines())) <= 80
+    # A line break within a paragraph stands where the next word had no room.
+    prose = shown.partition("╭")[0].splitlines()[3:]
+    for line, following in itertools.pairwise(prose):
+        if line.strip() and following.strip() and not following.startswith("  "):
+            assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, line
+
+
+def test_the_first_questions_have_a_line_each_on_80_columns(runner: CliRunner) -> None:
+    shown = runner.invoke(build_app(), ["--help"], env={"COLUMNS": "80"}).output
+    questions = app.GUIDE.partition("[/bold]\n")[2].partition("\n\n")[0].splitlines()
+    assert len(questions) > 10
+    assert [line.strip() for line in questions] == [
+        line.strip() for line in shown.splitlines() if re.search(r"^ .*\S {2,}megascale ", line)
+    ]
 
 
 def test_help_answers_a_newcomers_first_questions(runner: CliRunner) -> None:

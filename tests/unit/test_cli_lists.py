@@ -100,6 +100,10 @@ async def test_jobs_show_their_progress_and_the_time_left(driver: ScriptedDriver
         ["third", "succeeded", "200/200", "100%", "-"],
     ]
     assert "step 50 of 200 (25%, about 5m left)" in (await run("job", "first"))[1]
+    # The newest step alone says little: the driver sends the median of the newest ones.
+    driver.jobs[0].typical_step_time.FromSeconds(4)
+    assert "(25%, about 10m left)" in (await run("job", "first"))[1]
+    assert (await run("jobs"))[1].splitlines()[2].split()[4] == "10m"
 
 
 @pytest.mark.parametrize(
@@ -274,3 +278,42 @@ async def test_a_reader_of_events_that_leaves_ends_them_quietly(driver: Scripted
     process.stdout._transport.close()  # type: ignore[attr-defined]
     errors = await asyncio.wait_for(process.stderr.read(), 30)
     assert (await process.wait(), errors) == (OK, b"")
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.exe\x08"
+OBEYED = ("\x1b", "\x07", "\x9b", "\u202e", "\x08")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["jobs"],
+        ["job", "first"],
+        ["events"],
+        ["logs", "first"],
+        ["logs", "first", "--all"],
+        ["checkpoint", "list", "first"],
+        ["config", "show", "first"],
+        ["config", "diff", "first", "third"],
+        ["cordon", "n1", "--reason", HOSTILE],
+        ["diagnose", "n1"],
+        ["job", HOSTILE],
+    ],
+    ids=" ".join,
+)
+async def test_escape_sequences_are_shown_and_not_sent_to_the_terminal(
+    driver: ScriptedDriver, command: list[str]
+) -> None:
+    driver.hostile, driver.updates = HOSTILE, [1]
+    driver.verdicts = {HOSTILE: types_pb2.CHECK_VERDICT_FAIL}
+    driver.checkpoints = [driver_pb2.Checkpoint(step=1, manifest_uri=HOSTILE, pin=HOSTILE)]
+    driver.unknown = {HOSTILE}
+    for job in driver.jobs:
+        job.phase_reason = HOSTILE + job.spec.name
+        job.spec.owner = HOSTILE + job.spec.name
+        job.conditions.add(message=HOSTILE)
+    _, output, errors = await run(*command)
+    assert output + errors, "something is printed"
+    assert not [sign for sign in OBEYED if sign in output + errors]
+    _, output, _ = await run("logs", "first", "--raw", "--lines", "1")
+    assert output == f"line 0{HOSTILE}\n"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
-from megascale_cli import output, topology
+from megascale_cli import output, topology, watch
+from megascale_cli.visible import counted
 from megascale_client import Job, RestoreSource
 
 NASTY = "RuntimeError: [/usr/pair.cc:537] read [127.0.0.1]:80 [bold]"
@@ -69,6 +72,18 @@ def test_an_ended_job_has_no_ranks_to_show() -> None:
     assert said == "it has succeeded, so none of its ranks runs: all 6 steps are done"
 
 
+def test_a_terminal_gets_colours_of_ours_and_none_of_a_message() -> None:
+    stream = io.StringIO()
+    terminal = output._Console(file=stream, force_terminal=True, width=200, highlight=False)
+    hostile = "\x1b[2J\x9b31m\u202eend"
+    terminal.print(output.table(("A", "B"), [(f"[red]{hostile}[/red]", hostile)]))
+    terminal.print(output.event_text(types_pb2.Event(reason="X", message=hostile)))
+    text = stream.getvalue()
+    assert text.count("\\x1b[2J\\x9b31m\\u202eend") == 3
+    assert not [sign for sign in ("\x1b[2J", "\x9b", "\u202e") if sign in text]
+    assert "\x1b[31m" in text, "the table's own red"
+
+
 def test_a_long_message_is_clipped_on_a_terminal_and_whole_elsewhere(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +123,21 @@ def test_mfu_is_shown_twice_or_not_at_all() -> None:
     record = types_pb2.StepRecord(step=3, memory_bytes=3 << 29)
     record.data_wait.FromMicroseconds(1_250)
     assert "memory 1.50 GiB  data 1.2 ms" in output.step_text(record, 100)
+
+
+def test_a_watch_that_replays_shows_the_time_that_the_job_takes() -> None:
+    bar, steps = watch._Bar(), 300
+    spec = job_pb2.JobSpec(name="x")
+    spec.trainer.training.steps = steps
+    bar.job(Job(driver_pb2.Job(spec=spec, phase=types_pb2.JOB_PHASE_RUNNING)))
+    for step in range(1, 101):  # within milliseconds
+        record = types_pb2.StepRecord(step=step, attempt=1)
+        record.step_time.FromMilliseconds(60_000 if step in (50, 99) else 1_200)
+        bar.step(record)
+    (task,) = bar._progress.tasks
+    assert (task.completed, task.fields["left"]) == (100, "4m left")
+    bar.job(Job(driver_pb2.Job(spec=spec, phase=types_pb2.JOB_PHASE_STOPPING)))
+    assert task.fields["left"] == ""
 
 
 def test_phase_and_enum_names_are_short() -> None:
@@ -168,3 +198,34 @@ def test_a_job_is_shown_beside_its_plan_and_with_what_its_place_costs() -> None:
     text = shown("\n".join(output.job_lines(job)))
     assert "placement: 16 nodes on 2 switches" in text and "plan: no prediction for cpu" in text
     assert "step 7.4 s" not in text
+
+
+COUNTED = (
+    "nodes|jobs|ranks|steps|restarts|attempts|records|checkpoints|files|devices|lines|events|"
+    "stages|micro-batches|faults|replicas|products|documents"
+)
+# Of these the number is never one, or the word stands behind a name.
+NEVER_ONE = {
+    "demo/claims.py",
+    "demo/corpus.py",
+    "demo/fault_demo.py",
+    "demo/plan.py",
+    "demo/run.py",
+    "topology.py",  # counts ranks where they are too many for a table
+}
+
+
+def test_numbers_agree_with_what_they_count() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2, 1234)] == [
+        *("0 steps", "1 step", "2 steps", "1,234 steps")
+    ]
+    assert counted(2, "micro-batch") == "2 micro-batches"
+    folder = Path(output.__file__).parent
+    found = [
+        f"{path.relative_to(folder)}: {line.strip()}"
+        for path in folder.rglob("*.py")
+        if str(path.relative_to(folder)) not in NEVER_ONE
+        for line in path.read_text().splitlines()
+        if re.search(rf"\}} ({COUNTED})\b", line)
+    ]
+    assert found == []

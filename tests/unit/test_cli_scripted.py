@@ -15,7 +15,7 @@ from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_cli.exits import FAILED, INTERRUPTED, OK, REFUSED, USAGE
+from megascale_cli.exits import FAILED, INTERRUPTED, NOT_FOUND, OK, REFUSED, USAGE
 
 
 @pytest.fixture
@@ -181,6 +181,28 @@ async def test_ctrl_c_of_a_watch_says_that_the_job_continues(
     _, errors = await process.communicate()
     said = b"job x continues; `megascale watch x` shows it\n"
     assert (process.returncode, errors) == (INTERRUPTED, said)
+
+
+async def test_a_watch_may_begin_near_the_present(driver: ScriptedDriver) -> None:
+    driver.jobs = [driver_pb2.Job(phase=types_pb2.JOB_PHASE_SUCCEEDED)]
+    driver.jobs[0].spec.name = "x"
+    driver.jobs[0].last_record.MergeFrom(types_pb2.StepRecord(step=8, attempt=1))
+    driver.updates = list(range(1, 9))
+    status, output, _ = await run("watch", "x", "--tail", "2")
+    shown = [line.split("/")[0] for line in output.splitlines() if line.startswith("step")]
+    assert (status, shown) == (OK, ["step 7", "step 8"])
+    _, output, _ = await run("watch", "x", "--tail", "3", "--json")
+    updates = [json.loads(line) for line in output.splitlines()]
+    steps = [update["step"]["step"] for update in updates if "step" in update]
+    assert steps == ["6", "7", "8"]
+    _, output, _ = await run("watch", "x")
+    assert output.count("step ") == 8
+
+
+async def test_status_is_the_overview_of_the_cluster(driver: ScriptedDriver) -> None:
+    status, output, _ = await run("status")
+    assert (status, output) == (OK, (await run("cluster"))[1])
+    assert "cluster scripted: 0 nodes alive, 0 jobs running" in output
 
 
 async def test_an_error_of_fetch_is_one_line(driver: ScriptedDriver, tmp_path: Path) -> None:

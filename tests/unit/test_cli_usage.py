@@ -64,6 +64,25 @@ def test_wrong_usage_is_one_line_for_people() -> None:
     assert line.startswith("error: ") and line.endswith("see `megascale logs --help`")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("logs a --rank five", "Invalid value for '--rank': give a whole number;"),
+        ("logs a --rank 1.5", "Invalid value for '--rank': give a whole number;"),
+        ("logs a --rank -1", "Invalid value for '--rank': give 0 or more;"),
+        ("timeline a --steps 99", "Invalid value for '--steps': give 50 or less;"),
+        ("up --heartbeat-interval-s x", "give a number;"),
+        ("up --device tpu", "'--device': 'tpu' is not one of 'auto', 'cpu', 'cuda';"),
+        ("init --model 9b", "'--model': '9b' is not one of 'tiny',"),
+        ("data tokenize x -o y --vocab-size q", "'--vocab-size': give a whole number;"),
+    ],
+)
+def test_a_bad_value_is_said_in_plain_words(arguments: str, said: str) -> None:
+    error = CliRunner().invoke(build_app(), arguments.split()).stderr
+    assert said in error, error
+    assert not [word for word in ("Input", "Value error", "parse") if word in error]
+
+
 def test_the_version_is_an_option_too() -> None:
     option, command = (CliRunner().invoke(build_app(), [way]) for way in ("--version", "version"))
     assert (option.exit_code, option.output) == (0, command.output)

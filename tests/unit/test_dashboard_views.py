@@ -139,7 +139,7 @@ async def test_a_job_page_has_curves_attempts_and_the_time_to_the_end() -> None:
 
 def test_a_job_that_does_not_run_has_no_time_to_the_end() -> None:
     job = Job(driver_pb2.Job(phase=types_pb2.JOB_PHASE_QUEUED))
-    assert job_view.remaining_s(job, []) is None
+    assert job_view.remaining_s(job) is None
     assert job_view.curves([])["step"] == []
 
 

@@ -13,6 +13,7 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.desk import Desk
 from tests.harness.processes import free_port
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
@@ -31,7 +32,7 @@ from megascale_driver.core.events import Audit, Evidence, JobSubmitted
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Identity, Job, Node
 from megascale_driver.core.storing import differs
-from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, JobFeeds
+from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, PACE_STEPS, RING_UPDATES, JobFeeds
 from megascale_driver.journal import codec, predecessor
 from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES
 from megascale_driver.journal.rows import Change, pieces
@@ -95,6 +96,32 @@ def test_a_damaged_value_is_refused_by_field() -> None:
 
 def record(attempt: int, step: int) -> types_pb2.StepRecord:
     return types_pb2.StepRecord(attempt=attempt, step=step)
+
+
+def test_the_pace_of_a_job_is_the_median_of_its_newest_steps() -> None:
+    feeds = JobFeeds()
+    assert feeds.typical_step_of("a") is None
+    times_s = [9.0] * PACE_STEPS + [2.0] * (PACE_STEPS - 1) + [30.0]
+    for step, time_s in enumerate(times_s, start=1):
+        record = types_pb2.StepRecord(step=step, attempt=1)
+        record.step_time.FromNanoseconds(round(time_s * 1e9))
+        assert feeds.of("a").add_step(record) and not feeds.of("a").add_step(record)
+    assert feeds.typical_step_of("a") == 2.0
+    desk = Desk("n1", "n2")
+    desk.submit()
+    shown = wire.job_message(desk.job(), feeds.record_of("a"), typical_step_s=2.0)
+    assert shown.typical_step_time.ToNanoseconds() == 2_000_000_000
+    assert not wire.job_message(desk.job(), None).HasField("typical_step_time")
+
+
+@pytest.mark.parametrize(("dp", "nodes"), [(1, "1 node"), (2, "2 nodes")])
+def test_reasons_count_in_the_singular_too(dp: int, nodes: str) -> None:
+    desk = Desk("n1", "n2")
+    desk.submit(dp=dp)
+    said = [desk.job().reason]
+    desk.run()
+    said.append(desk.job().reason)
+    assert said == [f"attempt 1: preparing {nodes}", f"attempt 1 runs on {nodes}"]
 
 
 async def collect(feeds: JobFeeds, token: str) -> list[driver_pb2.WatchJobResponse]:

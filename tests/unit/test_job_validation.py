@@ -380,6 +380,16 @@ def test_every_problem_is_reported_at_once() -> None:
     ]
 
 
+def test_one_cause_is_refused_once() -> None:
+    """Unset key/value heads are as many as heads, which are named already."""
+    sizes = {"model__heads": 3, "model__hidden_size": 96, "parallelism__tp": 2}
+    found = [problem.problem for problem in refusals(values_of(**sizes))]
+    assert sum("multiple of tp" in text for text in found) == 1
+    assert not [text for text in found if "kv_heads" in text]
+    grouped = refusals(values_of(**sizes | {"model__kv_heads": 1}))
+    assert any("trainer.model.kv_heads = 1 is" in problem.problem for problem in grouped)
+
+
 def test_every_field_that_cannot_be_read_is_reported_at_once() -> None:
     values: dict[str, Any] = {
         "name": 7,

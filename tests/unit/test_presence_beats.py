@@ -374,3 +374,19 @@ def test_a_value_that_this_build_does_not_know_is_refused() -> None:
     beat.phase = 77  # type: ignore[assignment]
     with pytest.raises(ValueError, match="77"):
         reports.report(beat, EPOCH)
+
+
+def test_what_a_node_reports_loses_what_a_terminal_would_obey() -> None:
+    hostile = "\x1b[2J\x9b31m\u202eend\x07"
+    beat = link_pb2.Heartbeat(job="a", attempt=1, phase=link_pb2.ATTEMPT_PHASE_FAILED)
+    beat.failure = hostile
+    beat.workers.add(rank=0, error=f"first\n{hostile}", error_kind=hostile * 100)
+    beat.checks.add(name="x", detail=hostile)
+    beat.logs.add(signature="x", sample_line=hostile)
+    found = reports.report(beat, types_pb2.Epoch())
+    assert hostile not in (found.failure, found.workers[0].error)
+    assert found.failure == "\\x1b[2J\\x9b31m\\u202eend\\x07"
+    assert found.workers[0].error == f"first\n{found.failure}"
+    assert len(found.workers[0].error_kind) <= 4 * reports.MAX_LABEL
+    told = (found.checks[0].detail, found.workers[0].error_kind, found.logs[0].finding.sample)
+    assert not {"\x1b", "\x9b", "\u202e"} & set("".join(told))

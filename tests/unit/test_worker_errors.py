@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.process import worker
 from megascale_trainer.process.worker import JobRefused, _classify
 from megascale_trainer.restore import RestoreRefused
+
+ADVICE = "GLHF! \N{BEACH WITH UMBRELLA}\ufe0f"  # of gloo in torch
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,26 @@ from megascale_trainer.restore import RestoreRefused
 def test_the_kind_of_an_error(error: Exception, kind: str, detail: str) -> None:
     found, text = _classify(error)
     assert found == kind and detail in text
+
+
+def test_the_advice_of_gloo_stays_out_of_the_log_and_of_the_report(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lost = "Read error [127.0.0.1]:80: Connection reset by peer."
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(f"{lost} {ADVICE}")
+
+    monkeypatch.setattr(worker, "_Worker", fail)
+    monkeypatch.setattr(worker.faulthandler, "enable", lambda: None)
+    monkeypatch.setattr(worker.title, "show", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assignment: Any = {"rank": 0, "job": "a", "attempt": 1}
+        assert worker.run(theirs, assignment, []) == 1
+        framed = ours.recv(1 << 16).decode()
+    for text in (framed, capfd.readouterr().out):
+        assert lost in text and "GLHF" not in text and "\N{BEACH WITH UMBRELLA}" not in text
 
 
 def test_an_allocation_that_the_host_refuses_is_out_of_memory() -> None:

@@ -31,13 +31,13 @@ class _Stream(io.FileIO):
             return len(data)
 
 
-def _quiet(stream: TextIO | None) -> TextIO | None:
-    """The same stream of text; None where the descriptor is closed."""
+def _quiet(stream: TextIO) -> TextIO:
+    """The same stream of text; as it is where no descriptor is behind it (None if it is closed)."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     raw = _Stream(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
-        raw if stream.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]
+        raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
@@ -62,7 +62,8 @@ def main() -> None:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with contextlib.suppress(ReaderLeft):  # the command has done its work, and has its status
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Annotated, Any
 
 import typer
 import typer.main
 
-from megascale_cli import (
-    checkpoints,
-    heat,
-    jobfile,
-    joblist,
-    jobs,
-    logs,
-    nodes,
-    orders,
-    profile,
-    silencing,
-    slowdown,
-    specs,
-    topology,
-)
-from megascale_cli.demo.command import demo
 from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
 from megascale_cli.output import console, print_json
-from megascale_cli.planning import PlanCommand
-from megascale_cli.plugins import Completing, add_storage_commands, plugin_builders, single
+from megascale_cli.plugins import (
+    Completing,
+    add_storage_commands,
+    plugin_builders,
+    readable,
+    single,
+)
 from megascale_cli.usage import Commands
 
 # The first questions of a newcomer. Lines after \b keep their breaks.
@@ -38,19 +27,19 @@ GUIDE = """Train language models over many devices, and keep training when nodes
 
 \b
 [bold]How do I ...[/bold]
-  see a node die and the run recover   megascale demo
-  start a cluster of 2 nodes here      megascale up --nodes 2
-  make a corpus of my own text         megascale data tokenize MY_TEXTS --output corpus
-  write a job                          megascale init --output job.yaml
-  see what it needs                    megascale plan job.yaml
-  submit it and watch it               megascale submit job.yaml --watch
-  watch it later                       megascale watch NAME
-  find out why it is not running       megascale explain NAME
-  read the log of rank 5               megascale logs NAME --rank 5
-  find a line in the logs of all       megascale logs NAME --all --grep PATTERN
-  run it again with other values       megascale clone NAME --set PATH=VALUE
-  see where a step's time goes         megascale profile NAME --steps 2
-  get its newest checkpoint            megascale checkpoint fetch NAME --to FOLDER
+  see a node die and be replaced  megascale demo
+  start a cluster of 2 nodes      megascale up --nodes 2
+  make a corpus of my own text    megascale data tokenize MY_TEXTS -o corpus
+  write a job                     megascale init --output job.yaml
+  see what it needs               megascale plan job.yaml
+  submit it and watch it          megascale submit job.yaml --watch
+  watch it later                  megascale watch NAME
+  find out why it is not running  megascale explain NAME
+  read the log of rank 5          megascale logs NAME --rank 5
+  find a line in the logs of all  megascale logs NAME --all --grep PATTERN
+  run it again with other values  megascale clone NAME --set PATH=VALUE
+  see where a step's time goes    megascale profile NAME --steps 2
+  get its newest checkpoint       megascale checkpoint fetch NAME --to FOLDER
 
 Every command has --help with an example. Shell completion: megascale --install-completion"""
 
@@ -90,46 +79,61 @@ def _root(
     """The options that stand before a command."""
 
 
-def _panels() -> dict[str, tuple[Callable[..., None], ...]]:
-    """The commands by their groups in the help, in order."""
-    return {
-        FIRST_STEPS: (demo, jobfile.init, jobfile.plan),
-        JOBS: (
-            jobs.submit,
-            joblist.jobs,
-            jobs.job,
-            jobs.watch,
-            logs.logs,
-            jobs.explain,
-            heat.heat,
-            topology.topology,
-            slowdown.why,
-            slowdown.timeline,
-            jobs.events,
-            profile.profile,
-            specs.clone,
-            jobs.suspend,
-            jobs.resume,
-            orders.restart,
-            orders.update,
-            jobs.cancel,
-            jobs.delete,
-        ),
-        NODES: (
-            nodes.nodes,
-            nodes.diagnose,
-            nodes.cordon,
-            nodes.uncordon,
-            orders.drain,
-            nodes.evict,
-            orders.policy,
-            orders.quota,
-            silencing.silence,
-            orders.reset_breaker,
-            nodes.cluster,
-            version,
-        ),
-    }
+# The commands by their groups in the help, in order, each with its module; most of the time of a
+# command is that of imports, so only its own module is imported.
+_PANELS = {
+    FIRST_STEPS: ("demo.command:demo", "jobfile:init", "jobfile:plan"),
+    JOBS: (
+        "jobs:submit",
+        "joblist:jobs",
+        "jobs:job",
+        "jobs:watch",
+        "logs:logs",
+        "jobs:explain",
+        "heat:heat",
+        "topology:topology",
+        "slowdown:why",
+        "slowdown:timeline",
+        "jobs:events",
+        "profile:profile",
+        "specs:clone",
+        "jobs:suspend",
+        "jobs:resume",
+        "orders:restart",
+        "orders:update",
+        "jobs:cancel",
+        "jobs:delete",
+    ),
+    NODES: (
+        "nodes:nodes",
+        "nodes:diagnose",
+        "nodes:cordon",
+        "nodes:uncordon",
+        "orders:drain",
+        "nodes:evict",
+        "orders:policy",
+        "orders:quota",
+        "silencing:silence",
+        "orders:reset_breaker",
+        "nodes:cluster",
+        "app:version",
+    ),
+}
+
+
+def _function(where: str) -> Callable[..., None]:
+    module, _, name = where.partition(":")
+    found: Callable[..., None] = getattr(import_module(f"megascale_cli.{module}"), name)
+    return found
+
+
+def _own(where: str, name: str, panel: str) -> Any:
+    kind = None
+    if where == "jobfile:plan":
+        from megascale_cli.planning import PlanCommand
+
+        kind = PlanCommand
+    return single(_function(where), name, cls=kind, rich_help_panel=panel)
 
 
 def build_app() -> typer.Typer:
@@ -159,13 +163,13 @@ def build_app() -> typer.Typer:
 def _builders() -> dict[str, Callable[[], Any]]:
     """What puts each command together, in the order of the help."""
     found: dict[str, Callable[[], Any]] = {}
-    for panel, commands in _panels().items():
-        for command in commands:
-            kind = PlanCommand if command is jobfile.plan else None
-            name = command.__name__.replace("_", "-")
-            found[name] = partial(single, command, name, cls=kind, rich_help_panel=panel)
+    for panel, commands in _PANELS.items():
+        for where in commands:
+            name = where.partition(":")[2].replace("_", "-")
+            found[name] = partial(_own, where, name, panel)
     return {
         **found,
+        "status": partial(_own, "nodes:cluster", "status", NODES),
         "checkpoint": _checkpoint,
         "config": _config,
         **plugin_builders(),
@@ -175,16 +179,16 @@ def _builders() -> dict[str, Callable[[], Any]]:
 def _checkpoint() -> Any:
     summary = "List, fetch, verify, export and import checkpoints."
     group = _group("checkpoint", summary)
-    group.command("list")(checkpoints.list_checkpoints)
-    group.command("fetch")(checkpoints.fetch)
+    group.command("list")(_function("checkpoints:list_checkpoints"))
+    group.command("fetch")(_function("checkpoints:fetch"))
     add_storage_commands(group)
     return _built(group)
 
 
 def _config() -> Any:
     group = _group("config", "Show what a job runs with, or how two jobs differ.")
-    group.command("show")(specs.show)
-    group.command("diff")(specs.diff)
+    group.command("show")(_function("specs:show"))
+    group.command("diff")(_function("specs:diff"))
     return _built(group)
 
 
@@ -200,6 +204,6 @@ def _group(name: str, summary: str) -> typer.Typer:
 
 
 def _built(group: typer.Typer) -> Any:
-    command: Any = typer.main.get_command(group)
+    command: Any = readable(typer.main.get_command(group))
     command.rich_help_panel = JOBS
     return command

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from megascale_cli.visible import visible
 from megascale_client import (
     AlreadyExists,
     AsyncClient,
@@ -85,7 +86,7 @@ def print_error(error: MegascaleError, as_json: bool) -> None:
             ]
         print(json.dumps(details), file=sys.stderr)
     else:
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {visible(text)}", file=sys.stderr)
 
 
 def report(error: Exception, as_json: bool) -> int | None:

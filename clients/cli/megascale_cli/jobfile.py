@@ -19,6 +19,7 @@ from megascale_cli.options import Json
 from megascale_cli.output import console, print_json, size_text
 from megascale_cli.planning import planner_words
 from megascale_cli.plugins import load_function
+from megascale_cli.visible import counted
 from megascale_client import InvalidJob, InvalidRequest, load_job
 
 DEFAULT_DEVICES_PER_NODE = 8
@@ -203,7 +204,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"the run: {facts['flops_of_the_run_causal']:.3e} over "
             f"{_count(facts['tokens_of_the_run'])} tokens",
             f"batch        {facts['tokens_per_step']:,} tokens a step; each replica runs "
-            f"{facts['micro_batches']} micro-batches; "
+            f"{counted(facts['micro_batches'], 'micro-batch')}; "
             f"pipeline bubble {facts['pipeline_bubble']:.1%}",
         ]
     if "balanced_stages" in facts:
@@ -213,13 +214,14 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     for number, row in enumerate(facts.get("larger_batches", ())):
         lines.append(
             f"{'' if number else 'larger batch':<12} {row['global_batch_size']} sequences over the "
-            f"same tokens: {row['steps']} steps, {row['warmup_steps']} of warm-up, "
+            f"same tokens: {counted(row['steps'], 'step')}, {row['warmup_steps']} of warm-up, "
             f"learning rate {row['learning_rate']:.3g}"
         )
     if "nodes" in facts:
         lines.append(
-            f"devices      {facts['world_size']} ranks: {_plural(facts['nodes'], 'node')} of "
-            f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare "
+            f"devices      {counted(facts['world_size'], 'rank')}: "
+            f"{counted(facts['nodes'], 'node')} of {counted(facts['devices_per_node'], 'device')}, "
+            f"and {facts['spare_nodes']} spare "
             f"(the rule of recovery.spares: auto asks for {facts['spare_nodes_advised']})"
         )
     for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
@@ -281,10 +283,6 @@ def _memory(stage: int, need: dict[str, int]) -> str:
         f"gradients {size['gradients']}, optimizer {size['optimizer']}, "
         f"activations about {size['activations']}{peers}"
     )
-
-
-def _plural(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _count(number: int) -> str:

@@ -23,11 +23,11 @@ from megascale_cli.output import (
     print_items,
     print_json,
     print_table,
-    remaining_s,
     table,
 )
 from megascale_cli.watch import WATCH_RETRY_FOR_S
 from megascale_client import AsyncClient, Job
+from megascale_client.progress import remaining_s
 
 REFRESH_S = 2.0
 COLUMNS = (

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from megascale.v1 import types_pb2
 from megascale_cli.exits import RETRY_FOR_S, fail, with_client
-from megascale_cli.options import Check, Cluster, JobName, Json, Reason
+from megascale_cli.options import MAX_NUMBER, Check, Cluster, JobName, Json, Reason
 from megascale_cli.output import (
     console,
     event_text,
@@ -21,6 +21,7 @@ from megascale_cli.output import (
     phase_text,
     print_json,
 )
+from megascale_cli.visible import visible
 from megascale_cli.watch import WATCH_RETRY_FOR_S, watch_job
 from megascale_client import (
     AsyncClient,
@@ -75,7 +76,7 @@ def submit(
 
 
 def _warn(text: str) -> None:
-    typer.echo(f"warning: {text}", err=True)
+    typer.echo(f"warning: {visible(text)}", err=True)
 
 
 def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
@@ -94,7 +95,19 @@ def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
     with_client(action, cluster, as_json)
 
 
-def watch(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
+def watch(
+    name: JobName,
+    tail: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_NUMBER,
+            help="Begin so many steps before the newest one; default: with all that is known.",
+        ),
+    ] = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
     """Watch a job until it ends: progress, loss, tokens/s, both MFUs, attempt and events.
 
     Continues across a restart of the driver. The status is 0 only if the job succeeded and saved
@@ -104,7 +117,7 @@ def watch(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None
     """
 
     async def action(client: AsyncClient) -> int:
-        return await watch_job(client, name, as_json)
+        return await watch_job(client, name, as_json, tail)
 
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S)
 

@@ -14,6 +14,7 @@ import typer
 from megascale_cli.exits import OK, RETRY_FOR_S, print_error, status_of, with_client
 from megascale_cli.options import MAX_NUMBER, MAX_RANK, Cluster, JobName, Json
 from megascale_cli.output import print_json
+from megascale_cli.visible import counted, visible
 from megascale_cli.watch import WATCH_RETRY_FOR_S
 from megascale_client import AsyncClient, Job, MegascaleError
 
@@ -25,6 +26,23 @@ QUEUED_LINES = 1000
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the attempt ends.")]
 Root = Annotated[
     bool, typer.Option("--root", help="Only the line from which the newest failure followed.")
+]
+Lines = Annotated[
+    int | None,
+    typer.Option(
+        "--lines",
+        "-n",
+        min=1,
+        max=MAX_LINES,
+        help=f"How many of a rank's last lines to read; default {DEFAULT_LINES}, "
+        f"{MAX_LINES} with --grep.",
+    ),
+]
+Raw = Annotated[
+    bool,
+    typer.Option(
+        "--raw", help="Lines as they are: a terminal obeys escape sequences that a rank printed."
+    ),
 ]
 _Line = tuple[int, str | MegascaleError | None]
 
@@ -43,19 +61,10 @@ def logs(
         int,
         typer.Option(min=0, max=MAX_NUMBER, help="Number of the attempt; 0: the newest."),
     ] = 0,
-    lines: Annotated[
-        int | None,
-        typer.Option(
-            "--lines",
-            "-n",
-            min=1,
-            max=MAX_LINES,
-            help=f"How many of a rank's last lines to read; default {DEFAULT_LINES}, "
-            f"{MAX_LINES} with --grep.",
-        ),
-    ] = None,
+    lines: Lines = None,
     follow: Follow = False,
     root: Root = False,
+    raw: Raw = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +72,8 @@ def logs(
 
     With --all the ranks come one after the other, with --follow as their lines arrive. A rank whose
     node does not answer is reported on stderr and makes the exit status non-zero; the others are
-    printed. --root prints where the failure began, by the logs of all ranks and nodes.
+    printed. --root prints where the failure began, by the logs of all ranks and nodes. Control
+    characters are shown, as \\x1b is for the one that begins a colour; --raw leaves them.
 
     Example: [bold]megascale logs demo --all --grep "loss|error"[/bold]
     """
@@ -93,7 +103,7 @@ def logs(
                 if as_json:
                     print_json({"rank": source, "line": line})
                 else:
-                    print(text, flush=follow)
+                    print(text if raw else visible(text), flush=follow)
         if not printed and not as_json and status == OK:
             print(f"{_described(name, rank, every)}: no line{_matching(grep)}", file=sys.stderr)
         return status
@@ -116,8 +126,11 @@ async def _root(client: AsyncClient, name: str, as_json: bool) -> None:
         return
     where = f"rank {found.rank}" if found.rank >= 0 else "kernel log"
     print(f"attempt {found.attempt}, node {found.node}, {where}: {found.category}")
-    print(f"  {found.line}")
-    print(f"asks for: {found.action}; set aside: {found.set_aside} lines that follow from it")
+    print(f"  {visible(found.line)}")
+    print(
+        f"asks for: {found.action}; set aside: "
+        f"{counted(found.set_aside, 'line')} from what followed"
+    )
     if len(found.nodes) > 1:
         print(f"the same on nodes {', '.join(found.nodes)}")
 

@@ -20,6 +20,7 @@ from megascale_cli.output import (
     print_table,
     short,
 )
+from megascale_cli.visible import counted
 from megascale_client import AsyncClient, CheckResult, CheckVerdict, Node
 from megascale_client.messages import (
     CordonNodeResponse,
@@ -202,8 +203,9 @@ def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
         if info.nodes_missing:
             missing = f" ({info.nodes_missing} too few: {info.nodes_missing_reason})"
         console.print(
-            f"cluster [bold]{info.cluster}[/bold]: {info.nodes_alive} nodes alive{missing}, "
-            f"{info.jobs_running} jobs running\n"
+            f"cluster [bold]{info.cluster}[/bold]: "
+            f"{counted(info.nodes_alive, 'node')} alive{missing}, "
+            f"{counted(info.jobs_running, 'job')} running\n"
             f"driver {info.leader} (megascale {info.build}) leads since "
             f"{local_time(info.leader_since)}, epoch {epoch}"
         )

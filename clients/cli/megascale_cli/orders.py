@@ -20,6 +20,7 @@ from megascale_cli.options import (
     Reason,
 )
 from megascale_cli.output import console, phase_text, print_items, print_json, short
+from megascale_cli.visible import visible
 from megascale_client import AsyncClient, InvalidJob, Job, PolicyMode, load_job
 
 Now = Annotated[bool, typer.Option("--now", help="Stop at once instead of saving first.")]
@@ -90,7 +91,7 @@ def update(
     async def action(client: AsyncClient) -> None:
         answer = await client.update(spec, reason=reason, restart=restart, validate_only=check)
         for warning in answer.warnings:
-            typer.echo(f"warning: {warning}", err=True)
+            typer.echo(f"warning: {visible(warning)}", err=True)
         if as_json:
             print_json(answer)
             return

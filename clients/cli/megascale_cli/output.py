@@ -12,13 +12,16 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_cli.visible import counted, visible
 from megascale_client import Job, JobCondition, JobPhase
+from megascale_client.progress import remaining_s
 from megascale_client.views import View
 
 Item = TypeVar("Item", bound=Message | View)
@@ -26,8 +29,28 @@ Item = TypeVar("Item", bound=Message | View)
 MAX_MESSAGE_CHARACTERS = 160  # of an event, on a terminal
 
 
-# Lines are never wrapped, so a pipe gets them as they are.
-console = Console(highlight=False, soft_wrap=True)
+class _Console(Console):
+    """The console of the commands: it shows what came from elsewhere, and obeys nothing of it.
+
+    Lines are never wrapped, so a pipe gets them as they are.
+    """
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Text that may have markup, before anything measures it."""
+        return super().render_str(visible(text), **settings)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """The parts of what is printed; rich's own control codes are parts of another kind."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text == (text := visible(segment.text)):
+                yield segment
+            else:
+                yield Segment(text, segment.style)
+
+
+console = _Console(highlight=False, soft_wrap=True)
 
 _PHASE_STYLES = {
     JobPhase.RUNNING: "green",
@@ -96,7 +119,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table for a pipe: aligned, nothing cut, "-" in a cell that is empty."""
-    plain_rows = [[Text.from_markup(cell).plain or "-" for cell in row] for row in rows]
+    plain_rows = [[visible(Text.from_markup(cell).plain) or "-" for cell in row] for row in rows]
     listed = [list(columns), *plain_rows]
     widths = [max(map(cell_len, column)) for column in zip(*listed, strict=True)]
     return [
@@ -148,14 +171,6 @@ def duration(seconds: float) -> str:
 def percent(job: Job) -> float:
     """Share of a job's steps that are completed, in percent."""
     return 100 * job.step / max(1, job.spec.trainer.training.steps)
-
-
-def remaining_s(job: Job) -> float | None:
-    """Seconds to the last step at the pace of the newest step; None unless the job runs."""
-    step_time = job.last_record.step_time
-    if job.phase != JobPhase.RUNNING or not step_time.ToNanoseconds():
-        return None
-    return max(0, job.spec.trainer.training.steps - job.step) * step_time.ToNanoseconds() / 1e9
 
 
 def size_text(size_bytes: int) -> str:
@@ -263,7 +278,7 @@ def job_lines(job: Job) -> list[str]:
         f"[bold]{job.spec.name}[/bold]  {phase_text(job.phase)}  {escape(job.phase_reason)}",
         *condition_lines(job),
         f"step {job.step} of {steps} ({percent(job):.0f}%{left}), attempt {job.attempt}, "
-        f"{job.restarts} restarts",
+        f"{counted(job.restarts, 'restart')}",
         f"layout tp {parallelism.tp or 1}, pp {parallelism.pp or 1}, dp {parallelism.dp or 1}",
         f"nodes {', '.join(job.nodes) or 'none'}; spares {', '.join(job.spare_nodes) or 'none'}; "
         f"evicted {', '.join(job.evicted_nodes) or 'none'}",
@@ -333,7 +348,7 @@ def _interval_text(job: Job) -> str:
         return ""
     cost = f"; one costs {record.checkpoint_cost_s:.2g} s"
     known = cost if record.HasField("checkpoint_cost_s") else ""
-    return f"; auto: every {record.checkpoint_interval_steps} steps{known}"
+    return f"; auto: every {counted(record.checkpoint_interval_steps, 'step')}{known}"
 
 
 def _goodput_text(goodput: driver_pb2.Goodput) -> str:
@@ -346,5 +361,5 @@ def _goodput_text(goodput: driver_pb2.Goodput) -> str:
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds)
     return (
         f"goodput {goodput.ratio:.1%} since submission, {goodput.ratio_since_start:.1%} since the "
-        f"start; {goodput.lost_steps} steps lost; {spent}"
+        f"start; {counted(goodput.lost_steps, 'step')} lost; {spent}"
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -19,6 +20,7 @@ from typing import Any, NoReturn, Self, cast
 import typer
 import typer.core
 import typer.main
+from rich.markup import escape
 
 from megascale_cli.exits import RETRY_FOR_S, UsageError, report
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JSON_OPTION
@@ -164,10 +166,19 @@ class Completing(typer.core.TyperGroup):
 
 def plugin_builders() -> dict[str, Callable[[], Any]]:
     """What puts the commands of other packages together, by name, in the order of the help."""
-    found = {entry.name for entry in metadata.entry_points(group=GROUP)}
-    further = sorted(found - {*KNOWN, *FUNCTIONS, "checkpoint"})
-    added = KNOWN | dict.fromkeys(further, Plugin("Added by an installed package."))
+    found = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+    further = sorted(found.keys() - {*KNOWN, *FUNCTIONS, "checkpoint"})
+    added = KNOWN | {name: Plugin(_summary(found[name])) for name in further}
     return {name: partial(_forwarding, name, plugin) for name, plugin in added.items()}
+
+
+def _summary(entry: metadata.EntryPoint) -> str:
+    """The line of an added command: what its package says of itself, which imports nothing."""
+    if entry.dist is None:
+        return "Added by an installed package."
+    known = entry.dist.metadata
+    said = known["Summary"].strip() if "Summary" in known else ""
+    return escape(said or f"Added by the package {entry.dist.name}.")
 
 
 def add_storage_commands(checkpoint: typer.Typer) -> None:
@@ -186,7 +197,49 @@ def single(function: Callable[..., Any], name: str, **settings: Any) -> Any:
     """
     alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
     alone.command(name, **settings)(function)
-    return typer.main.get_command(alone)
+    return readable(typer.main.get_command(alone))
+
+
+def readable(command: Any) -> Any:
+    """The command with a help that is whole on 80 columns, and so those below it.
+
+    Typer keeps the line breaks of a docstring beside its own, and gives the negative names of
+    switches a column, so that long names of options are cut.
+    """
+    command.help = "\n\n".join(map(_flowing, inspect.cleandoc(command.help or "").split("\n\n")))
+    print_help = command.format_help
+
+    def format_help(*arguments: Any) -> None:
+        with _one_column(command.params):
+            print_help(*arguments)
+
+    command.format_help = format_help
+    for one in getattr(command, "commands", {}).values():
+        readable(one)
+    return command
+
+
+def _flowing(paragraph: str) -> str:
+    lines = paragraph.split("\n")
+    kept = paragraph.startswith("\b") or any(line.startswith((" ", "- ")) for line in lines)
+    return paragraph if kept else " ".join(lines)
+
+
+@contextlib.contextmanager
+def _one_column(parameters: list[Any]) -> Iterator[None]:
+    """Both names of a switch are shown as one, `--[no-]dashboard`."""
+    switches = [(one, one.opts, one.secondary_opts) for one in parameters if one.secondary_opts]
+    for one, positive, negative in switches:
+        plain = positive[0].removeprefix("--")
+        both = [f"--[no-]{plain}"] if negative == [f"--no-{plain}"] else [*positive, *negative]
+        one.opts = both
+        one.secondary_opts = []
+    try:
+        yield
+    finally:
+        for one, positive, negative in switches:
+            one.opts = positive
+            one.secondary_opts = negative
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -219,7 +272,7 @@ def loaded_command(name: str, known: Plugin) -> Any:
     command = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     command.params = [one for one in command.params if one.name not in _OWN_COMPLETION]
     command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
-    return command
+    return readable(command)
 
 
 def _forward_to(

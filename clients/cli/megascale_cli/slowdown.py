@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import http.server
 import json
 import sys
 import threading
-import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -136,6 +134,9 @@ def _critical_paths(path: Path) -> list[str]:
 
 def _show(path: Path) -> None:
     """Serve the file on this machine until the viewer has fetched it, and open the viewer."""
+    import http.server  # of this one option, and as slow to import as a command is to run
+    import webbrowser
+
     fetched = threading.Event()
 
     class Once(http.server.BaseHTTPRequestHandler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -13,6 +14,19 @@ from megascale_cli.exits import INTERRUPTED, UsageError, fail, print_error
 from megascale_cli.options import JSON_OPTION
 from megascale_cli.plugins import Completing
 from megascale_client import FieldProblem, InvalidRequest, MegascaleError
+
+_OF_PYDANTIC = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"Value error, ", ""),
+        (r"Input should be a valid integer\b.*", "give a whole number"),
+        (r"Input should be a valid number\b.*", "give a number"),
+        (r"Input should be a valid boolean\b.*", "give true or false"),
+        (r"Input should be greater than or equal to (\S+)", r"give \1 or more"),
+        (r"Input should be less than or equal to (\S+)", r"give \1 or less"),
+        (r"Input should be ", "give "),
+    )
+]
 
 
 class _Parts(MutableMapping[str, Any]):
@@ -91,12 +105,19 @@ def _ends(as_json: bool) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
+def _plainly(sentence: str) -> str:
+    """What typer says of a value, without the words of the library that it checks values with."""
+    for pattern, plain in _OF_PYDANTIC:
+        sentence = pattern.sub(plain, sentence)
+    return sentence
+
+
 def _report(error: Any, as_json: bool) -> int:
     """Print an error of usage with the command to read about it; returns the exit status."""
     context = error.ctx
     program = context.command_path if context is not None else "megascale"
     remedy = f"see `{program} --help`"
-    sentence = error.format_message().rstrip(".")
+    sentence = _plainly(error.format_message()).rstrip(".")
     parameter = getattr(error, "param", None)
     field = (
         getattr(error, "option_name", None)

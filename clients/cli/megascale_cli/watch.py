@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
+from collections import deque
+from collections.abc import AsyncIterator
 
 from rich.console import OverflowMethod
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from megascale.v1 import types_pb2
 from megascale_cli.exits import FAILED, OK
 from megascale_cli.output import (
     condition_lines,
     console,
+    duration,
     evaluation_text,
     event_text,
     mfu_text,
@@ -24,23 +28,27 @@ from megascale_cli.output import (
     step_text,
 )
 from megascale_client import TERMINAL_PHASES, AsyncClient, Job, JobConditionType, JobPhase
+from megascale_client.messages import WatchJobResponse
+from megascale_client.progress import PACE_STEPS
 
 # Far longer than the restart of a driver takes, so a watch survives one.
 WATCH_RETRY_FOR_S = 120.0
 
 
-async def watch_job(client: AsyncClient, name: str, as_json: bool) -> int:
+async def watch_job(client: AsyncClient, name: str, as_json: bool, tail: int | None = None) -> int:
     """Show the job until it has ended; 0 if it succeeded and saved its last step, else 1.
+
+    ``tail``: begin so many steps before the newest one; None: with all that the driver holds.
 
     Raises:
         MegascaleError: no such job, or no driver for WATCH_RETRY_FOR_S.
     """
     if as_json:
-        return await _watch_json(client, name)
+        return await _watch_json(client, name, tail)
     view = _Bar() if on_a_terminal() else _Lines()
     try:
         with view:
-            await _follow(client, name, view)
+            await _follow(_updates(client, name, tail), view)
     except asyncio.CancelledError:  # Ctrl-C, which ends the watch alone
         print(f"job {name} continues; `megascale watch {name}` shows it", file=sys.stderr)
         raise
@@ -54,8 +62,35 @@ async def watch_job(client: AsyncClient, name: str, as_json: bool) -> int:
     return _status(job)
 
 
-async def _follow(client: AsyncClient, name: str, view: _Lines) -> None:
+async def _updates(
+    client: AsyncClient, name: str, tail: int | None
+) -> AsyncIterator[WatchJobResponse]:
+    if tail is None:
+        async for update in client.watch(name):
+            yield update
+        return
+    newest = (await client.get(name)).last_record
+    first = (newest.attempt, newest.step - tail)
+    near, state = not newest.step, None
     async for update in client.watch(name):
+        kind = update.WhichOneof("update")
+        if not near and kind == "job":
+            state = update
+        elif not near:
+            step, event = update.step, update.event
+            near = (
+                (step.attempt, step.step) > first
+                if kind == "step"
+                else (event.time.ToNanoseconds() > newest.completed_at.ToNanoseconds())
+            )
+            if near and state is not None:
+                yield state
+        if near:
+            yield update
+
+
+async def _follow(updates: AsyncIterator[WatchJobResponse], view: _Lines) -> None:
+    async for update in updates:
         kind = update.WhichOneof("update")
         if kind == "job":
             view.job(update.job)
@@ -65,8 +100,8 @@ async def _follow(client: AsyncClient, name: str, view: _Lines) -> None:
             view.event(update.event)
 
 
-async def _watch_json(client: AsyncClient, name: str) -> int:
-    async for update in client.watch(name):
+async def _watch_json(client: AsyncClient, name: str, tail: int | None) -> int:
+    async for update in _updates(client, name, tail):
         print_json(update)
     return _status(await client.get(name))
 
@@ -125,11 +160,13 @@ class _Bar(_Lines):
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             TextColumn("{task.fields[numbers]}"),
             console=console,
         )
         self._task: TaskID | None = None
+        # Of the job, and not of this display, which replays what it missed as fast as it can.
+        self._step_times_s: deque[float] = deque(maxlen=PACE_STEPS)
         self._held_out = ""  # loss of the newest evaluation; most steps have none
 
     def __enter__(self) -> _Bar:
@@ -149,16 +186,23 @@ class _Bar(_Lines):
         super().job(job)
         description = f"{job.spec.name} {phase_text(job.phase)}"
         if self._task is None:
-            self._task = self._progress.add_task(description, total=self._steps, numbers="")
+            self._task = self._progress.add_task(
+                description, total=self._steps, numbers="", left=""
+            )
         self._progress.update(self._task, description=description, total=self._steps)
+        if job.phase != JobPhase.RUNNING:
+            self._progress.update(self._task, left="")
 
     def step(self, record: types_pb2.StepRecord) -> None:
         """Move the bar; it moves back when steps are repeated after a restart."""
         if self._task is None:
             return
         self._held_out = evaluation_text(record) or self._held_out
+        self._step_times_s.append(record.step_time.ToNanoseconds() / 1e9)
+        left_s = (self._steps - record.step) * statistics.median(self._step_times_s)
+        left = f"{duration(left_s)} left" if self._phase == JobPhase.RUNNING else ""
         numbers = (
             f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  MFU {mfu_text(record)}  "
             f"{needs_text(record)}attempt {record.attempt}{self._held_out}"
         )
-        self._progress.update(self._task, completed=record.step, numbers=numbers)
+        self._progress.update(self._task, completed=record.step, numbers=numbers, left=left)

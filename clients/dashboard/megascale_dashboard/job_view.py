@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Iterable, Sequence
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_client import TERMINAL_PHASES, Job, JobPhase
+from megascale_client import TERMINAL_PHASES, Job
+from megascale_client.progress import remaining_s
 from megascale_dashboard import shown, slower_view
 from megascale_dashboard.shown import Page
 
 CURVE_POINTS = 1_000  # of each curve; a screen has no more columns
-SPEED_STEPS = 50  # the newest steps, whose median time the estimate of the end uses
 SHOWN_CHECKPOINTS = 20
 SHOWN_EVENTS = 200
 # A job without checkpoints has no ATTEMPT_OPENED.
@@ -99,7 +98,7 @@ def one(
     records = led_here(records)
     return {
         **figures(job),
-        "remaining_s": remaining_s(job, records),
+        "remaining_s": remaining_s(job),
         "goodput_parts_s": _goodput(job),
         "restored_step": job.restored_step,
         "restore_source": job.restore_source.name.lower(),
@@ -165,20 +164,6 @@ def layout(job: Job) -> dict[str, int]:
         axis: getattr(given, axis) if given.HasField(axis) else 1
         for axis in ("tp", "cp", "dp", "pp")
     }
-
-
-def remaining_s(job: Job, records: Sequence[types_pb2.StepRecord]) -> float | None:
-    """Seconds to the last step at the median time of the newest steps; None while not RUNNING.
-
-    Faults to come are not in it: goodput says what they have cost so far.
-    """
-    newest = [shown.duration_s(record.step_time) for record in records[-SPEED_STEPS:]]
-    if not newest and job.HasField("last_record"):
-        newest = [shown.duration_s(job.last_record.step_time)]
-    left = job.spec.trainer.training.steps - job.step
-    if job.phase != JobPhase.RUNNING or left < 0 or not newest:
-        return None
-    return left * statistics.median(newest)
 
 
 def led_here(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepRecord]:

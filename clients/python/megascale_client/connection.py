@@ -98,7 +98,10 @@ class Connection:
         retry_for_s: float,
     ) -> None:
         # When none answers: what is down, and the remedy.
-        self.fate = lambda: ("the cluster is down", "is a driver of the cluster running there?")
+        self.fate: Callable[[], tuple[str, str]] = lambda: (
+            "the cluster is down",
+            "is a driver of the cluster running there?",
+        )
         # Before the first answer: an error that makes repeating a call useless. Later a call is
         # repeated in any case, because a watch is to survive a restart of the whole cluster.
         self.ended: Callable[[], MegascaleError | None] = lambda: None

@@ -253,6 +253,7 @@ class Job(View, of=driver_pb2.Job):
     placement: driver_pb2.Placement
     plan: driver_pb2.PlanComparison
     last_evaluation: types_pb2.StepRecord
+    typical_step_time: duration_pb2.Duration
 
 
 class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):

@@ -28,7 +28,11 @@ def job_values(spec: job_pb2.JobSpec, *, all_fields: bool = False) -> dict[str, 
 def dump_job(spec: job_pb2.JobSpec, *, all_fields: bool = False) -> str:
     """The text of a job file (YAML)."""
     values = job_values(spec, all_fields=all_fields)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    if all(map(str.isprintable, text.splitlines())):
+        return text
+    # Marks that turn the direction of text would make the file look like another.
+    return str(yaml.safe_dump(values, sort_keys=False, width=100))
 
 
 def set_value(values: dict[str, Any], setting: str) -> None:

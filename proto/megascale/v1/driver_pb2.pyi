@@ -54,6 +54,7 @@ class Job(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
     LAST_EVALUATION_FIELD_NUMBER: builtins.int
+    TYPICAL_STEP_TIME_FIELD_NUMBER: builtins.int
     spec_revision: builtins.int
     """Revision of the spec; counts from 1 and rises with every change of the spec."""
     etag: builtins.str
@@ -142,6 +143,12 @@ class Job(google.protobuf.message.Message):
     def last_evaluation(self) -> megascale.v1.types_pb2.StepRecord:
         """The newest step record with a loss on held-out data that this driver has seen; absent before."""
 
+    @property
+    def typical_step_time(self) -> google.protobuf.duration_pb2.Duration:
+        """Median time of the newest steps, at most 50 of them, that arrived at this driver: what remains
+        of the job is estimated from it. Absent before the first.
+        """
+
     def __init__(
         self,
         *,
@@ -171,9 +178,10 @@ class Job(google.protobuf.message.Message):
         placement: Global___Placement | None = ...,
         plan: Global___PlanComparison | None = ...,
         last_evaluation: megascale.v1.types_pb2.StepRecord | None = ...,
+        typical_step_time: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["committed_at", b"committed_at", "created_at", b"created_at", "goodput", b"goodput", "last_evaluation", b"last_evaluation", "last_record", b"last_record", "placement", b"placement", "plan", b"plan", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_evaluation", b"last_evaluation", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "placement", b"placement", "plan", b"plan", "profile", b"profile", "replica_problem", b"replica_problem", "replicated_step", b"replicated_step", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["committed_at", b"committed_at", "created_at", b"created_at", "goodput", b"goodput", "last_evaluation", b"last_evaluation", "last_record", b"last_record", "placement", b"placement", "plan", b"plan", "profile", b"profile", "spec", b"spec", "typical_step_time", b"typical_step_time", "updated_at", b"updated_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_evaluation", b"last_evaluation", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "placement", b"placement", "plan", b"plan", "profile", b"profile", "replica_problem", b"replica_problem", "replicated_step", b"replicated_step", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "typical_step_time", b"typical_step_time", "updated_at", b"updated_at"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 

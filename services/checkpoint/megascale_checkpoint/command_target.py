@@ -13,6 +13,7 @@ import typer
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.commit_record import Checkpoint
 from megascale_checkpoint.storage import SYMBOLIC_LINK, is_link_error, join, open_storage
+from megascale_common.node.visible import visible
 from megascale_common.service.errors import (
     ForbiddenError,
     NotFoundError,
@@ -92,7 +93,7 @@ def read_log(uri: str, *, whole: bool = False) -> CommitLog:
         except NotADirectoryError:
             pass  # a file, which is no folder of checkpoints
     for damage in log.damaged:
-        typer.echo(f"damaged record: {damage}", err=True)
+        typer.echo(f"damaged record: {visible(str(damage))}", err=True)
     if not log.state.seq and not log.damaged:
         raise NotFoundError(
             f"{uri} holds no commit log: give the folder that a job's checkpoint.uri names, or the "

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megascale_checkpoint import manifest as manifests
@@ -27,6 +28,7 @@ from megascale_checkpoint.export.progress import bar
 from megascale_checkpoint.retention.retire import retention_of, to_retire
 from megascale_checkpoint.storage import join
 from megascale_checkpoint.verify import verify_commit
+from megascale_common.node.visible import visible
 
 Step = Annotated[int | None, typer.Option(min=0, help="Its step; default: the newest one.")]
 OneStep = Annotated[int | None, typer.Option(min=0, help="Only this step; default: all.")]
@@ -55,8 +57,8 @@ def list_checkpoints(
             str(each["world_size"]),
             size_text(each["size_bytes"]),
             each["committed_at"],
-            each["pin"],
-            each["manifest_uri"],
+            escape(visible(each["pin"])),
+            escape(visible(each["manifest_uri"])),
         )
     Console().print(table)
 
@@ -101,15 +103,15 @@ def show(
 
 def _print_facts(facts: dict[str, Any], rules: str) -> None:
     layout = ", ".join(f"{axis} {size}" for axis, size in facts["layout"].items()) or "unknown"
-    typer.echo(f"step {facts['step']} of job {facts['job']}, attempt {facts['attempt']}")
+    typer.echo(f"step {facts['step']} of job {visible(facts['job'])}, attempt {facts['attempt']}")
     typer.echo(f"  committed  {facts['committed_at']}")
     typer.echo(f"  layout     {facts['world_size']} ranks: {layout}")
     typer.echo(f"  size       {size_text(facts['size_bytes'])} in {len(facts['files'])} files")
-    typer.echo(f"  manifest   {facts['manifest_uri']}")
+    typer.echo(f"  manifest   {visible(facts['manifest_uri'])}")
     goes = "goes at the next commit, or with `megascale checkpoint gc`"
     stays = "stays" if facts["kept"] else goes
     pin = f"pinned: {facts['pin']}" if facts["pin"] else f"{stays} (the job keeps {rules})"
-    typer.echo(f"  retention  {pin}")
+    typer.echo(f"  retention  {visible(pin)}")
 
 
 def verify(
@@ -150,7 +152,7 @@ def verify(
             state = "damaged" if problems else "whole"
             typer.echo(f"step {record.step} of attempt {record.attempt}: {state}")
             for problem in problems:
-                typer.echo(f"  {problem}")
+                typer.echo(f"  {visible(str(problem))}")
     if damaged:
         raise typer.Exit(1)
 

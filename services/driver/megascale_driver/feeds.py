@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import statistics
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
@@ -19,6 +20,7 @@ RING_UPDATES = 20_000  # of one job
 MAX_TOKEN_DIGITS = 18
 KEPT_ENDED = 64  # ended jobs whose feeds are kept whole, for late watchers
 ENDED_UPDATES = 500  # kept of each other ended job
+PACE_STEPS = 50  # the newest, whose median time is the pace of a job
 BATCH_UPDATES = 256  # sent before other tasks get a turn
 
 
@@ -29,6 +31,7 @@ class JobFeed:
         self.last_record: types_pb2.StepRecord | None = None
         self.last_evaluation: types_pb2.StepRecord | None = None
         self.ended = False
+        self._step_times_s: deque[float] = deque(maxlen=PACE_STEPS)
         self._ring_id = ring_id
         self._updates: deque[driver_pb2.WatchJobResponse] = deque(maxlen=RING_UPDATES)
         self._next = 0
@@ -55,8 +58,14 @@ class JobFeed:
         self.last_record = record
         if record.HasField("evaluation_loss"):
             self.last_evaluation = record
+        self._step_times_s.append(record.step_time.ToNanoseconds() / 1e9)
         self._add(driver_pb2.WatchJobResponse(step=record))
         return True
+
+    @property
+    def typical_step_s(self) -> float | None:
+        """Median time of the newest steps; None before the first."""
+        return statistics.median(self._step_times_s) if self._step_times_s else None
 
     def adopt(self, stored: types_pb2.StepRecord) -> types_pb2.StepRecord:
         """Take over the stored record, or keep a newer one; returns the newest.
@@ -151,3 +160,8 @@ class JobFeeds:
         """The newest step record of a job; None before the first."""
         feed = self._feeds.get(job)
         return feed.last_record if feed is not None else None
+
+    def typical_step_of(self, job: str) -> float | None:
+        """Median time of the newest steps of a job in seconds; None before the first."""
+        feed = self._feeds.get(job)
+        return feed.typical_step_s if feed is not None else None

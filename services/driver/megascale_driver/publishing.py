@@ -99,7 +99,9 @@ class Publisher:
     def job(self, job: Job, state: Cluster) -> None:
         """A job is, or has become, what it is in ``state``."""
         feed = self.feeds.of(job.name)
-        message = wire.job_message(job, feed.last_record, self._clock.now_s(), state.nodes)
+        message = wire.job_message(
+            job, feed.last_record, self._clock.now_s(), state.nodes, feed.typical_step_s
+        )
         feed.add_job(message, job.terminal)
         if job.terminal:
             self.feeds.release(job.name)

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.job.config import JobConfig
 from megascale_common.job.wire import spec as job_spec
+from megascale_common.node.visible import visible
 from megascale_common.service import status
 from megascale_common.service.errors import (
     ExistsError,
@@ -124,10 +125,15 @@ class ServiceBase:
         return self.engine.state.nodes[name]
 
     def _message(self, job: Job) -> driver_pb2.Job:
-        record = self.engine.feeds.record_of(job.name)
-        evaluation = self.engine.feeds.evaluation_of(job.name)
-        now_s, nodes = self.engine.clock.now_s(), self.engine.state.nodes
-        return wire.job_message(job, record, now_s, nodes, evaluation)
+        feeds = self.engine.feeds
+        return wire.job_message(
+            job,
+            feeds.record_of(job.name),
+            self.engine.clock.now_s(),
+            self.engine.state.nodes,
+            feeds.evaluation_of(job.name),
+            feeds.typical_step_of(job.name),
+        )
 
     def _node_message(self, name: str) -> driver_pb2.Node:
         last_beat_s = self.engine.presence.lane.last_beat_s(name)
@@ -259,7 +265,7 @@ def required_reason(text: str) -> str:
     """The reason of a call that must give one, cut to a bound."""
     if not text.strip():
         raise invalid("reason", "missing", "give the reason, it goes to the audit log")
-    return text.strip()[:MAX_REASON]
+    return visible(text.strip()[:MAX_REASON])
 
 
 def actor_of(context: Context) -> str:

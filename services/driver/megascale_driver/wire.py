@@ -145,6 +145,7 @@ def job_message(
     now_s: float = 0.0,
     nodes: Mapping[str, Node] | None = None,
     evaluation: types_pb2.StepRecord | None = None,
+    typical_step_s: float | None = None,
 ) -> driver_pb2.Job:
     """A job for clients at ``now_s``; ``record`` is its newest step record.
 
@@ -192,6 +193,8 @@ def job_message(
         message.last_record.CopyFrom(record)
     if evaluation is not None:
         message.last_evaluation.CopyFrom(evaluation)
+    if typical_step_s is not None:
+        message.typical_step_time.FromNanoseconds(round(typical_step_s * 1e9))
     if job.profile is not None:
         message.profile.CopyFrom(profile_message(job.profile))
     if nodes is not None and job.config.checkpoint.replicas:

@@ -19,6 +19,7 @@ from megascale_cli.demo.plan import MAX_STEPS, DemoPlan, PlanError, Sabotage, ch
 from megascale_cli.demo.run import Demo
 from megascale_cli.exits import FAILED, INTERRUPTED, fail
 from megascale_cli.output import print_json
+from megascale_cli.visible import counted
 from megascale_client import MegascaleError
 
 DEFAULT_STEPS = 48
@@ -121,7 +122,10 @@ async def _run(
     dry_run = await run_command("up", "--dry-run", "--device", "cpu")
     gpus = int(dry_run["gpus_present"])
     plan = choose(gpus=gpus)
-    echo(f"device: {plan.device} ({gpus} GPUs here); {plan.nodes} nodes of {plan.devices_per_node}")
+    echo(
+        f"device: {plan.device} ({gpus} GPUs here); "
+        f"{counted(plan.nodes, 'node')} of {plan.devices_per_node}"
+    )
     return await Demo(plan, run_folder, echo, recovery_timeout_s).run()
 
 
@@ -131,7 +135,7 @@ def _summary(report: dict[str, Any]) -> str:
         f"fault to detected {report['fault_to_detected_s']} s, "
         f"detected to restarted {report['detected_to_restarted_s']} s, "
         f"fault to first new step {report['fault_to_first_new_step_s']} s, "
-        f"{report['steps_lost']} steps lost, {report['wall_s']} s in all"
+        f"{counted(report['steps_lost'], 'step')} lost, {report['wall_s']} s in all"
     )
 
 

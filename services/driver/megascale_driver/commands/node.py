@@ -23,6 +23,7 @@ from rich.markup import escape
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.node.visible import visible
 from megascale_common.service.errors import ClusterError, ServiceError, UnavailableError
 from megascale_driver.platform.joining import JoiningNode, RunningCluster, stop_node
 from megascale_driver.platform.local_node import RUN_FOLDER_VARIABLE, node_folder
@@ -117,7 +118,8 @@ def reporter(as_json: bool) -> Report:
             print(json.dumps({"event": kind, **fields}), flush=True)
             return
         plain = {
-            key: escape(value) if isinstance(value, str) else value for key, value in fields.items()
+            key: escape(visible(value)) if isinstance(value, str) else value
+            for key, value in fields.items()
         }
         if isinstance(fields.get("devices"), list):
             plain["devices"] = ",".join(map(str, fields["devices"]))

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megascale_common.node.visible import visible
 from megascale_common.service.channel import open_channel, present
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
@@ -85,7 +86,9 @@ def nodes(platform: Name = "local", cluster: Cluster = None, as_json: Json = Fal
     table = Table("node", "ready", "drained", "conditions", "switch", "reason")
     for node in found:
         words = ("yes" if node.ready else "no", "yes" if node.drained else "no")
-        table.add_row(node.name, *words, "+".join(node.conditions), node.switch, node.reason)
+        table.add_row(
+            node.name, *words, "+".join(node.conditions), node.switch, escape(visible(node.reason))
+        )
     Console(highlight=False).print(table)
 
 
@@ -139,7 +142,7 @@ def follow(
         if as_json:
             print(json.dumps({"event": kind, **fields}), flush=True)
         else:
-            plain = {key: escape(str(value)) for key, value in fields.items()}
+            plain = {key: escape(visible(str(value))) for key, value in fields.items()}
             _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
 
     follower = Follower(

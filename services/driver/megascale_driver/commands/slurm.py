@@ -32,9 +32,11 @@ app = typer.Typer(
 _console = Console(stderr=True, highlight=False)
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job's file.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Nodes that the job trains on.")]
-Spares = Annotated[int, typer.Option(min=0, help="Further nodes, which stand by.")]
-DevicesPerNode = Annotated[int, typer.Option(min=1, max=64, help="Devices of each node.")]
+Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="Nodes that the job trains on.")]
+Spares = Annotated[int, typer.Option(min=0, metavar="N", help="Further nodes, which stand by.")]
+DevicesPerNode = Annotated[
+    int, typer.Option(min=1, max=64, metavar="N", help="Devices of each node.")
+]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="What a rank runs on.")]
 RunFolder = Annotated[
     Path, typer.Option(help="For state, logs and certificates; all nodes see it.")
@@ -46,7 +48,10 @@ TimeLimit = Annotated[
 SaveBefore = Annotated[
     int,
     typer.Option(
-        "--save-before-s", min=30, help="So long before the limit the job saves and is queued."
+        "--save-before-s",
+        min=30,
+        metavar="S",
+        help="So long before the limit the job saves and is queued.",
     ),
 ]
 Host = Annotated[
@@ -55,20 +60,27 @@ Host = Annotated[
 ]
 Sbatch = Annotated[
     list[str] | None,
-    typer.Option("--sbatch", help="A further option of sbatch, as in --sbatch=--account=lab."),
+    typer.Option("--sbatch", help="A further option of sbatch, as in --sbatch=--qos=high."),
 ]
-Heartbeat = Annotated[float, typer.Option(min=0.1, max=60, help="Between heartbeats of a node.")]
+Heartbeat = Annotated[
+    float,
+    typer.Option(min=0.1, max=60, metavar="S", help="Between heartbeats of a node."),
+]
 Drain = Annotated[bool, typer.Option(help="Drain nodes in SLURM that the driver has evicted.")]
 ProvideUpTo = Annotated[
     int,
     typer.Option(
         min=0,
         max=MAX_NODES,
+        metavar="N",
         help="Ask SLURM for more nodes where the job lacks some, so many in all; 0: for none.",
     ),
 ]
 ProvideAfter = Annotated[
-    float, typer.Option(min=0, help="How long the job lacks nodes before more are asked for.")
+    float,
+    typer.Option(
+        min=0, metavar="S", help="How long the job lacks nodes before more are asked for."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

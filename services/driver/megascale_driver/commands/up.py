@@ -16,6 +16,7 @@ from rich.markup import escape
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.node.visible import counted, visible
 from megascale_driver.commands.node import reporter, run_node
 from megascale_driver.platform.dashboard_process import DashboardProcess
 from megascale_driver.platform.devices import choose_device, count_gpus
@@ -41,8 +42,8 @@ _SENTENCES = {
     "etcd_given_up": "[red]etcd ended {restarts} times and is not restarted again[/red]; "
     "the nodes continue. See {log}, then stop this command and start it again",
     "metrics_ready": "metrics at {url}; Prometheus reads all targets from {targets_file}",
-    "ready": "[green]ready[/green]: {nodes_count} nodes with {devices_per_node} {device} devices "
-    "each in {run_folder}; stop with Ctrl-C. Next: megascale submit job.yaml --watch",
+    "ready": "[green]ready[/green]: {nodes_said} with {devices_said} each in {run_folder}; "
+    "stop with Ctrl-C. Next: megascale submit job.yaml --watch",
     "dashboard_ready": "dashboard at {url}",
     "dashboard_absent": "no dashboard: {remedy}",
     "dashboard_failed": "[yellow]the dashboard has ended[/yellow], the cluster has not: see {log}; "
@@ -213,6 +214,13 @@ def _print_plan(options: LocalOptions, as_json: bool) -> None:
         _console.print(f"{name}: {value}")
 
 
+def _counts(options: LocalOptions) -> dict[str, str]:
+    return {
+        "nodes_said": counted(options.nodes, "node"),
+        "devices_said": counted(options.devices_per_node, f"{options.device} device"),
+    }
+
+
 async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> int:
     """Start, supervise until a signal or a failure, stop; returns the exit status."""
 
@@ -223,10 +231,10 @@ async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> in
             print(json.dumps({"event": kind, **fields}), flush=True)
         else:
             plain = {
-                name: escape(value) if isinstance(value, str) else value
+                name: escape(visible(value)) if isinstance(value, str) else value
                 for name, value in fields.items()
             }
-            _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
+            _console.print(_SENTENCES[kind].format(**plain, **_counts(options)), soft_wrap=True)
 
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

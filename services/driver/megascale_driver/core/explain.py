@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megascale_common.node.visible import counted
 from megascale_driver.core import (
     blame,
     budgets,
@@ -194,7 +195,7 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         step = f"its last known step is {job.current.step}"
         return f"job {name}: {job.reason}; {step}{_failing_checkpoint(job, now_s)}"
     if job.phase is JobPhase.RUNNING:
-        restarts = f" after {job.restarts} restarts" if job.restarts else ""
+        restarts = f" after {counted(job.restarts, 'restart')}" if job.restarts else ""
         nodes = ", ".join(slot.node for slot in job.slots)
         text = (
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.node.visible import counted
 from megascale_driver.core import (
     accounting,
     blame,
@@ -296,7 +297,7 @@ def _start(
     draft.job(
         job.name,
         phase=JobPhase.STARTING,
-        reason=f"attempt {job.attempt}: workers are starting on {len(job.slots)} nodes",
+        reason=f"attempt {job.attempt}: workers are starting on {counted(len(job.slots), 'node')}",
         current=replace(
             job.current,
             restore=restore,
@@ -315,7 +316,7 @@ def _advance_starting(draft: Draft, job: Job) -> None:
         draft.job(
             job.name,
             phase=JobPhase.RUNNING,
-            reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes",
+            reason=f"attempt {job.attempt} runs on {counted(len(job.slots), 'node')}",
         )
         draft.log(
             "ATTEMPT_STARTED", subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megascale_common.node.visible import counted
 from megascale_driver.core import nodes, profiles
 from megascale_driver.core.attempt import LeaveKind, Leaving
 from megascale_driver.core.desired import leave_id
@@ -131,7 +132,7 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
         draft.job(job.name, reason=f"attempt {job.attempt} saves its state, then stops: {reason}")
         return
     draft.attempt(job.name, leaving=None)
-    draft.job(job.name, reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes")
+    draft.job(job.name, reason=f"attempt {job.attempt} runs on {counted(len(job.slots), 'node')}")
     draft.log(
         "LEAVE_WITHDRAWN", f"it stays on its nodes: {why}", subject=f"jobs/{job.name}",
         job=job.name, attempt=job.attempt, policy=leaving.kind.lower(),

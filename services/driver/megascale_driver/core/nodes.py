@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megascale_common.node.visible import counted
 from megascale_driver.core import (
     breaker,
     kernel_faults,
@@ -57,7 +58,7 @@ def hello(draft: Draft, event: NodeHello) -> None:
         draft.node(event.node, report=None, checks=())
         draft.log(
             "NODE_JOINED",
-            f"node {event.node} has joined with {len(event.identity.devices)} devices",
+            f"node {event.node} has joined with {counted(len(event.identity.devices), 'device')}",
             subject=f"nodes/{event.node}",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+from megascale_common.node.visible import counted
 from megascale_common.sizes.spare_count import wanted_spares
 from megascale_driver.core import leaving
 from megascale_driver.core.attempt import Attempt, NodeSlot, Placement
@@ -151,7 +152,7 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
     draft.job(
         job.name,
         phase=JobPhase.PREPARING,
-        reason=f"attempt {number}: {len(slots)} nodes prepare",
+        reason=f"attempt {number}: preparing {counted(len(slots), 'node')}",
         current=Attempt(number, slots, placement=placement, checks=job.current.next_checks),
         waits_as="",
         spares=tuple(name for name in job.spares if name not in used),

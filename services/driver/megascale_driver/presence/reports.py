@@ -1,6 +1,7 @@
 """From a heartbeat to the core's values: the report of a node, and the status pages of its ranks.
 
-Everything that comes from a node is cut to a bound here, before it enters the state and etcd.
+Everything that comes from a node is cut to a bound here, and loses what a terminal would obey,
+before it enters the state and etcd.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node.flight_record import GroupRecord, RankRecord
 from megascale_common.node.logs.categories import Kind
 from megascale_common.node.logs.matcher import Finding
+from megascale_common.node.visible import visible
 from megascale_common.service.wire_text import enum_name
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import OperationCount, RankStatus
@@ -75,7 +77,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         job=beat.job,
         attempt=beat.attempt,
         phase=phase,
-        failure=beat.failure[:MAX_TEXT],
+        failure=_text(beat.failure),
         finished_step=max(0, beat.finished_step),
         workers=tuple([_worker(item, clock_offset_s) for item in beat.workers]),
         checks=tuple([check(item) for item in beat.checks]),
@@ -88,7 +90,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         stopped=_stopped(beat.stopped, clock_offset_s) if beat.HasField("stopped") else None,
         logs_of=(beat.logs_job[:MAX_LABEL], beat.logs_attempt),
         logs=_logs(beat, clock_offset_s) if beat.logs else (),
-        leave_failed=(beat.leave_failure.id[:MAX_LABEL], beat.leave_failure.error[:MAX_TEXT]),
+        leave_failed=(beat.leave_failure.id[:MAX_LABEL], _text(beat.leave_failure.error)),
     )  # fmt: skip
 
 
@@ -101,7 +103,11 @@ def check(item: types_pb2.CheckResult) -> Check:
     """The result of a check, cut to a bound."""
     verdict = _VERDICTS.get(item.verdict) or _VERDICTS[0]
     elapsed_s = item.elapsed.ToNanoseconds() / 1e9 if item.HasField("elapsed") else 0.0
-    return Check(item.name, verdict, item.target, item.detail[:MAX_TEXT], elapsed_s)
+    return Check(item.name, verdict, item.target, _text(item.detail), elapsed_s)
+
+
+def _text(text: str) -> str:
+    return visible(text[:MAX_TEXT])
 
 
 def _logs(beat: link_pb2.Heartbeat, clock_offset_s: float) -> tuple[Observation, ...]:
@@ -116,7 +122,7 @@ def _log(item: link_pb2.LogFingerprint, ordinal: int, clock_offset_s: float) -> 
         name, item.category, item.role, item.action, kernel=item.kernel, weak=item.weak
     )
     count = max(1, item.count)
-    finding = Finding(kind, name, item.sample_line[:MAX_SAMPLE], ordinal, count)
+    finding = Finding(kind, name, visible(item.sample_line[:MAX_SAMPLE]), ordinal, count)
     at_s = item.first_at.ToNanoseconds() / 1e9 + clock_offset_s
     return Observation("", finding, at_s, item.first_rank)
 
@@ -127,20 +133,22 @@ def _worker(status: link_pb2.WorkerStatus, clock_offset_s: float) -> WorkerRepor
         rank=status.rank,
         exited=status.state == link_pb2.WORKER_STATE_EXITED,
         exit_status=status.exit_status,
-        error=status.error[-MAX_TEXT:],
-        error_kind=status.error_kind,
+        error=visible(status.error[-MAX_TEXT:]),
+        error_kind=visible(status.error_kind[:MAX_LABEL]),
         exited_at_s=exited_at_s + clock_offset_s if exited_at_s else 0.0,
         restored_step=status.restored_step if status.HasField("restored_step") else -1,
-        restore_problem=status.restore_problem[:MAX_TEXT],
-        restore_notes=status.restore_notes[:MAX_TEXT],
+        restore_problem=_text(status.restore_problem),
+        restore_notes=_text(status.restore_notes),
     )
 
 
 def _stopped(item: link_pb2.StoppedAttempt, clock_offset_s: float) -> StoppedReport:
     workers = tuple(_worker(each, clock_offset_s) for each in item.workers)
-    stacks = tuple((each.rank, each.frames[:MAX_STACK]) for each in item.stacks[:MAX_STACKS])
+    stacks = tuple(
+        (each.rank, visible(each.frames[:MAX_STACK])) for each in item.stacks[:MAX_STACKS]
+    )
     records = tuple(_record(each) for each in item.records[:MAX_STACKS])
-    return StoppedReport(item.job, item.attempt, item.failure[:MAX_TEXT], workers, stacks, records)
+    return StoppedReport(item.job, item.attempt, _text(item.failure), workers, stacks, records)
 
 
 def _record(item: link_pb2.RankRecord) -> RankRecord:
@@ -179,7 +187,7 @@ def _trace(item: link_pb2.TraceReport) -> TraceReport:
         else "FAILED"
     )
     return TraceReport(
-        item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT]
+        item.profile, item.rank, TraceState(name), item.size_bytes, _text(item.detail)
     )
 
 
@@ -203,11 +211,11 @@ def _progress(item: link_pb2.CheckpointProgress) -> Progress:
         if item.HasField("replica_failure")
         else None,
         damaged=tuple(
-            CheckpointFailure(found.attempt, found.step, found.rank, found.error[:MAX_TEXT])
+            CheckpointFailure(found.attempt, found.step, found.rank, _text(found.error))
             for found in item.damaged
         ),
     )
 
 
 def _failure(item: link_pb2.CheckpointFailure) -> CheckpointFailure:
-    return CheckpointFailure(item.attempt, item.step, item.rank, item.error[:MAX_TEXT])
+    return CheckpointFailure(item.attempt, item.step, item.rank, _text(item.error))

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from megascale_common.job.problems import JobError
+from megascale_common.node.visible import visible
 from megascale_trainer.data.errors import DataError
 
 app = typer.Typer(help="A sample of text from a job's newest checkpoint.", add_completion=False)
@@ -90,7 +91,7 @@ def generate(
         found = {"job": config.name, "step": step, "prompt": prompt, "text": text}
         print(json.dumps({**found, "passed_over": trainer.passed_over}))
     else:
-        print(text)
+        print(visible(text))
 
 
 def _refuse_name(job: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
+from megascale_common.node.visible import counted
 from megascale_trainer.parallel.pipeline.drawing import as_svg, as_text
 from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Kind
 from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simulate
@@ -30,17 +31,14 @@ MicroBatches = Annotated[
 VirtualStages = Annotated[
     int,
     typer.Option(
-        help="Model chunks of each stage: trainer.parallelism.virtual_stages; "
-        "above 1 it is interleaved.",
+        help="Model chunks of each stage, `virtual_stages` in a job; above 1 it is interleaved.",
         min=1,
         max=16,
     ),
 ]
 Overlap = Annotated[
     bool,
-    typer.Option(
-        "--overlap", help="Post receives one computation ahead: trainer.parallelism.overlap.pp."
-    ),
+    typer.Option("--overlap", help="Post receives one computation ahead, `overlap.pp` in a job."),
 ]
 Forward = Annotated[int, typer.Option(help="Time units of a chunk's forward.", min=1, max=100)]
 Backward = Annotated[int, typer.Option(help="Time units of a chunk's backward.", min=1, max=100)]
@@ -51,7 +49,7 @@ BackwardWeight = Annotated[
 Name = Literal["1f1b", "zero_bubble"]
 Schedule = Annotated[
     Name,
-    typer.Option("--schedule", help="trainer.parallelism.pipeline_schedule."),
+    typer.Option("--schedule", help="`pipeline_schedule` in a job."),
 ]
 Transfer = Annotated[
     int, typer.Option(help="Time units of a message between stages.", min=0, max=100)
@@ -78,7 +76,8 @@ class _Schedule:
         name = f"interleaved 1F1B, {chunks} chunks per stage" if chunks > 1 else "1F1B"
         name = f"zero bubble on {name}" if self.name == "zero_bubble" else name
         receives = "receives posted ahead" if self.overlap else "plain receives"
-        return f"{name}: {self.stages} stages, {self.micro_batches} micro-batches, {receives}"
+        sizes = f"{counted(self.stages, 'stage')}, {counted(self.micro_batches, 'micro-batch')}"
+        return f"{name}: {sizes}, {receives}"
 
     def timeline(self, durations: Durations) -> Timeline:
         """ValueError where the sizes do not make a schedule."""

@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from megascale_common.node.visible import visible
+
 BAR_CELLS = 20
 _LEAST_REDRAW_S = 0.1
 _SKIPPED = {
@@ -41,7 +43,7 @@ class Display:
             self._print({"event": "note", "text": text})
         else:
             self._clear()
-            self._write(f"{text}\n")
+            self._write(f"{visible(text)}\n")
 
     def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         """Something that programs want to know, and its sentence for people."""

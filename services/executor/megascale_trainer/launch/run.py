@@ -24,6 +24,7 @@ from megascale_common.node.addresses import is_loopback, listen
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
 from megascale_common.node.incarnation import network_view
 from megascale_common.node.messages import Assignment
+from megascale_common.node.visible import visible
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
 from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch
@@ -338,7 +339,7 @@ class Run:
         os._exit(FAILED)
 
     def _say(self, text: str) -> None:
-        self._errors.write(f"{text}\n")
+        self._errors.write(f"{visible(text)}\n")
         self._errors.flush()
 
 

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megascale_common.node import framing
 from megascale_common.node.messages import SelfChecked, SelfCheckResult
+from megascale_common.node.visible import counted
 from megascale_trainer.process.interfaces import pin_interface
 
 _PERIOD = 16
@@ -107,7 +108,8 @@ def check_compute(device: torch.device) -> str:
                 f"{wrong} of {size * size} elements of a known product are wrong "
                 f"(repeat {repeat + 1})"
             )
-    return f"{repeats} products of {size}x{size} equal the known answer"
+    verb = "equals" if repeats == 1 else "equal"
+    return f"{counted(repeats, 'product')} of {size}x{size} {verb} the known answer"
 
 
 def _known_product(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

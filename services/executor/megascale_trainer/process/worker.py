@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import gc
 import os
+import re
 import socket
 import traceback
 from datetime import timedelta
@@ -74,6 +75,8 @@ LOADER_TIMEOUT_S = 120.0
 LOOK_S = 0.1  # for the answer where the state to restore is; one that is fetched takes longer
 MAX_ERROR_CHARS = 8_000
 _HOST_ALLOCATOR = "defaultcpuallocator: "  # of torch, in front of "can't allocate memory"
+# What gloo adds to a lost connection, an emoji included; it helps nobody who reads an event.
+_ADVICE = re.compile(r" *GLHF!\W*?(?=\n|$)")
 _COLLECTIVE_WORDS = (
     "gloo",
     "nccl",
@@ -95,7 +98,7 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
         _Worker(agent, assignment, descriptors[0] if descriptors else None).run()
         return 0
     except BaseException as error:
-        text = traceback.format_exc()
+        text = _ADVICE.sub("", traceback.format_exc())
         print(text, flush=True)
         kind, detail = _classify(error)
         try:
