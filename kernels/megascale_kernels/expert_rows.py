@@ -10,9 +10,10 @@ the way there, and nothing of the second product is kept for backward.
     a = activate(h, weights)     silu(gate) * up * weight
     y = join(a @ w2[expert]^T)   back: the sum of a token's rows, in the order of its choices
 
-The backward of ``spread`` is ``join``, and that of ``join`` is ``spread``. Functions with ``in_fp8``
-cast on the way, with one scale for each row, a power of two; :func:`flip` makes the transposed copy
-that a weight's gradient in FP8 needs. No function here waits for the device.
+The backward of ``spread`` is ``join``, and that of ``join`` is ``spread``. Functions named
+``in_fp8`` cast on the way, with one scale for each row, a power of two; :func:`flip` makes the
+transposed copy that a weight's gradient in FP8 needs. No function waits for the device, except the
+plain :func:`flip`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ compute in one launch each. An expert may have no rows, and one may have all.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -134,8 +135,7 @@ def add_weight_gradients_in_fp8(
 
 
 def _bounds(groups: ExpertGroups) -> list[tuple[int, int]]:
-    offsets = groups.offsets.tolist()
-    return list(zip(offsets[:-1], offsets[1:], strict=True))
+    return list(itertools.pairwise(groups.offsets.tolist()))
 
 
 def _rows_of(rows: Factor, begin: int, end: int) -> Factor:

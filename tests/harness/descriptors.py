@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def sums_through_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """``descriptor.atomic_add`` as a load, an addition and a store; on a GPU nothing is replaced."""
+    """``descriptor.atomic_add`` as a load, a sum and a store; on a GPU nothing is replaced."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return

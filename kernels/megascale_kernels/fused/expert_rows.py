@@ -38,9 +38,7 @@ def spread_in_fp8(x: torch.Tensor, plan: RowPlan, dtype: torch.dtype = E4M3) -> 
     return Operand(rows, scale)
 
 
-def _spread(
-    x: torch.Tensor, plan: RowPlan, rows: torch.Tensor, scale: torch.Tensor | None
-) -> None:
+def _spread(x: torch.Tensor, plan: RowPlan, rows: torch.Tensor, scale: torch.Tensor | None) -> None:
     tokens, columns = x.shape
     block = triton.next_power_of_2(columns)
     _spread_kernel[(tokens,)](
@@ -239,7 +237,7 @@ def _flip_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One group of ROWS rows of an expert, COLUMNS of them, transposed; zeros after its last row."""
+    """COLUMNS of one group of ROWS rows of an expert, transposed; zeros after its last row."""
     group = tl.program_id(0) // across
     if group < tl.load(group_starts + experts):
         expert = tl.load(group_expert + group)

@@ -12,9 +12,10 @@ count) * s + (2^30 - count + row) * s, which is base + (begin + row) * s modulo 
 check of the last index, 2^30 - count + row < 2^30, ends the expert's rows. It reads zeros behind
 them and writes nothing there. (As in triton.tools.ragged_tma, which not every version has.)
 
-Note [Adding into float32]. A weight's gradient is added by the copy engine in memory (a reduction
-of bulk copies): no read, no wait, no registers. Each element gets one addend for each launch, and
-launches are ordered, so the sum has one order and repeats bit for bit.
+Note [Adding into float32]. A weight's gradient is added in memory, in bf16 by the copy engine (a
+reduction of bulk copies), in FP8 by the threads (which is faster where a tile takes little time): a
+program neither reads nor waits. Each element gets one addend for each launch, and launches are
+ordered, so the sum has one order and repeats bit for bit, although the instructions are atomic.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ class Tile:
     programs: int = 1  # for each multiprocessor
 
 
-_ROWS_TILE = Tile(GROUP_ROWS, 256, 64, stages=4)
-_ROWS_TILE_FP8 = Tile(GROUP_ROWS, 256, 128, stages=4)
+_ROWS_TILE = Tile(GROUP_ROWS, 256, 64, stages=3)
+_OVER_ROWS_TILE = Tile(GROUP_ROWS, 256, 64, stages=3, parts=1)
+_ROWS_TILE_FP8 = Tile(GROUP_ROWS, 256, 128, stages=3)
 # Sums in float32 of parts of SUMMED take registers for both.
 _ROWS_TILE_EXACT = Tile(GROUP_ROWS, 128, 128, stages=4)
-_WEIGHTS_TILE = Tile(128, 256, 64, stages=4, parts=4)
+_WEIGHTS_TILE = Tile(128, 256, 64, stages=3, parts=4)
 _WEIGHTS_TILE_FP8 = Tile(128, 256, GROUP_ROWS, stages=4, parts=4)
 _SUMMED = 128  # products that a tensor core adds by itself where sums are not fast
 _TILES_DOWN = 8  # tiles one below the other that programs take first: they share a weight in L2
@@ -78,7 +80,9 @@ def multiply(
     in_fp8 = rows.scale is not None
     if in_fp8 and over_rows:
         raise ValueError("weights in FP8 must be transposed: a sum over their rows has no kernel")
-    tile = _ROWS_TILE_FP8 if in_fp8 and fast else _ROWS_TILE_EXACT if in_fp8 else _ROWS_TILE
+    tile = _OVER_ROWS_TILE if over_rows else _ROWS_TILE
+    if in_fp8:
+        tile = _ROWS_TILE_FP8 if fast else _ROWS_TILE_EXACT
     width, depth = out.shape[1], rows.data.shape[1]
     block = [1, tile.depth, tile.columns] if over_rows else [1, tile.columns, tile.depth]
     programs = tile.programs * _multiprocessors(out.device)
@@ -144,10 +148,10 @@ def _add(
     _weights_kernel[(programs,)](
         *(gradient, rows),
         TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns // tile.parts]),
-        *(gradient_scale, rows_scale),
+        *(out, gradient_scale, rows_scale),
         groups.offsets if gradient_scale is None else groups.starts,
         *(experts, width, depth, programs),
-        *(tile.rows, tile.columns, tile.depth, _TILES_DOWN, tile.parts, accumulate),
+        *(tile.rows, tile.columns, tile.depth, _TILES_DOWN, accumulate),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -282,6 +286,7 @@ def _weights_kernel(
     gradient: tl.tensor,
     rows: tl.tensor,
     out: tl.tensor,
+    values: tl.tensor,
     gradient_scale: tl.tensor,
     rows_scale: tl.tensor,
     bounds: tl.tensor,
@@ -293,13 +298,12 @@ def _weights_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     TILES_DOWN: tl.constexpr,
-    PARTS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ) -> None:
     """Tiles of each expert's gradient, by programs in turn: Note [Adding into float32].
 
     In bf16 (``gradient_scale`` is None) ``bounds`` are rows; in FP8 groups of DEPTH columns of the
-    transposed copies.
+    transposed copies, and ``values`` is the memory of ``out``.
     """
     down, across = tl.cdiv(width, ROWS), tl.cdiv(depth, COLUMNS)
     each = down * across
@@ -321,17 +325,38 @@ def _weights_kernel(
                 total = tl.dot(left, right.T, total)
             total *= tl.load(gradient_scale + expert) * tl.load(rows_scale + expert)
         row, column = below * ROWS, beside * COLUMNS
-        first, second = _halves(total)
-        if PARTS == 2:
-            _put(out, expert, row, column, first, ACCUMULATE)
-            _put(out, expert, row, column + COLUMNS // 2, second, ACCUMULATE)
+        left_half, right_half = _halves(total)
+        first, second = _halves(left_half)
+        third, fourth = _halves(right_half)
+        PART: tl.constexpr = COLUMNS // 4
+        if ACCUMULATE and gradient_scale is not None:
+            own = values + expert.to(tl.int64) * width * depth
+            _add_to(own, width, depth, row, column, first)
+            _add_to(own, width, depth, row, column + PART, second)
+            _add_to(own, width, depth, row, column + 2 * PART, third)
+            _add_to(own, width, depth, row, column + 3 * PART, fourth)
         else:
-            one, two = _halves(first)
-            three, four = _halves(second)
-            _put(out, expert, row, column, one, ACCUMULATE)
-            _put(out, expert, row, column + COLUMNS // 4, two, ACCUMULATE)
-            _put(out, expert, row, column + COLUMNS // 2, three, ACCUMULATE)
-            _put(out, expert, row, column + COLUMNS // 2 + COLUMNS // 4, four, ACCUMULATE)
+            _put(out, expert, row, column, first, ACCUMULATE)
+            _put(out, expert, row, column + PART, second, ACCUMULATE)
+            _put(out, expert, row, column + 2 * PART, third, ACCUMULATE)
+            _put(out, expert, row, column + 3 * PART, fourth, ACCUMULATE)
+
+
+@triton.jit
+def _add_to(
+    values: tl.tensor,
+    width: tl.tensor,
+    depth: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    value: tl.tensor,
+) -> None:
+    """Note [Adding into float32]."""
+    down = row + tl.arange(0, value.shape[0])
+    across = column + tl.arange(0, value.shape[1])
+    inside = (down[:, None] < width) & (across[None, :] < depth)
+    at = values + down.to(tl.int64)[:, None] * depth + across[None, :]
+    tl.atomic_add(at, value, mask=inside, sem="relaxed")
 
 
 @triton.jit

@@ -160,7 +160,13 @@ def test_a_transposed_copy_holds_the_values_of_the_rows() -> None:
         begin, end = plan.groups.offsets[expert : expert + 2].tolist()
         first, last = (plan.groups.starts[expert : expert + 2] * GROUP_ROWS).tolist()
         own = flipped.data[:, first:last].float() * flipped.scale[expert]
-        assert torch.equal(own[:, : end - begin], values[begin:end].t())
+        # Values at the lower end of FP8's range round a second time: half of its smallest number.
+        torch.testing.assert_close(
+            own[:, : end - begin],
+            values[begin:end].t(),
+            rtol=0.0,
+            atol=float(flipped.scale[expert]) * 2**-10,
+        )
         assert not own[:, end - begin :].any()
     assert flipped.scale[[1, 3]].tolist() == [1.0, 1.0]
 

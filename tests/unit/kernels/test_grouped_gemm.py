@@ -66,6 +66,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, depth in (("_ROWS_TILE", 32), ("_ROWS_TILE_FP8", 32), ("_ROWS_TILE_EXACT", 128)):
         monkeypatch.setattr(fused, name, fused.Tile(GROUP_ROWS, 32, depth, stages=1))
+    tile = fused.Tile(GROUP_ROWS, 32, 32, stages=1, parts=1)
+    monkeypatch.setattr(fused, "_OVER_ROWS_TILE", tile)
     tile = fused.Tile(32, 32, 32, stages=1, parts=4)
     monkeypatch.setattr(fused, "_WEIGHTS_TILE", tile)
 
