@@ -201,24 +201,28 @@ class Bench:
             begin = time.perf_counter()
             run()
             return [(time.perf_counter() - begin) * 1e3]
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         run()
-        begin.record()
+        start.record()
         run()
         end.record()
         end.synchronize()
-        each = max(1, round(500 * self._duration_s / rounds / max(begin.elapsed_time(end), 1e-3)))
+        each = max(1, round(500 * self._duration_s / rounds / max(start.elapsed_time(end), 1e-3)))
         for _ in range(each * rounds):
             run()
         times = []
         for _ in range(rounds):
-            begin.record()
+            start.record()
             for _ in range(each):
                 run()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / each)
+            times.append(start.elapsed_time(end) / each)
         return times
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def limits(bench: Bench, quick: bool) -> None:
@@ -367,7 +371,10 @@ def _torch_fp8(p: Product) -> Passes:
 
     def forward(rows: Operand, weights: Factor, *, fast: bool = True) -> torch.Tensor:
         return torch._scaled_grouped_mm(
-            *(rows.data, weights.data.transpose(1, 2), rows.scale, weights.scale),
+            rows.data,
+            weights.data.transpose(1, 2),
+            rows.scale,
+            weights.scale,  # type: ignore[arg-type]
             offs=ends,
             out_dtype=torch.bfloat16,
             use_fast_accum=fast,
@@ -595,7 +602,7 @@ def rest(bench: Bench, shape: Shape) -> None:
     def attention() -> None:
         x.grad = None
         y = operators.block_inner(x, None, heads, None, table, mask, norms)
-        y.backward(torch.ones_like(y))
+        torch.autograd.backward(y, torch.ones_like(y))
 
     what = {"shape": shape.name}
     bench.time("attention", what, attention, flop=7.0 * tokens * sequence * shape.heads * HEAD_SIZE)
@@ -615,7 +622,7 @@ def rest(bench: Bench, shape: Shape) -> None:
     def route() -> None:
         flat.grad = None
         shares = (flat.float() @ router).softmax(-1)
-        shares.topk(shape.top_k, dim=-1).values.sum().backward()
+        torch.autograd.backward(shares.topk(shape.top_k, dim=-1).values.sum())
 
     bench.time("router", what, route)
     logits = bench.random(tokens, shape.vocabulary)
@@ -626,7 +633,7 @@ def rest(bench: Bench, shape: Shape) -> None:
         found, _ = operators.cross_entropy(
             leaf * 1.0, targets, 0, shape.vocabulary, lambda one: None, lambda one: None
         )
-        found.sum().backward()
+        torch.autograd.backward(found.sum())
 
     bench.time("loss", what, loss)
     size = 2**12 if shape is TINY else 2**28

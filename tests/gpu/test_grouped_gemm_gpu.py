@@ -92,15 +92,15 @@ def test_products_in_fp8(load: str, shape: tuple[int, int]) -> None:
         found = _blank(rows, width)
         fused.multiply(left.over_columns(), weights, groups, found, fast=fast)
         assert relative_error(found, exact) < SUM_ERROR[fast]
-    flipped = [rows_kernels.flip(fused_quantize.quantize_rows(one), groups) for one in (dy, x)]
+    of_dy, of_x = (rows_kernels.flip(fused_quantize.quantize_rows(one), groups) for one in (dy, x))
     for accumulate in (True, False):
         shaped = (len(counts), width, depth)
         right = torch.ones(shaped, device=CUDA)
-        plain.add_weight_gradients_in_fp8(*flipped, groups, right, accumulate=accumulate)
+        plain.add_weight_gradients_in_fp8(of_dy, of_x, groups, right, accumulate=accumulate)
         repeats = []
         for _ in range(2):
             added = torch.ones(shaped, device=CUDA) if accumulate else _blank(*shaped).float()
-            fused.add_weight_gradients_in_fp8(*flipped, groups, added, accumulate=accumulate)
+            fused.add_weight_gradients_in_fp8(of_dy, of_x, groups, added, accumulate=accumulate)
             assert relative_error(added, right) < SUM_ERROR[True]
             repeats.append(added)
         assert torch.equal(*repeats)

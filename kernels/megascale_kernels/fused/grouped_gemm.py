@@ -252,7 +252,7 @@ def _rows_kernel(
 @triton.jit
 def _halves(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """The left and the right half of a tile: what leaves at once takes shared memory."""
-    return tl.split(
+    return tl.split(  # type: ignore[no-any-return]
         tl.permute(tl.reshape(value, (value.shape[0], 2, value.shape[1] // 2)), (0, 2, 1))
     )
 

@@ -113,7 +113,7 @@ def test_spread_and_join_are_each_others_backward() -> None:
     plan = _plan(20, 3, 5)
     x = _random(20, 16, dtype=torch.float32).requires_grad_()
     gradient = _random(60, 16, dtype=torch.float32, seed=2)
-    plain.spread(x, plan).backward(gradient)
+    torch.autograd.backward(plain.spread(x, plan), gradient)
     assert x.grad is not None
     torch.testing.assert_close(x.grad, plain.join(gradient, plan))
 
