@@ -76,10 +76,16 @@ def multiply(
             read both factors of FP8 along the sum.
         out: bf16, contiguous.
         fast: tensor cores sum FP8 with fewer bits than float32 has.
+
+    Raises:
+        ValueError: weights in FP8 ``over_rows``, or memory that bulk copies cannot address.
     """
     in_fp8 = rows.scale is not None
     if in_fp8 and over_rows:
         raise ValueError("weights in FP8 must be transposed: a sum over their rows has no kernel")
+    _check(rows=rows.data, weights=weights.data, out=out)
+    if not out.shape[0]:
+        return
     tile = _OVER_ROWS_TILE if over_rows else _ROWS_TILE
     if in_fp8:
         tile = _ROWS_TILE_FP8 if fast else _ROWS_TILE_EXACT
@@ -107,7 +113,16 @@ def add_weight_gradients(
     *,
     accumulate: bool = True,
 ) -> None:
-    """Fused :func:`megascale_kernels.grouped_gemm.add_weight_gradients`, of bf16."""
+    """Fused :func:`megascale_kernels.grouped_gemm.add_weight_gradients`, of bf16.
+
+    Raises:
+        ValueError: memory that bulk copies cannot address.
+    """
+    _check(gradient=gradient, rows=rows, out=out)
+    if not rows.shape[0]:  # a tensor without rows has no address
+        if not accumulate:
+            out.zero_()
+        return
     tile = _WEIGHTS_TILE
     _add(
         _ragged(gradient, [tile.depth, tile.rows]),
@@ -155,6 +170,19 @@ def _add(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _check(**tensors: torch.Tensor) -> None:
+    """Bulk copies take rows that begin at multiples of 16 bytes, and values side by side."""
+    for name, tensor in tensors.items():
+        size = tensor.element_size()
+        outer = [stride * size % 16 for stride in tensor.stride()[:-1]]
+        if tensor.stride(-1) != 1 or any(outer) or tensor.data_ptr() % 16:
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} does not "
+                "begin each row at a multiple of 16 bytes: widths must be multiples of "
+                f"{16 // size}"
+            )
 
 
 def _ragged(rows: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:

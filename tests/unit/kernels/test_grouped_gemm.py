@@ -114,8 +114,6 @@ def test_products(counts: tuple[int, ...], shape: tuple[int, int]) -> None:
 
     width, depth = shape
     groups, rows = _groups(counts), sum(counts)
-    if not rows:
-        pytest.skip("a tensor without rows has no address")
     x, dy = _random(rows, depth), _random(rows, width, seed=3)
     w = _random(len(counts), width, depth, seed=2)
     results = []
@@ -163,6 +161,19 @@ def test_products_in_fp8(counts: tuple[int, ...], fast: bool) -> None:
     values = dequantize(gradient.over_columns()), dequantize(left.over_columns())
     plain.add_weight_gradients(*values, groups, exact)
     torch.testing.assert_close(results[0][2], exact, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["rows", "weights", "out"])
+def test_rows_that_bulk_copies_cannot_address_are_refused(name: str) -> None:
+    from megascale_kernels.fused import grouped_gemm as fused
+
+    shapes = {"rows": (4, 16), "weights": (1, 32, 16), "out": (4, 32)}
+    made = {key: torch.zeros(shape, device=DEVICE) for key, shape in shapes.items()}
+    broken = torch.zeros(*shapes[name][:-1], shapes[name][-1] + 1, device=DEVICE)
+    made[name] = broken[..., :-1]
+    with pytest.raises(ValueError, match=f"{name} of shape .* multiples of 4"):
+        factors = Factor(made["rows"], None), Factor(made["weights"], None)
+        fused.multiply(*factors, _groups((4,)), made["out"])
 
 
 def test_weights_in_fp8_are_not_read_over_their_rows() -> None:
