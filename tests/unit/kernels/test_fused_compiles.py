@@ -59,7 +59,7 @@ def test_no_kernel_is_left_out(compiled: dict[str, dict[str, Any]]) -> None:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
         and node.name.endswith("kernel")
-        and any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     }
     assert len(kernels) > 10
     assert {kernel["kernel"] for kernel in compiled.values()} == kernels
@@ -68,6 +68,12 @@ def test_no_kernel_is_left_out(compiled: dict[str, dict[str, Any]]) -> None:
 def test_memory_is_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]]) -> None:
     for name, kernel in compiled.items():
         if name.startswith("small"):  # at any width: nothing is promised
+            continue
+        if "group_scale" in name:  # rows begin anywhere, a number each
+            continue
+        if name.startswith("grouped gemm"):  # tiles travel through the bulk copy engine
+            assert "cp.async.bulk.tensor" in kernel["ptx"], name
+            assert not NARROW.search(kernel["ptx"]), name
             continue
         # One number by itself: a row's logit of the target.
         singles = 1 if name == "cross entropy: statistics_kernel" else 0
@@ -109,8 +115,11 @@ def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
             allowed = 104 if "12288" in name else 8
         elif re.search(r"(175b tp4|12288, amax): norm_kernel", name):
             allowed = 96
+        elif name.startswith("experts of Mixtral: activation_gradient"):
+            allowed = 64  # a row of 14336: three values of each column at once
         assert kernel["spilled_bytes"] <= allowed, name
-        assert kernel["registers"] <= 192, name
+        # A program of a grouped GEMM has a multiprocessor for itself.
+        assert kernel["registers"] <= (255 if name.startswith("grouped gemm") else 192), name
 
 
 @pytest.mark.parametrize("kind", ["layernorm 4096", "layernorm 4096, amax", "layernorm 7168"])
@@ -137,8 +146,15 @@ def test_numbers_that_change_from_step_to_step_compile_nothing_anew(
 
 
 def test_nothing_is_added_atomically(compiled: dict[str, dict[str, Any]]) -> None:
-    """A maximum does not depend on the order, a sum does."""
+    """A maximum does not depend on the order, a sum does.
+
+    Except where each element gets one addend for each launch: Note [Adding into float32] in
+    megascale_kernels/fused/grouped_gemm.py.
+    """
     for name, kernel in compiled.items():
         atomics = re.findall(r"\b(?:atom|red)\.[\w.:]*", kernel["ptx"])
+        if name.startswith("grouped gemm: weights_kernel"):
+            assert all(".add" in one for one in atomics), name
+            continue
         assert all(".max" in one for one in atomics), name
         assert not atomics or "amax" in name
