@@ -100,7 +100,12 @@ class Publisher:
         """A job is, or has become, what it is in ``state``."""
         feed = self.feeds.of(job.name)
         message = wire.job_message(
-            job, feed.last_record, self._clock.now_s(), state.nodes, feed.typical_step_s
+            job,
+            feed.last_record,
+            self._clock.now_s(),
+            state.nodes,
+            feed.last_evaluation,
+            feed.typical_step_s,
         )
         feed.add_job(message, job.terminal)
         if job.terminal:
