@@ -480,28 +480,33 @@ def _parquet_bytes() -> bytes:
     return file.getvalue()
 
 
+FILES: list[tuple[str, bytes, list[str], list[str]]] = [
+    ("a.txt", b"\xef\xbb\xbfgr\xc3\xbcn", [], ["grün"]),
+    ("a.txt", "grün".encode("utf-16"), [], ["grün"]),
+    ("a.txt", "grün".encode("utf-32"), [], ["grün"]),
+    ("a.txt", "grün".encode("latin-1"), ["--encoding", "latin-1"], ["grün"]),
+    ("a.txt", "grün".encode("utf-16-le"), ["--encoding", "utf-16-le"], ["grün"]),
+    ("a.txt", b"gr\xfcn", ["--replace"], ["gr\ufffdn"]),
+    ("a.txt.gz", gzip.compress(b"hello"), [], ["hello"]),
+    ("a", bz2.compress(b"hello"), [], ["hello"]),
+    ("a", lzma.compress(b"hello"), [], ["hello"]),
+    ("a.jsonl", LINES, [], [row["text"] for row in ROWS]),
+    ("a", LINES, [], [row["text"] for row in ROWS]),
+    ("a.jsonl.gz", gzip.compress(LINES), [], [row["text"] for row in ROWS]),
+    ("a.jsonl", b'{"body": "x\\u00fc"}\n\n{"body": ""}\n', ["--field", "body"], ["xü"]),
+    ("a.jsonl", LINES.decode().encode("utf-16"), [], [row["text"] for row in ROWS]),
+    ("a.jsonl", LINES, ["--format", "text"], [LINES.decode()]),
+    ("a.json", b'{"text": "one object is text"}', [], ['{"text": "one object is text"}']),
+    ("a.parquet", _parquet_bytes(), [], [row["text"] for row in ROWS]),
+]  # fmt: skip
+
+
+# Some hold the time, and processes of pytest must collect tests of the same names.
 @pytest.mark.parametrize(
     ("name", "data", "options", "texts"),
-    [
-        ("a.txt", b"\xef\xbb\xbfgr\xc3\xbcn", [], ["grün"]),
-        ("a.txt", "grün".encode("utf-16"), [], ["grün"]),
-        ("a.txt", "grün".encode("utf-32"), [], ["grün"]),
-        ("a.txt", "grün".encode("latin-1"), ["--encoding", "latin-1"], ["grün"]),
-        ("a.txt", "grün".encode("utf-16-le"), ["--encoding", "utf-16-le"], ["grün"]),
-        ("a.txt", b"gr\xfcn", ["--replace"], ["gr\ufffdn"]),
-        ("a.txt.gz", gzip.compress(b"hello"), [], ["hello"]),
-        ("a", bz2.compress(b"hello"), [], ["hello"]),
-        ("a", lzma.compress(b"hello"), [], ["hello"]),
-        ("a.jsonl", LINES, [], [row["text"] for row in ROWS]),
-        ("a", LINES, [], [row["text"] for row in ROWS]),
-        ("a.jsonl.gz", gzip.compress(LINES), [], [row["text"] for row in ROWS]),
-        ("a.jsonl", b'{"body": "x\\u00fc"}\n\n{"body": ""}\n', ["--field", "body"], ["xü"]),
-        ("a.jsonl", LINES.decode().encode("utf-16"), [], [row["text"] for row in ROWS]),
-        ("a.jsonl", LINES, ["--format", "text"], [LINES.decode()]),
-        ("a.json", b'{"text": "one object is text"}', [], ['{"text": "one object is text"}']),
-        ("a.parquet", _parquet_bytes(), [], [row["text"] for row in ROWS]),
-    ],
-)  # fmt: skip
+    FILES,
+    ids=[f"{at} {file[0]}" for at, file in enumerate(FILES)],
+)
 def test_files_are_read_as_what_they_hold(
     tmp_path: Path, name: str, data: bytes, options: list[str], texts: list[str]
 ) -> None:
