@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -37,7 +38,6 @@ SLOW_RUN_S = 0.05
 SUSPENDED_S = (0.0, 1.0, 4.0, 10.0)
 BACK_AFTER_S = (1.0, 5.0, 15.0)  # a node that ended comes back
 ORDER_S = 90.0  # an order is answered within this time
-NEWEST_FILES = 6  # of a job's checkpoints: one of them is damaged
 REASON = "soak"
 _KILLED = ("worker", "worker", "loader", "daemon", "daemon", "driver", "keeper", "etcd", "template")
 _STOPPED = ("worker", "worker", "loader", "daemon", "agent", "agent", "driver", "etcd", "keeper")
@@ -63,6 +63,7 @@ class Faults:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _stopped: dict[int, int | None] = field(default_factory=dict)
     _junk: set[Path] = field(default_factory=set)
+    _damaged: set[Path] = field(default_factory=set)
     _due_s: dict[str, float] = field(default_factory=dict)
 
     def strike(self, job: Followed) -> None:
@@ -219,16 +220,12 @@ class Faults:
         self._junk.discard(path)
 
     async def _damage(self, job: Followed) -> None:
-        """Flip, cut or delete one of the newest files of the job's checkpoints."""
-        files = [path for path in (self.cluster.checkpoints / job.name).rglob("*")
-                 if path.suffix == ".safetensors" or "manifest" in path.name]  # fmt: skip
-        dated = []
-        for path in files:
-            with contextlib.suppress(OSError):
-                dated.append((path.stat().st_mtime, path))
-        if not dated:
+        """Flip, cut or delete a file of a checkpoint, while the job has another one to restore."""
+        files = [path for folder in self._spared(job) for path in folder.iterdir()]
+        if not files:
             return
-        _, path = self.random.choice(sorted(dated)[-NEWEST_FILES:])
+        path = self.random.choice(sorted(files))
+        self._damaged.add(path.parent)
         how = self.random.choice(("flip", "cut", "delete"))
         self._say(how, path.relative_to(self.cluster.checkpoints))
         with contextlib.suppress(OSError):
@@ -238,6 +235,27 @@ class Faults:
                 os.truncate(path, path.stat().st_size // 2)
             else:
                 self._flip(path)
+
+    def _spared(self, job: Followed) -> list[Path]:
+        """Folders of the checkpoints that the job could restore, if there are two at least.
+
+        A job whose last whole checkpoint is damaged waits for a person, as it should. None where
+        a step was ordered: it may be the damaged one.
+        """
+        root = self.cluster.checkpoints / job.name
+        whole: dict[int, Path] = {}
+        for path in sorted((root / "commits").glob("*.json")):
+            try:
+                record = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue  # being written, or removed
+            if record.get("kind") == "OPEN":
+                restored = record["restored_from"]["step"]
+                whole = {step: folder for step, folder in whole.items() if step == restored}
+            elif record.get("kind") == "COMMIT":
+                whole[record["step"]] = (root / record["manifest"]).parent
+        found = [one for one in whole.values() if one not in self._damaged and one.is_dir()]
+        return found if len(found) > 1 and not job.may_go_back else []
 
     def _flip(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -293,13 +311,15 @@ class Faults:
 
     async def _from_step(self, job: Followed) -> None:
         """Go back to a checkpoint: the only order by which a committed step may go back."""
+        if any(job.name in folder.parts for folder in self._damaged):
+            return
+        job.may_go_back = True  # from here on nothing is damaged that it may restore
         try:
             steps = [one.step async for one in self.client.checkpoints(job.name)]
         except MegascaleError:
             return
         if steps:
             step = self.random.choice(steps)
-            job.may_go_back = True
             await self._order(
                 self.client.restart(job.name, REASON, from_step=step), f"restart from {step}"
             )
