@@ -356,7 +356,7 @@ def test_an_empty_name_is_refused() -> None:
         ("submit ended.yaml", REFUSED, "exists"),
         ("cancel ended --reason again", REFUSED, "ended"),
         ("profile ended", REFUSED, "running"),
-        ("logs ended --rank 7", USAGE, "7 is not one of the job's 1 ranks"),
+        ("logs ended --rank 7", USAGE, "7 is not one of the job's 1 rank"),
         ("logs ended --attempt 9", NOT_FOUND, "attempt 9"),
         (f"logs ended --rank {2**32}", USAGE, "--rank"),
         ("logs ended --attempt 99999999999", NOT_FOUND, "attempt 99999999999"),

@@ -243,7 +243,7 @@ def test_logs_come_from_the_driver_and_from_the_node(cluster: Cluster) -> None:
     ):
         assert {"line": "a word from the worker"} in lines
     missing = cluster.run("driver/tail_logs.sh", "demo", "7")
-    assert missing.returncode != 0 and "rank: 7 is not one of the job's 1 ranks" in missing.stderr
+    assert missing.returncode != 0 and "rank: 7 is not one of the job's 1 rank" in missing.stderr
 
 
 def test_a_profile_is_asked_for_and_shown_with_the_job(cluster: Cluster) -> None:

@@ -104,7 +104,7 @@ class Plan:
         ("restore_read", {"at": 0, "reads": [[0, 0, 4, "", 2, 1, 0]]}, "is not a part of a piece"),
         ("restore_read", {"at": 0, "reads": [[0, 0, 4, "", 0, "4", 0]]}, "is not a part"),
         ("restore_read", {"at": 0, "reads": [[7, 0, 4, "", 0, 4, 0]]}, "names a file"),
-        ("restore_index", {"file": 1, "first": 0}, "there are 1 files"),
+        ("restore_index", {"file": 1, "first": 0}, "there is 1 file"),
         ("restore_open", {"plan": "same"}, "is open already"),
         ("restore_memory", {"plan": {"source": "none"}}, "restore plan"),
         ("restore_verify", {}, "nothing is being verified"),

@@ -151,7 +151,7 @@ def _config(dp: int) -> job_config.JobConfig:
 @pytest.mark.parametrize(
     ("ranks", "devices", "rank_nodes", "words"),
     [
-        ([0, 1], [0], ["n", "n"], "2 ranks on 1 devices"),
+        ([0, 1], [0], ["n", "n"], "2 ranks on 1 device"),
         ([0, 1], [0, 0], ["n", "n"], "once only"),
         ([0, 1], [0, 4], ["n", "n"], r"devices \[4\]"),
         ([0, 1], [0, 1], ["n", "m"], "rank_nodes gives it"),

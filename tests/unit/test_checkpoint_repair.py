@@ -162,7 +162,7 @@ def test_the_command_shows_first_and_repairs_when_told(tmp_path: Path) -> None:
     assert "record 5: is not JSON" in shown.output and "may append no more" in shown.output
     assert record_file(tmp_path, 5).read_bytes() == before
     done = runner.invoke(app, ["repair", str(tmp_path), "--yes"])
-    assert done.exit_code == 0 and "1 records repaired" in done.output
+    assert done.exit_code == 0 and "1 record repaired" in done.output
     (kept,) = (tmp_path / "damaged").iterdir()
     assert kept.read_bytes() == before
     assert runner.invoke(app, ["repair", str(tmp_path)]).exit_code == 0

@@ -183,7 +183,7 @@ def test_a_quiet_cluster_and_an_empty_one_say_so() -> None:
     empty = incident_view.now(info, [], [], {}, [], 0.0)
     assert empty["sentence"] == "No node has joined the cluster yet."
     quiet = incident_view.now(info, [node()], [], {}, [], 0.0)
-    assert (quiet["sentence"], quiet["incidents"]) == ("All is well: no jobs run, on 1 nodes.", [])
+    assert (quiet["sentence"], quiet["incidents"]) == ("All is well: no jobs run, on 1 node.", [])
 
 
 def test_the_breaker_and_failing_checkpoints_need_a_person() -> None:

@@ -179,5 +179,5 @@ def test_ranks_that_number_operations_differently_share_one_table() -> None:
     assert len(table.of_op("backward")) == 0 and len(table.of_steps(2, 9)) == 0
     with pytest.raises(ValueError, match="not named"):
         SpanTable.of_records([(0, SPAN.pack(1, 1, 1, 1, 0, 0, 0), (FORWARD,))], layout, ("a", "a"))
-    with pytest.raises(ValueError, match="names 1 ranks"):
+    with pytest.raises(ValueError, match="names 1 rank,"):
         SpanTable.empty(layout, ("n1",))

@@ -93,7 +93,7 @@ def test_the_driver_names_as_many_and_says_once_what_is_missing() -> None:
     (said,) = [line for line in desk.audit if line.reason == "SPARES_SHORT"]
     assert "1 of 2 spares stand by: with 2 nodes" in said.message
     sentence = explain(desk.state, "a", desk.now_s, POLICY)
-    assert sentence.endswith("; 1 more spares should stand by")
+    assert sentence.endswith("; 1 more spare should stand by")
     for _ in range(3):
         desk.wait(1.0)
         for slot in desk.job().slots:

@@ -203,7 +203,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"{facts['flops_per_token_full']:.3e}); "
             f"the run: {facts['flops_of_the_run_causal']:.3e} over "
             f"{_count(facts['tokens_of_the_run'])} tokens",
-            f"batch        {facts['tokens_per_step']:,} tokens a step; each replica runs "
+            f"batch        {counted(facts['tokens_per_step'], 'token')} a step; each replica runs "
             f"{counted(facts['micro_batches'], 'micro-batch')}; "
             f"pipeline bubble {facts['pipeline_bubble']:.1%}",
         ]
@@ -213,7 +213,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         lines.append(f"{'schedule':<12} {_schedule(facts['faster_schedule'])}")
     for number, row in enumerate(facts.get("larger_batches", ())):
         lines.append(
-            f"{'' if number else 'larger batch':<12} {row['global_batch_size']} sequences over the "
+            f"{'' if number else 'larger batch':<12} "
+            f"{counted(row['global_batch_size'], 'sequence')} over the "
             f"same tokens: {counted(row['steps'], 'step')}, {row['warmup_steps']} of warm-up, "
             f"learning rate {row['learning_rate']:.3g}"
         )

@@ -11,6 +11,7 @@ from megascale.v1 import driver_pb2
 from megascale_cli.exits import with_client
 from megascale_cli.options import MAX_RANK, Cluster, JobName, Json
 from megascale_cli.output import console, print_json, print_table, short
+from megascale_cli.visible import counted
 from megascale_client import AsyncClient, Job, JobPhase
 
 MOST_ROWS = 64  # of all ranks; beyond that those that matter
@@ -50,8 +51,10 @@ def topology(
         print_table(COLUMNS, [_row(place) for place in rows], empty="no ranks")
         if len(rows) < len(answer.ranks):
             phases = Counter(place.phase or "unknown" for place in answer.ranks)
-            counted = ", ".join(f"{count} {phase}" for phase, count in phases.most_common())
-            console.print(f"{len(answer.ranks)} ranks: {counted}; --rank R shows its groups")
+            by_phase = ", ".join(f"{count} {phase}" for phase, count in phases.most_common())
+            console.print(
+                f"{counted(len(answer.ranks), 'rank')}: {by_phase}; --rank R shows its groups"
+            )
         if answer.standstill:
             console.print(f"[red]{answer.standstill}[/red]", soft_wrap=True)
 

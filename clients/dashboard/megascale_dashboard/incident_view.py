@@ -113,7 +113,8 @@ def _sentence(counts: Mapping[str, int], nodes: Sequence[Node], living: Sequence
     if not nodes:
         return "No node has joined the cluster yet."
     jobs = "job runs" if running == 1 else "jobs run"
-    return f"All is well: {running or 'no'} {jobs}, on {len(nodes)} nodes."
+    joined = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    return f"All is well: {running or 'no'} {jobs}, on {joined}."
 
 
 def _incident(

@@ -13,6 +13,7 @@ from megascale_checkpoint.export.commands import export_checkpoint, import_check
 from megascale_checkpoint.listing_commands import list_checkpoints, show, verify
 from megascale_checkpoint.retention.commands import gc, pin_checkpoint, unpin_checkpoint
 from megascale_checkpoint.storage import open_storage
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import RequestError, ServiceError
 
 app = typer.Typer(
@@ -70,7 +71,7 @@ def repair(
     elif not repairs:
         typer.echo("the commit log is whole: nothing to repair")
     elif yes:
-        typer.echo(f"{len(repairs)} records repaired")
+        typer.echo(f"{counted(len(repairs), 'record')} repaired")
     else:
         typer.echo("nothing was changed: repeat with --yes to do it")
         raise typer.Exit(1)

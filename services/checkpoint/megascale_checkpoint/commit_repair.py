@@ -18,6 +18,7 @@ from megascale_checkpoint.checksums import checksum, dump_record, load_record
 from megascale_checkpoint.commit_log import DAMAGED, SNAPSHOTS, kept_damaged
 from megascale_checkpoint.commit_record import LogState
 from megascale_checkpoint.storage import Storage, settle
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import DamagedError, DataLossError
 
 MOST_REPAIRS = 1000  # more than this is no damaged log but another folder
@@ -64,7 +65,7 @@ def plan(storage: Storage) -> list[Repair]:
     highest = max([*numbers, *kept], default=0)
     if highest - len(numbers) > MOST_REPAIRS:
         raise DataLossError(
-            f"{storage.uri}: of {highest} records only {len(numbers)} are there: "
+            f"{storage.uri}: of {counted(highest, 'record')} only {len(numbers)} are there: "
             "restore the folder from a backup, or start in a new one"
         )
     snapshots = _from_snapshots(storage)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import SupersededError, UnavailableError
 
 P = ParamSpec("P")
@@ -124,7 +125,8 @@ class Lane:
         with self._lock:
             if self._waiting >= MOST_WAITING:
                 raise UnavailableError(
-                    f"{self._name}: {self._waiting} calls wait for the storage",
+                    f"{self._name}: {counted(self._waiting, 'call')} "
+                    f"{agreed(self._waiting, 'wait')} for the storage",
                     reason="STORAGE_UNAVAILABLE",
                 )
             self._waiting += 1

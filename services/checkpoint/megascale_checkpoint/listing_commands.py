@@ -28,7 +28,7 @@ from megascale_checkpoint.export.progress import bar
 from megascale_checkpoint.retention.retire import retention_of, to_retire
 from megascale_checkpoint.storage import join
 from megascale_checkpoint.verify import verify_commit
-from megascale_common.node.visible import visible
+from megascale_common.node.visible import counted, visible
 
 Step = Annotated[int | None, typer.Option(min=0, help="Its step; default: the newest one.")]
 OneStep = Annotated[int | None, typer.Option(min=0, help="Only this step; default: all.")]
@@ -105,8 +105,10 @@ def _print_facts(facts: dict[str, Any], rules: str) -> None:
     layout = ", ".join(f"{axis} {size}" for axis, size in facts["layout"].items()) or "unknown"
     typer.echo(f"step {facts['step']} of job {visible(facts['job'])}, attempt {facts['attempt']}")
     typer.echo(f"  committed  {facts['committed_at']}")
-    typer.echo(f"  layout     {facts['world_size']} ranks: {layout}")
-    typer.echo(f"  size       {size_text(facts['size_bytes'])} in {len(facts['files'])} files")
+    typer.echo(f"  layout     {counted(facts['world_size'], 'rank')}: {layout}")
+    typer.echo(
+        f"  size       {size_text(facts['size_bytes'])} in {counted(len(facts['files']), 'file')}"
+    )
     typer.echo(f"  manifest   {visible(facts['manifest_uri'])}")
     goes = "goes at the next commit, or with `megascale checkpoint gc`"
     stays = "stays" if facts["kept"] else goes

@@ -26,6 +26,7 @@ from megascale_checkpoint.checksums import (
     whole,
 )
 from megascale_checkpoint.storage import Storage, check_path, open_storage, split
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import (
     DamagedError,
     DataLossError,
@@ -171,13 +172,16 @@ def _check_meaning(manifest: Manifest, file: str) -> None:
     ranks, layout = {each.rank for each in manifest.files}, manifest.layout
     if len(ranks) != manifest.world_size or max(ranks) >= manifest.world_size:
         raise DamagedError(
-            file, f"world_size is {manifest.world_size}, and it names files of {len(ranks)} ranks"
+            file,
+            f"world_size is {manifest.world_size}, and it names files of "
+            f"{counted(len(ranks), 'rank')}",
         )
     if all(axis in layout for axis in _AXES):  # some builds have written none
         count = math.prod(layout[axis] for axis in _AXES)
         if count != manifest.world_size:
             raise DamagedError(
-                file, f"layout is of {count} ranks, and world_size is {manifest.world_size}"
+                file,
+                f"layout is of {counted(count, 'rank')}, and world_size is {manifest.world_size}",
             )
     if len({each.path for each in manifest.files}) != len(manifest.files):
         raise DamagedError(file, "files names one file twice")

@@ -14,6 +14,7 @@ from megascale_common.node import rank_terms
 from megascale_common.node.framing import PROTOCOL_VERSION
 from megascale_common.node.messages import PIECES_IN_A_FRAME
 from megascale_common.node.rank_terms import RankTerms
+from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, layout_from_dict
 from megascale_common.sizes.staging import (
@@ -98,13 +99,15 @@ class RegistrationFrames:
         else:
             if kind != "pieces":
                 raise RequestError(
-                    f"{self._missing} pieces of the layout are missing before {kind!r}"
+                    f"{counted(self._missing, 'piece')} of the layout "
+                    f"{agreed(self._missing, 'are')} missing before {kind!r}"
                 )
             pieces = field(message, "pieces", list)
             if not 0 < len(pieces) <= min(self._missing, PIECES_IN_A_FRAME):
                 raise RequestError(
-                    f"pieces.pieces has {len(pieces)} entries; {self._missing} are missing, and a "
-                    f"message takes {PIECES_IN_A_FRAME}"
+                    f"pieces.pieces has {counted(len(pieces), 'entry')}; "
+                    f"{self._missing} {agreed(self._missing, 'are')} missing, and a message "
+                    f"takes {PIECES_IN_A_FRAME}"
                 )
             self._register["layout"]["pieces"] += pieces
             self._missing -= len(pieces)

@@ -31,6 +31,7 @@ from megascale_common.node.restore_messages import (
     StoredState,
     Verified,
 )
+from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import DamagedError, RequestError, ServiceError
 from megascale_common.sizes.piece_runs import encode
 from megascale_common.sizes.read_rounds import Read
@@ -188,7 +189,8 @@ class RestoreRequests:
         files = len(reads.stored.manifest.files)
         if not 0 <= file < files or first < 0:
             raise RequestError(
-                f"restore_index.file is {file} and first {first}; there are {files} files"
+                f"restore_index.file is {file} and first {first}; "
+                f"there {agreed(files, 'are')} {counted(files, 'file')}"
             )
         work = self._restores().index(reads, file, first, INDEX_UNITS)
         found = await self._with_slot(reads, work)

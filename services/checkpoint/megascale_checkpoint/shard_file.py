@@ -33,6 +33,7 @@ from megascale_checkpoint.checksums import (
     piece_view,
 )
 from megascale_checkpoint.storage import Storage
+from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import DamagedError, RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_common.sizes.piece_runs import chunk_bytes
@@ -157,7 +158,8 @@ def encode_header(
     body = json.dumps(header, separators=(",", ":")).encode()
     if len(body) > MAX_HEADER_BYTES - ALIGNMENT:
         raise RequestError(
-            f"the {len(pieces)} pieces of rank {origin.rank} need a header of {len(body)} bytes, "
+            f"the {counted(len(pieces), 'piece')} of rank {origin.rank} "
+            f"{agreed(len(pieces), 'need')} a header of {len(body)} bytes, "
             f"and files have one of {MAX_HEADER_BYTES} at most: divide the model over more ranks"
         )
     body += b" " * (-(_LENGTH.size + len(body)) % ALIGNMENT)

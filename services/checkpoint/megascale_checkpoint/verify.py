@@ -14,6 +14,7 @@ from megascale_checkpoint.commit_log import Record
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.shard_file import Origin, read_header
 from megascale_checkpoint.storage import Storage
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import DamagedError, ServiceError
 from megascale_common.sizes.checkpoint_layout import ShardPiece
 
@@ -46,7 +47,8 @@ def verify_commit(
             problems.append(str(error))
     if not problems:  # else what is missing is named already
         problems += [
-            f"{manifest_uri}: {name} ({state}) of shape {list(shape)} is stored with {count} values"
+            f"{manifest_uri}: {name} ({state}) of shape {list(shape)} is stored with "
+            f"{counted(count, 'value')}"
             for (name, state, shape), count in stored.items()
             if count != math.prod(shape)
         ]

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_common.node.visible import counted
 from megascale_common.service.wire_text import enum_name
 from megascale_driver.analysis.baselines import (
     MAX_NODES,
@@ -162,7 +163,7 @@ def _annotate(found: types_pb2.CheckResult, comparison: Comparison, times: int) 
     found.detail += f"; {share:.0%} of the {comparison.source} figure"
     if comparison.verdict is Verdict.FAIL:
         found.detail += (
-            f", {times} times in a row: evict the node"
+            f", {counted(times, 'time')} in a row: evict the node"
             if times >= REPEATS
             else "; run it again: one result alone condemns no node"
         )

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import ExpiredError
 
 RING_UPDATES = 20_000  # of one job
@@ -91,7 +92,8 @@ class JobFeed:
             first = self._next - len(self._updates)
             if position < first:
                 raise ExpiredError(
-                    f"{first - position} updates behind the resume token are no longer held"
+                    f"{counted(first - position, 'update')} behind the resume token "
+                    f"{agreed(first - position, 'are')} no longer held"
                 )
             batch = [
                 self._updates[i - first]

@@ -7,6 +7,7 @@ Whether the job can be profiled now, and which steps are traced, is decided in
 from __future__ import annotations
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import StateError, invalid
 from megascale_driver import wire
 from megascale_driver.core.events import ProfileRequested, RequestKey
@@ -49,10 +50,10 @@ def parse(
     ranks, world_size = tuple(sorted(set(request.ranks))) or (0,), job.config.layout.world_size
     wrong = [rank for rank in ranks if not 0 <= rank < world_size]
     if wrong:
-        problem = f"{wrong[0]} is not one of the job's {world_size} ranks"
+        problem = f"{wrong[0]} is not one of the job's {counted(world_size, 'rank')}"
         raise invalid("ranks", problem, f"choose ranks of 0 to {world_size - 1}")
     if len(ranks) > MAX_RANKS:
-        raise invalid("ranks", f"{len(ranks)} ranks", f"choose at most {MAX_RANKS}")
+        raise invalid("ranks", counted(len(ranks), "rank"), f"choose at most {MAX_RANKS}")
     current = (
         record if record is not None and record.attempt == job.attempt else types_pb2.StepRecord()
     )

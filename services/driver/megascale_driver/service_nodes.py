@@ -6,6 +6,7 @@ import grpc
 from google.protobuf import duration_pb2
 
 from megascale.v1 import driver_pb2
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import StateError, invalid
 from megascale_common.service.handlers import answers
 from megascale_driver.core import replicas, unreadable
@@ -149,7 +150,7 @@ class NodeMethods(ServiceBase):
 def _unreachable(request: driver_pb2.ReportUnreachableNodesRequest) -> dict[str, str]:
     """The reported nodes with their conditions; raises for a report that is not one."""
     if len(request.nodes) > MAX_UNREACHABLE:
-        problem = f"{len(request.nodes)} nodes"
+        problem = counted(len(request.nodes), "node")
         raise invalid("nodes", problem, f"report at most {MAX_UNREACHABLE}")
     found: dict[str, str] = {}
     for node in request.nodes:

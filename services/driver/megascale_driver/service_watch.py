@@ -9,6 +9,7 @@ import grpc
 
 from megascale.v1 import driver_pb2, executor_pb2
 from megascale_common.etcd.errors import EtcdError
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import (
     ExpiredError,
     LimitError,
@@ -218,7 +219,7 @@ def _slot_of_rank(job: Job, attempt: int, rank: int) -> NodeSlot:
     slot = next((slot for slot in slots if rank in slot.ranks), None)
     if slot is None:
         size = job.config.layout.world_size
-        problem = f"{rank} is not one of the job's {size} ranks"
+        problem = f"{rank} is not one of the job's {counted(size, 'rank')}"
         raise invalid("rank", problem, f"give 0 to {size - 1}")
     return slot
 

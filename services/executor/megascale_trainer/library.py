@@ -25,6 +25,7 @@ import torch
 from megascale_common.job.config import JobConfig, ParallelismConfig
 from megascale_common.job.corpus_record import CorpusRecord, data_file_problems
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.node.visible import counted
 from megascale_trainer import trainer as core
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.daemon_link import START_TIMEOUT_S, DaemonLink, RankRegistration
@@ -151,7 +152,8 @@ class Trainer(core.Trainer):
         tokenizer, known = _tokenizer(self.config), self.config.model.vocab_size
         if tokenizer.vocab_size > known:
             raise ValueError(
-                f"trainer.data.tokenizer: it has {tokenizer.vocab_size} tokens, the model "
+                f"trainer.data.tokenizer: it has {counted(tokenizer.vocab_size, 'token')}, "
+                "the model "
                 f"{known}: give the tokenizer that the corpus was made with"
             )
         (encoded,) = tokenizer.encode([prompt.encode()])

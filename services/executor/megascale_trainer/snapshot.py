@@ -31,6 +31,7 @@ from megascale_common.node.messages import (
     Seal,
     StepTime,
 )
+from megascale_common.node.visible import agreed, counted
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.copy_check import CopyCheck
 from megascale_trainer.daemon_link import (
@@ -158,7 +159,10 @@ class Snapshotter:
         snapshot was started.
         """
         if votes:
-            self._skip(f"step {step}: no snapshot, {votes} ranks have no slot")
+            self._skip(
+                f"step {step}: no snapshot, {counted(votes, 'rank')} "
+                f"{agreed(votes, 'have')} no slot"
+            )
             slot = self._schedule.skip(step)
             if slot is not None:
                 self._give_back(slot)

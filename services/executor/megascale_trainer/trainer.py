@@ -18,6 +18,7 @@ import torch
 from megascale_common.job.config import JobConfig
 from megascale_common.node.spans.ops import OPTIMIZER, SNAPSHOT
 from megascale_common.node.status_page import StatusPageWriter
+from megascale_common.node.visible import counted
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_common.sizes.parameter_table import parameter_names, parameter_table, shard_layout
@@ -426,7 +427,8 @@ class Trainer:
         wanted = (self.config.training.micro_batch_size, self.config.model.sequence_length)
         if len(micro_batches) != self.config.micro_batches:
             raise ValueError(
-                f"a step takes {self.config.micro_batches} micro-batches, got {len(micro_batches)}"
+                f"a step takes {counted(self.config.micro_batches, 'micro-batch')}, got "
+                f"{len(micro_batches)}"
             )
         for batch in micro_batches:
             if tuple(batch.tokens.shape) != wanted:

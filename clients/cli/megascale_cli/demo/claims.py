@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from megascale_cli.demo.plan import MIN_COMMITS_BEFORE_KILL, DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
+from megascale_cli.visible import counted
 from megascale_client import JobPhase
 
 FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes
@@ -154,14 +155,15 @@ def twin_claims(plan: DemoPlan, run: Recording, twin: Recording, same_nodes: boo
                 not differing,
                 f"steps {_listed(differing)} differ"
                 if differing
-                else f"{len(twin.losses())} steps are equal",
+                else f"{counted(len(twin.losses()), 'step')} are equal",
             ),
             Claim(
                 "the steps repeated after the restart give the same losses as before it",
                 not repeated,
                 f"steps {_listed(repeated)} differ"
                 if repeated
-                else f"{len(overlap)} steps are equal",
+                else f"{counted(len(overlap), 'step')} "
+                f"{'is' if len(overlap) == 1 else 'are'} equal",
             ),
         ]
     else:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megascale_cli.visible import counted
+
 Sabotage = Literal["none", "no-kill", "no-spare", "loss"]
 
 BYTES_VOCABULARY = 257  # 256 byte values and end of document
@@ -67,12 +69,17 @@ class DemoPlan:
             )
         if self.world_size % self.devices_per_node:
             raise PlanError(
-                f"tp {self.tp} * pp {self.pp} * dp {self.dp} = {self.world_size} ranks do not fill "
-                f"nodes of {self.devices_per_node} devices: change --devices-per-node or the layout"
+                f"tp {self.tp} * pp {self.pp} * dp {self.dp} = "
+                f"{counted(self.world_size, 'rank')} "
+                f"{'does' if self.world_size == 1 else 'do'} not fill "
+                f"nodes of {counted(self.devices_per_node, 'device')}: "
+                "change --devices-per-node or the layout"
             )
         if self.nodes <= self.active_nodes and self.sabotage != "no-spare":
             raise PlanError(
-                f"{self.world_size} ranks fill {self.active_nodes} nodes and "
+                f"{counted(self.world_size, 'rank')} "
+                f"{'fills' if self.world_size == 1 else 'fill'} "
+                f"{counted(self.active_nodes, 'node')} and "
                 f"one node must be spare: use --nodes {self.active_nodes + 1} or more"
             )
         if not SNAPSHOTS * 2 <= self.steps <= MAX_STEPS:
@@ -155,8 +162,9 @@ def choose_plan(
             return on_gpu
         if device == "cuda":
             raise PlanError(
-                f"{on_gpu.nodes} nodes of {on_gpu.devices_per_node} GPUs are more than the {gpus} "
-                "GPUs of this machine: use --devices-per-node 1 --tp 1 --pp 2, or --device cpu"
+                f"{counted(on_gpu.nodes, 'node')} of {on_gpu.devices_per_node} GPUs "
+                f"are more than the {gpus} GPUs of this machine: "
+                "use --devices-per-node 1 --tp 1 --pp 2, or --device cpu"
             )
     # TP2 x PP2 x DP2 over two nodes of four ranks, and a spare.
     return plan("cpu", 4, 2)

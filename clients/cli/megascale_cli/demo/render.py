@@ -11,6 +11,7 @@ from megascale_cli.demo.claims import Claim, Kill
 from megascale_cli.demo.cluster import DemoFailed, Echo
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_cli.output import clipped
+from megascale_cli.visible import counted
 
 CURVE_WIDTH = 72
 CURVE_HEIGHT = 12
@@ -34,7 +35,7 @@ def require(claims: Iterable[Claim], echo: Echo) -> None:
 
 def require_nothing_left(processes: int, echo: Echo) -> None:
     """Require that no process of a cluster had to be killed at its end; raises as `require`."""
-    seen = f"{processes} processes had to be killed"
+    seen = f"{counted(processes, 'process')} had to be killed"
     require([Claim("nothing is left running", processes == 0, seen)], echo)
 
 
@@ -46,7 +47,11 @@ def timeline(run: Recording, kill: Kill | None) -> list[str]:
     ]
     if kill is not None:
         rows.append(
-            (kill.at, f"{'>>> SIGKILL':<22} node {kill.node} with its {kill.processes} processes")
+            (
+                kill.at,
+                f"{'>>> SIGKILL':<22} node {kill.node} with its "
+                f"{counted(kill.processes, 'process')}",
+            )
         )
     for attempt in range(1, run.attempts + 1):
         steps = sorted(step for number, step in run.records if number == attempt)

@@ -28,6 +28,7 @@ from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording
 from megascale_cli.demo.render import require, require_nothing_left
 from megascale_cli.output import event_text, step_text
+from megascale_cli.visible import counted
 from megascale_client import AsyncClient, MegascaleError, NodeLiveness, parse_job
 from megascale_client.messages import WatchJobResponse
 
@@ -126,7 +127,8 @@ class Demo:
         plan = self.plan
         layout = f"TP{plan.tp} x PP{plan.pp} x DP{plan.dp}"
         self._echo(
-            f"job {name}: {plan.world_size} {plan.device} ranks ({layout}), {plan.steps} steps, "
+            f"job {name}: {counted(plan.world_size, f'{plan.device} rank')} ({layout}), "
+            f"{counted(plan.steps, 'step')}, "
             f"a checkpoint every {plan.interval_steps}"
         )
 

@@ -1,5 +1,5 @@
 // Curves over the steps, one plot for each figure, with one cursor.
-import { h, short, span } from "./dom.js";
+import { counted, h, short, span } from "./dom.js";
 
 const kinds = [
   ["loss", "Loss", (value) => value.toFixed(3)],
@@ -27,7 +27,7 @@ export function curves(data, heldOut) {
     if (!known.length) continue;
     const last = known[known.length - 1];
     const figure = h("figure", {}, h("figcaption", {}, title, h("b", {}, ` ${show(last)}`), h("span", {})));
-    const plot = h("div", { class: "plot", role: "img", "aria-label": `${title} over ${steps.length} steps: from ${show(known[0])} to ${show(last)}, lowest ${show(Math.min(...known))}, highest ${show(Math.max(...known))}` });
+    const plot = h("div", { class: "plot", role: "img", "aria-label": `${title} over ${counted(steps.length, "step")}: from ${show(known[0])} to ${show(last)}, lowest ${show(Math.min(...known))}, highest ${show(Math.max(...known))}` });
     figure.append(plot);
     box.append(figure);
     requestAnimationFrame(() => draw(plot, figure.querySelector("span"), steps, values, show));

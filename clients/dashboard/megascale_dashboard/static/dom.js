@@ -21,6 +21,8 @@ const format = (digits) => {
   return formats.get(digits);
 };
 export const number = (value, digits = 0) => value === null || value === undefined ? missing : format(digits).format(value);
+// A number and what it counts, in the plural unless it is one.
+export const counted = (value, thing) => `${number(value)} ${thing}${value === 1 ? "" : "s"}`;
 export const percent = (value, digits = 1) =>
   value === null || value === undefined ? missing : `${number(100 * value, digits)} %`;
 export const short = (value) =>

@@ -1,5 +1,5 @@
 // What each page shows, from its JSON twin.
-import { ago, bytes, chip, clock, commands, eventRows, h, moves, number, percent, short, sign, span, subjectLink, table } from "./dom.js";
+import { ago, bytes, chip, clock, commands, counted, eventRows, h, moves, number, percent, short, sign, span, subjectLink, table } from "./dom.js";
 import { curves } from "./charts.js";
 import { heat } from "./heat.js";
 import { block } from "./ranks.js";
@@ -45,9 +45,9 @@ function now(data) {
   const { act, watch, handled } = data.counts;
   return [
     h("h1", { class: `headline tone-${act ? "act" : watch ? "watch" : "handled"}` }, data.sentence),
-    h("p", { class: "under" }, `Cluster ${data.cluster.name}, ${data.cluster.nodes_alive} of ${data.cluster.nodes} nodes alive; `,
+    h("p", { class: "under" }, `Cluster ${data.cluster.name}, ${data.cluster.nodes_alive} of ${counted(data.cluster.nodes, "node")} alive; `,
       "driver ", data.cluster.leader || "unknown", " has led for ", ago(data.cluster.leader_since_s, ""),
-      handled ? `; ${handled} fault${handled > 1 ? "s" : ""} dealt with in the last hour` : ""),
+      handled ? `; ${counted(handled, "fault")} dealt with in the last hour` : ""),
     data.incidents.length ? h("section", {}, h("h2", {}, "What is wrong, or was"), data.incidents.map(incident)) : null,
     data.left_out ? nothing(`${data.left_out} more are not shown.`) : null,
     data.silences.length ? h("section", {}, h("h2", {}, "Nobody is alerted of"), h("ul", {}, data.silences.map((each) =>
@@ -78,7 +78,7 @@ function fleet(data) {
       document.dispatchEvent(new Event("redraw"));
     } });
   return [
-    h("h1", {}, `${number(data.nodes)} nodes, ${number(data.devices)} devices`),
+    h("h1", {}, `${counted(data.nodes, "node")}, ${counted(data.devices, "device")}`),
     h("p", { class: "legend" }, Object.entries(data.states).map(([word, count]) => chip(word, ` ${number(count)}`)),
       Object.entries(data.health).filter(([word]) => word !== "pass").map(([word, count]) => chip(word, ` ${number(count)}`))),
     h("p", {}, h("label", { for: "filter" }, "Show "), filter),
@@ -106,7 +106,7 @@ function jobs(data) {
 
 function attemptCount(attempts) {
   const failed = attempts.filter((each) => each.failed).length;
-  return `${attempts.length} attempt${attempts.length > 1 ? "s" : ""}${failed ? `, ${failed} of them failed (red)` : ""}`;
+  return `${counted(attempts.length, "attempt")}${failed ? `, ${failed} of them failed (red)` : ""}`;
 }
 
 function ribbon(attempts) {

@@ -1,6 +1,6 @@
 // The ranks of a job as a block of tensor x data x pipeline, drawn on a canvas, turned by mouse or
 // arrow keys; the same ranks stand in a table for those who do not see it.
-import { chip, h, number, sign, span, table } from "./dom.js";
+import { chip, counted, h, number, sign, span, table } from "./dom.js";
 
 const turned = { yaw: -0.62, pitch: 0.5, selected: 0 };
 const axisColours = { tp: "--axis-tp", dp: "--axis-dp", pp: "--axis-pp" };
@@ -23,7 +23,7 @@ export function block(data) {
   const given = Number(new URLSearchParams(location.search).get("rank"));
   turned.selected = Number.isInteger(given) && given >= 0 && given < data.world ? given : 0;
   const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label":
-    `${data.world} ranks: tensor ${data.axes.tp}, data ${data.axes.dp}, pipeline ${data.axes.pp}; arrows turn it, comma and full stop select a rank` });
+    `${counted(data.world, "rank")}: tensor ${data.axes.tp}, data ${data.axes.dp}, pipeline ${data.axes.pp}; arrows turn it, comma and full stop select a rank` });
   const aside = h("aside", { class: "rank", "aria-live": "polite" });
   const counts = {};
   data.state.forEach((word) => { counts[word] = (counts[word] || 0) + 1; });

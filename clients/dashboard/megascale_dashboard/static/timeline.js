@@ -1,6 +1,6 @@
 // A few steps of the ranks of one group on one clock: a row for each rank, a lane for each stream,
 // drawn on a canvas that keys and mouse move and stretch; the same in figures in a table.
-import { chip, h, number, percent, span, table } from "./dom.js";
+import { chip, counted, h, number, percent, span, table } from "./dom.js";
 
 const GUTTER = 132;
 const HEAD = 34;
@@ -48,7 +48,7 @@ export function timeline(data) {
   if (state.key !== key) Object.assign(state, { key, row: Math.max(0, data.rows.findIndex((each) => each.rank === data.rank)), chosen: -1 }, whole(data));
   const height = HEAD + data.rows.length * (data.lanes.length * LANE + GAP);
   const canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label":
-    `${data.rows.length} ranks of a ${names[data.group]} group over ${data.steps.length} step${data.steps.length > 1 ? "s" : ""}; arrows move and choose a rank, plus and minus stretch, comma and full stop choose a span, 0 shows all` });
+    `${counted(data.rows.length, "rank")} of a ${names[data.group]} group over ${counted(data.steps.length, "step")}; arrows move and choose a rank, plus and minus stretch, comma and full stop choose a span, 0 shows all` });
   canvas.style.height = `${height}px`;
   const aside = h("p", { class: "chosen", "aria-live": "polite" });
   listen(canvas, data, () => { paint(canvas, data); describe(aside, data); });
@@ -57,7 +57,7 @@ export function timeline(data) {
   const shown = data.rows.length < data.members ? `${data.rows.length} of ${number(data.members)}` : number(data.members);
   return [
     title,
-    h("p", { class: "under" }, `${shown} ranks of the ${names[data.group]} group of rank ${data.rank}, `,
+    h("p", { class: "under" }, `${shown} rank${data.members === 1 ? "" : "s"} of the ${names[data.group]} group of rank ${data.rank}, `,
       data.steps.map((each) => `step ${number(each.step)}: ${ms(each.for_us)}`).join("; "),
       data.left_out ? `; the ${number(data.left_out)} shortest spans are left out` : ""),
     data.path_sentences.map((text) => h("p", {}, text)),

@@ -22,6 +22,7 @@ from megascale_checkpoint.export.stored import (
 )
 from megascale_checkpoint.export.tokenizer_files import TokenizerFiles, tokenizer_files
 from megascale_common.job.config import ModelConfig
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import ServiceError, invalid
 
 
@@ -208,7 +209,8 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
         typer.echo(json.dumps(facts))
         return
     typer.echo(
-        f"# {done.foreign.architecture.name} with {done.parameters:,} parameters is the checkpoint "
+        f"# {done.foreign.architecture.name} with {counted(done.parameters, 'parameter')} is "
+        "the checkpoint "
         f"of step 0 in {to}"
     )
     if done.foreign.copied:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megascale_checkpoint.export.architectures import ARCHITECTURES, Architecture
 from megascale_common.job.config import ModelConfig, RopeScalingConfig
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import RequestError, invalid
 
 _LLAMA3 = {
@@ -247,7 +248,12 @@ def _windows(
     _need("layer_types", kinds, texts, "a list of names")
     if not kinds:
         return window, ()
-    _need("layer_types", kinds, len(kinds) == layers, f"{layers} entries, one for each layer")
+    _need(
+        "layer_types",
+        kinds,
+        len(kinds) == layers,
+        f"{counted(layers, 'entry')}, one for each layer",
+    )
     known = {"full_attention": 0, "sliding_attention": window}
     _need("layer_types", kinds, set(kinds) <= set(known), " or ".join(known))
     chosen = tuple(known[kind] for kind in kinds)

@@ -31,6 +31,7 @@ from megascale_checkpoint.export.safetensors_files import (
 from megascale_checkpoint.export.tensors import EMBEDDING, HEAD, Transfer, transfers
 from megascale_checkpoint.export.tokenizer_files import of_folder
 from megascale_checkpoint.export.values import Floats, to_logical
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError, invalid
 
 MAX_JSON_BYTES = 64 << 20  # of config.json and of the index; real ones have up to 10 MB
@@ -136,7 +137,8 @@ def _refuse_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorInFile
     if isinstance(layers, int) and layers > len(tensors):
         raise invalid(
             "config.json: num_hidden_layers",
-            f"{layers} layers, and the files hold {len(tensors)} tensors in all",
+            f"{counted(layers, 'layer')}, and the files hold "
+            f"{counted(len(tensors), 'tensor')} in all",
             "give the config.json that belongs to the files",
         )
 

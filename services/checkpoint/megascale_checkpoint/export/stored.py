@@ -27,6 +27,7 @@ from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, r
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.job.config import JobConfig, ModelConfig, from_accepted
 from megascale_common.job.problems import JobError
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import (
     CoverageError,
     DamagedError,
@@ -79,7 +80,9 @@ class ParameterReader:
         # Before a list of all layers is made.
         if not isinstance(layers, int) or layers > len(self.shapes):
             raise DamagedError(
-                name, f"its model is of {shown(layers)} layers with {len(self.shapes)} parameters"
+                name,
+                f"its model is of {shown(layers)} layers with "
+                f"{counted(len(self.shapes), 'parameter')}",
             )
         return _model(values, name)
 

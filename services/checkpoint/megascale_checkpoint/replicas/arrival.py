@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from megascale_checkpoint.replicas.connection import SILENCE_S, Activity, Connection, PeerError
 from megascale_checkpoint.replicas.protocol import SealedState, numbers_of
 from megascale_checkpoint.replicas.streams import MOST_STREAMS
+from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import NotFoundError, RequestError
 
 
@@ -40,7 +41,8 @@ class Arrival:
             self._close()
         # Only now: a stream whose request lay unread may have begun to write a piece again.
         if self._missing:
-            raise PeerError(f"{len(self._missing)} pieces have not arrived")
+            missing = len(self._missing)
+            raise PeerError(f"{counted(missing, 'piece')} {agreed(missing, 'have')} not arrived")
 
     def join(self, stream: Connection) -> None:
         """Take pieces over a further stream until it ends.

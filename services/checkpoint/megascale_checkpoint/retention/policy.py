@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megascale_checkpoint.commit_record import Checkpoint
+from megascale_common.node.visible import counted
 
 HOUR_S = 3600.0
 
@@ -64,8 +65,8 @@ class Retention:
     def __str__(self) -> str:
         rules = {
             f"the newest {self.keep_latest}": self.keep_latest,
-            f"one of every {self.keep_every_steps} steps": self.keep_every_steps,
-            f"one of every {self.keep_every_hours:g} hours": self.keep_every_hours,
+            f"one of every {counted(self.keep_every_steps, 'step')}": self.keep_every_steps,
+            f"one of every {counted(self.keep_every_hours, 'hour')}": self.keep_every_hours,
         }
         return " and ".join(text for text, given in rules.items() if given) or "all"
 

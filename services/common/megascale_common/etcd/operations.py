@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.errors import InvalidEtcdRequest
+from megascale_common.node.visible import counted
 
 # etcd's default --max-txn-ops, which holds for compares, success and failure operations each.
 MAX_TXN_OPERATIONS = 128
@@ -173,7 +174,7 @@ class KeySpace:
         for name, items in (("compare", compare), ("success", success), ("failure", failure)):
             if len(items) > MAX_TXN_OPERATIONS:
                 raise InvalidEtcdRequest(
-                    f"{name}: {len(items)} entries, etcd takes {MAX_TXN_OPERATIONS}: "
+                    f"{name}: {counted(len(items), 'entry')}, etcd takes {MAX_TXN_OPERATIONS}: "
                     "split the transaction"
                 )
         return rpc_pb2.TxnRequest(

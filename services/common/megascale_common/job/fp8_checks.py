@@ -24,12 +24,13 @@ def fp8_problems(config: JobConfig) -> Iterator[JobProblem]:
     yield from _widths(config)
     training, tp = config.training, config.parallelism.tp
     sequence_part = config.model.sequence_length // tp
-    if sequence_part * training.micro_batch_size % FP8_MULTIPLE:
+    tokens = sequence_part * training.micro_batch_size
+    if tokens % FP8_MULTIPLE:
         yield JobProblem(
             "trainer.training.micro_batch_size",
             f"a micro-batch has sequence_length / tp * {training.micro_batch_size} = "
-            f"{sequence_part * training.micro_batch_size} tokens on each rank; precision fp8 "
-            f"requires a multiple of {FP8_MULTIPLE}",
+            f"{'1 token' if tokens == 1 else f'{tokens} tokens'} on each rank; "
+            f"precision fp8 requires  a multiple of {FP8_MULTIPLE}",
             f"use trainer.model.sequence_length: {_next(config.model.sequence_length, tp)}, or "
             "trainer.training.precision: bf16",
         )

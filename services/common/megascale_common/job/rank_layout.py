@@ -63,7 +63,8 @@ class RankLayout:
             ValueError: ``rank`` lies outside the grid.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside the layout of {self.world_size} ranks")
+            ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+            raise ValueError(f"rank {rank} is outside the layout of {ranks}")
         values: dict[str, int] = {}
         rest = rank
         for axis in AXES:

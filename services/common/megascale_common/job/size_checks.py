@@ -80,9 +80,11 @@ def sizes(config: JobConfig) -> Iterator[JobProblem]:
     if model.layer_windows and (
         len(model.layer_windows) != model.layers or min(model.layer_windows) < 0
     ):
+        windows, layers = len(model.layer_windows), model.layers
         yield JobProblem(
             "trainer.model.layer_windows",
-            f"{len(model.layer_windows)} windows for {model.layers} layers, the smallest is "
+            f"{'1 window' if windows == 1 else f'{windows} windows'} for "
+            f"{'1 layer' if layers == 1 else f'{layers} layers'}, the smallest is "
             f"{min(model.layer_windows)}",
             "give one width in tokens per layer, 0 for none, or leave the list out and set "
             "trainer.model.window",
@@ -225,7 +227,8 @@ def parallelism(config: JobConfig) -> Iterator[JobProblem]:
     if stages and len(stages) != virtual_stages:
         yield JobProblem(
             "trainer.parallelism.stage_layers",
-            f"{len(stages)} entries for pp * virtual_stages = {virtual_stages}",
+            f"{'1 entry' if len(stages) == 1 else f'{len(stages)} entries'} for "
+            f"pp * virtual_stages = {virtual_stages}",
             "give one per virtual stage, in the order of the model",
         )
     elif stages and (min(stages) < 1 or sum(stages) != model.layers):
@@ -257,10 +260,11 @@ def batch(config: JobConfig) -> Iterator[JobProblem]:
         )
     elif config.parallelism.virtual_stages > 1 and config.micro_batches % config.parallelism.pp:
         unit *= config.parallelism.pp
+        several = config.micro_batches != 1
         yield JobProblem(
             "trainer.training.global_batch_size",
-            f"gives {config.micro_batches} micro-batches per replica; interleaving requires a "
-            "multiple of pp",
+            f"gives {config.micro_batches} micro-batch{'es' if several else ''} per replica; "
+            "interleaving requires a multiple of pp",
             f"use {-(-global_batch_size // unit) * unit}, or trainer.parallelism.virtual_stages: 1",
         )
 

@@ -19,8 +19,18 @@ def visible(text: str) -> str:
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def counted(number: int, thing: str) -> str:
+def counted(number: float, thing: str) -> str:
     """A number and what it counts, in the plural unless it is one."""
     if number == 1:
         return f"1 {thing}"
-    return f"{number:,} {thing}{'es' if thing.endswith(('ch', 's')) else 's'}"
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:,g}"
+    if thing.endswith("ry"):
+        return f"{shown} {thing[:-1]}ies"
+    return f"{shown} {thing}{'es' if thing.endswith(('ch', 's')) else 's'}"
+
+
+def agreed(number: int, verb: str) -> str:
+    """The verb of what is counted, given in the plural, such as ``are`` and ``wait``."""
+    if number != 1:
+        return verb
+    return {"are": "is", "have": "has", "were": "was"}.get(verb, f"{verb}s")

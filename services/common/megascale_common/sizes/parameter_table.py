@@ -282,7 +282,8 @@ def _check(config: JobConfig) -> None:
         (
             bool(sizes.stage_layers)
             and (len(sizes.stage_layers) != stages or sum(sizes.stage_layers) != model.layers),
-            f"trainer.parallelism.stage_layers must list {stages} numbers that add up to "
+            f"trainer.parallelism.stage_layers must list "
+            f"{'1 number that adds' if stages == 1 else f'{stages} numbers that add'} up to "
             f"trainer.model.layers={model.layers}",
         ),
     ]

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.visible import counted
 from megascale_common.service.identity import authority, people
 from megascale_common.service.identity.certificates import CA_FILE
 from megascale_common.service.identity.peers import Role
@@ -76,7 +77,7 @@ def issue_certificate(
         files = {"certificate": found.certificate, "key": found.key, "ca": found.ca}
         print(json.dumps({name: str(path) for name, path in files.items()} | {"days": days}))
         return
-    _console.print(f"{found.certificate} and {found.key}, valid for {days} days")
+    _console.print(f"{found.certificate} and {found.key}, valid for {counted(days, 'day')}")
 
 
 @app.command("person")

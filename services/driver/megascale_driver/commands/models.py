@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megascale_common.node.visible import counted
+
 _LLAMA: dict[str, Any] = {
     "block": "serial",
     "mlp": "swiglu",
@@ -94,7 +96,8 @@ class StartingModel:
         sequences = training["global_batch_size"] // training["micro_batch_size"]
         if sequences % dp:
             raise ValueError(
-                f"--ranks: {dp} replicas do not divide the {sequences} micro-batches of a step; "
+                f"--ranks: {counted(dp, 'replica')} do not divide the "
+                f"{counted(sequences, 'micro-batch')} of a step; "
                 "give another number, or change the batch in the file"
             )
         return replace(self, parallelism={**sizes, "dp": dp})

@@ -14,6 +14,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.corpus_record import data_file_problems
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
+from megascale_common.node.visible import counted
 from megascale_common.sizes.batch_scaling import scaled_batch
 from megascale_common.sizes.bubble import ideal_bubble
 from megascale_common.sizes.checkpoint_interval import best_interval_s, mtbf_s
@@ -125,7 +126,8 @@ def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], li
     base = {"world_size": world_size, "devices_per_node": devices_per_node}
     if not per_node:
         problem = (
-            f"a tensor-parallel group of {tp} does not fit on a node of {devices_per_node} devices"
+            f"a tensor-parallel group of {tp} does not fit on a node of "
+            f"{counted(devices_per_node, 'device')}"
         )
         remedy = f"use a tp of at most {devices_per_node}, or larger nodes (--devices-per-node)"
         return base, [JobProblem("trainer.parallelism.tp", problem, remedy)]

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megascale_common.node.visible import visible
+from megascale_common.node.visible import agreed, counted, visible
 from megascale_common.service.channel import open_channel, present
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
@@ -44,8 +44,8 @@ _SENTENCES = {
     "replaced": "another node is asked for in place of {node}",
     "not_replaced": "[yellow]this platform provides no node in place of {node}[/yellow]",
     "refused": "[red]node {node}[/red]: {error}",
-    "provided": "{count} nodes in all are asked for: {there} are there or on their way",
-    "not_provided": "[yellow]{count} nodes in all are asked for[/yellow]: {error}",
+    "provided": "{nodes} in all {are} asked for: {there} are there or on their way",
+    "not_provided": "[yellow]{nodes} in all {are} asked for[/yellow]: {error}",
 }
 
 Name = Annotated[
@@ -108,7 +108,11 @@ def provide(
     if as_json:
         print(json.dumps({"event": "provided", "count": count, "there": there}))
     else:
-        _console.print(_SENTENCES["provided"].format(count=count, there=there))
+        _console.print(_SENTENCES["provided"].format(**_asked(count), there=there))
+
+
+def _asked(count: int) -> dict[str, str]:
+    return {"nodes": counted(count, "node"), "are": agreed(count, "are")}
 
 
 @app.command()
@@ -143,6 +147,8 @@ def follow(
             print(json.dumps({"event": kind, **fields}), flush=True)
         else:
             plain = {key: escape(visible(str(value))) for key, value in fields.items()}
+            if "count" in fields:
+                plain |= _asked(fields["count"])
             _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
 
     follower = Follower(

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from megascale_common.node.visible import counted
 from megascale_common.sizes.checkpoint_interval import (
     HOUR_S,
     PUBLISHED_DEVICE_HOURS,
@@ -205,7 +206,7 @@ def spares(
     away = away_probability(device_hours / devices_per_node, repair_hours)
     count = enough_spares(nodes, away, probability)
     facts = {"nodes": nodes, "away_probability": away, "mean_away": nodes * away, "spares": count}
-    text = f"{count} spare nodes for {nodes}: on average {nodes * away:.2f} are away"
+    text = f"{counted(count, 'spare node')} for {nodes}: on average {nodes * away:.2f} are away"
     _answer({**facts, "probability": probability}, text, as_json)
 
 

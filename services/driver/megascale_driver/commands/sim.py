@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megascale_common.node.visible import counted
 from megascale_driver.commands import sim_plots
 from megascale_driver.network.congestion.arms import ARMS
 from megascale_driver.network.congestion.incast import Setup, simulate
@@ -101,7 +102,7 @@ def ecmp(
         print(json.dumps({"simulated": True, "hosts": hosts, "pp": pp, **shapes, "rows": rows}))
         return
     _print_rows(
-        f"{hosts} hosts, {fabric.tors} ToRs, simulated; mean of {seeds} seeds",
+        f"{counted(hosts, 'host')}, {fabric.tors} ToRs, simulated; mean of {seeds} seeds",
         means,
         ("order", "phase", "qps", "cross_tor", "mean_rate", "worst_rate", "slowest_hop_mean",
          "slowdown_p50", "slowdown_p99", "slowdown_max"),
@@ -124,7 +125,7 @@ def split_ports(
     if as_json:
         print(json.dumps({"ports": ports, "rows": rows}))
     else:
-        _print_rows(f"a ToR with {ports} links up", rows, ("split", "load", "conflict"))
+        _print_rows(f"a ToR with {counted(ports, 'link')} up", rows, ("split", "load", "conflict"))
 
 
 @app.command("cc")

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import ServiceError, UnavailableError
 from megascale_driver.platform import slurm, slurm_commands, slurm_further
 from megascale_driver.platform.allocation import Allocation, AllocationOptions, run_node
@@ -187,8 +188,8 @@ def nodes(
         print(json.dumps({"count": count, "there": there, "slurm_name": found.further_name}))
         return
     _console.print(
-        f"{there} nodes of SLURM are there or queued for. They end with the driver, or by "
-        f"`scancel --name={found.further_name}`",
+        f"{counted(there, 'node')} of SLURM {agreed(there, 'are')} there or queued for. "
+        f"They end with the driver, or by `scancel --name={found.further_name}`",
         soft_wrap=True,
     )
 

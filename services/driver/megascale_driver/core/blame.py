@@ -11,6 +11,7 @@ import math
 
 from megascale_common.node.logs.matcher import kind_of
 from megascale_common.node.logs.templates import fingerprint
+from megascale_common.node.visible import counted
 from megascale_driver.core import job_faults
 from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.candidates import usable
@@ -66,7 +67,12 @@ def blame(draft: Draft, job: Job) -> None:
     elsewhere = any(failures for name, failures in job.node_failures.items() if name != guilty.node)
     if count < patience or elsewhere:
         return  # failures that follow the job from node to node are caused by the job
-    _leave(draft, job, guilty, f"failed {count} times in a row without progress, most recently")
+    _leave(
+        draft,
+        job,
+        guilty,
+        f"failed {counted(count, 'time')} in a row without progress, most recently",
+    )
 
 
 def leave_for_another(draft: Draft, job: Job) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from megascale_common.node.visible import agreed, counted
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
 from megascale_driver.core.state import Liveness, Node, SwitchTrip
@@ -61,7 +62,8 @@ def allows(draft: Draft, node: str, rule: str = "silence") -> bool:
     names = [name for _, name in draft.breaker.evictions]
     _trip(
         draft,
-        f"{len(names)} nodes were lost within {draft.policy.breaker_window_s:g} s; node {node} and "
+        f"{counted(len(names), 'node')} {agreed(len(names), 'were')} lost within "
+        f"{draft.policy.breaker_window_s:g} s; node {node} and "
         "others that are only silent are observed, not evicted, until that window has passed",
         names,
     )
@@ -117,7 +119,8 @@ def _too_many(draft: Draft, silent: dict[str, list[str]]) -> bool:
     what = ", ".join(sorted(silent)[:MAX_NAMED])
     _trip(
         draft,
-        f"{len(names)} nodes of {len(silent)} switches ({what}) are silent at once: the "
+        f"{counted(len(names), 'node')} of {counted(len(silent), 'switch')} ({what}) "
+        "are silent at once: the "
         "driver's own network may have failed; silent nodes are observed, not evicted, for "
         f"{policy.breaker_window_s:g} s",
         names,
@@ -134,7 +137,8 @@ def _allows_of_switch(draft: Draft, node: Node, silent: dict[str, list[str]]) ->
         draft.breaker = replace(draft.breaker, switches=(*draft.breaker.switches, trip))
         _say_tripped(
             draft,
-            f"{len(silent[switch])} nodes of switch {switch} are silent at once: its network may "
+            f"{counted(len(silent[switch]), 'node')} of switch {switch} "
+            f"{agreed(len(silent[switch]), 'are')} silent at once: its network may "
             f"have failed; they are observed until {policy.dead_uncorroborated_after_s:g} s of "
             "silence",
             silent[switch],

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megascale_common.node.visible import counted
 from megascale_driver.core import blame
 from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
@@ -62,7 +63,7 @@ def check(draft: Draft, job: Job) -> Job:
         window_h = draft.policy.restart_window_s / 3600
         spent = (
             f"recovery.max_restarts = {recovery.max_restarts} is spent: "
-            f"{recent} restarts for {cause} within {window_h:g} hours"
+            f"{counted(recent, 'restart')} for {cause} within {counted(window_h, 'hour')}"
         )
         return _end(draft, job, spent)
     if job.restarts_without_progress > allowed:
@@ -90,7 +91,8 @@ class Setback:
         if self.failures < REPEATED:
             return f"it has not come past step {self.step} again since an attempt failed"
         return (
-            f"{self.failures} attempts in a row came no further than step {self.step}; the newest "
+            f"{counted(self.failures, 'attempt')} in a row came no further than step "
+            f"{self.step}; the newest "
             f"failed because {self.why}"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megascale_common.node.visible import agreed, counted
 from megascale_driver.core import unreadable
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.events import DeleteRequested
@@ -37,9 +38,10 @@ def expire(draft: Draft) -> None:
     surplus = max(0, len(ended) - policy.keep_ended_jobs)
     for number, job in enumerate(ended[:MAX_AT_ONCE]):
         if number < surplus:
-            why = f"more than {policy.keep_ended_jobs} jobs have ended, and it was the first"
+            why = f"more than {counted(policy.keep_ended_jobs, 'job')} "
+            why += f"{agreed(policy.keep_ended_jobs, 'have')} ended, and it was the first"
         elif job.updated_at_s < oldest_s:
-            why = f"it ended more than {policy.keep_ended_s / 86_400:g} days ago"
+            why = f"it ended more than {counted(policy.keep_ended_s / 86_400, 'day')} ago"
         else:
             return
         _delete(draft, job, why, DRIVER)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megascale_common.job import config as job_config
 from megascale_common.job.data_config import skipping
+from megascale_common.node.visible import counted
 from megascale_driver.analysis.divergence import Divergence, DivergenceKind
 from megascale_driver.core import jobs, rolling_back
 from megascale_driver.core.analysis_events import LossDiverged
@@ -76,7 +77,10 @@ def _cannot_go_back(job: Job, back_to: int) -> str:
         return "there is no checkpoint to go back to"
     limit = job.config.recovery.max_roll_backs
     if len(job.rollbacks) >= limit:
-        return f"the job was taken back {len(job.rollbacks)} times (recovery.max_roll_backs)"
+        return (
+            f"the job was taken back {counted(len(job.rollbacks), 'time')} "
+            "(recovery.max_roll_backs)"
+        )
     return ""
 
 
@@ -115,13 +119,14 @@ def _committed_since(job: Job, found: Divergence) -> tuple[int, ...]:
 
 def _message(job: Job, found: Divergence) -> str:
     at = found.sample
-    steps = f"{found.count} steps in a row, {found.first_step} to {at.step}"
+    steps = f"{counted(found.count, 'step')} in a row, {found.first_step} to {at.step}"
     figures = f"(loss {at.loss:.6g}, gradient norm {at.gradient_norm:.4g})"
     if found.kind is DivergenceKind.NON_FINITE:
         return f"the loss or the gradient norm was not finite in {steps} {figures}"
     factor = job.config.recovery.loss_rise_factor
     return (
-        f"the loss was above {factor:g} times its start of {found.start_loss:.6g} in {steps} "
+        f"the loss was above {counted(factor, 'time')} its start of {found.start_loss:.6g} "
+        f"in {steps} "
         f"{figures}"
     )
 
@@ -149,7 +154,7 @@ def _evidence(job: Job, found: Divergence) -> tuple[Evidence, ...]:
             "step-record",
             source,
             f"step {at.step}: loss {at.loss:.6g}, gradient norm {at.gradient_norm:.6g}, "
-            f"{at.skipped_updates} updates skipped so far",
+            f"{counted(at.skipped_updates, 'update')} skipped so far",
         ),
         Evidence("start", source, f"mean loss of the first steps {found.start_loss:.6g}"),
     )

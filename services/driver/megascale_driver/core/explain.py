@@ -228,7 +228,7 @@ def _failing_replicas(state: Cluster, job: Job) -> str:
 
 def _short_of_spares(job: Job) -> str:
     missing = job.current.spares_short
-    return f"; {missing} more spares should stand by" if missing else ""
+    return f"; {counted(missing, 'more spare')} should stand by" if missing else ""
 
 
 def _slower_than_plan(job: Job) -> str:
@@ -246,10 +246,11 @@ def _auto_interval(job: Job) -> str:
         return "; it decides how often it saves once it has taken steps"
     cost_s = job.last_record.get("checkpoint_cost_s")
     if cost_s is None:
-        return f"; it saves every {steps} steps until it has measured what a save costs"
+        return f"; it saves every {counted(steps, 'step')} until it has measured what a save costs"
     found = failure_rate.rate(checkpoint, job.current.failure_count, job.config.layout.world_size)
     return (
-        f"; it saves every {steps} steps: a save costs {cost_s:.2g} s, and one failure is expected "
+        f"; it saves every {counted(steps, 'step')}: a save costs {cost_s:.2g} s, and one "
+        "failure is expected "
         f"every {found.mtbf_s / 3600:.3g} hours"
     )
 
@@ -275,12 +276,12 @@ def needs(job: Job, nodes: list[Node]) -> str:
         reverse=True,
     )
     if not shapes:
-        return f"{world} devices in groups of {tp} on one node"
+        return f"{counted(world, 'device')} in groups of {tp} on one node"
     size, kind = shapes[0]
     size = size // tp * tp
     if world <= size:
-        return f"1 node with {world} {kind} devices"
-    return f"{-(-world // size)} nodes with {size} {kind} devices"
+        return f"1 node with {counted(world, f'{kind} device')}"
+    return f"{counted(-(-world // size), 'node')} with {counted(size, f'{kind} device')}"
 
 
 def _waiting(state: Cluster, job: Job) -> str:

@@ -7,6 +7,7 @@ come back as one that gets work. A forgotten node that comes back after all join
 
 from __future__ import annotations
 
+from megascale_common.node.visible import counted
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
 from megascale_driver.core.state import Disposition, Liveness, Node
@@ -60,7 +61,7 @@ def _forget(draft: Draft, names: list[str], limit_s: float) -> None:
     what = f"node {shown} is" if one else f"nodes {shown}{more} are"
     draft.log(
         "NODE_FORGOTTEN",
-        f"{what} forgotten: dead for more than {limit_s / 3600:g} hours, and no job needs "
+        f"{what} forgotten: dead for more than {counted(limit_s / 3600, 'hour')}, and no job needs "
         f"{'it' if one else 'them'}",
         subject=f"nodes/{names[0]}" if one else "cluster", policy="retention",
         evidence=tuple(Evidence("silence", f"nodes/{name}", "dead") for name in names),

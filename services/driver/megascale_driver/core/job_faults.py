@@ -8,6 +8,7 @@ its restart budgets.
 
 from __future__ import annotations
 
+from megascale_common.node.visible import counted
 from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.rules import Mode
@@ -62,7 +63,7 @@ def decide_on_memory(draft: Draft, job: Job) -> None:
     if count < OUT_OF_MEMORY_PATIENCE:
         return
     if not has_run(job):
-        why = f"{count} attempts in a row ran out of memory: {exhausted[0].message}"
+        why = f"{counted(count, 'attempt')} in a row ran out of memory: {exhausted[0].message}"
         end(draft, job, why)
         return
     for fault in exhausted:

@@ -318,9 +318,12 @@ def _advance_starting(draft: Draft, job: Job) -> None:
             phase=JobPhase.RUNNING,
             reason=f"attempt {job.attempt} runs on {counted(len(job.slots), 'node')}",
         )
+        workers = job.config.layout.world_size
+        all_run = f"all {workers} workers of attempt {job.attempt} run"
+        one_runs = f"the one worker of attempt {job.attempt} runs"
         draft.log(
             "ATTEMPT_STARTED", subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-            message=f"all {job.config.layout.world_size} workers of attempt {job.attempt} run",
+            message=all_run if workers > 1 else one_runs,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from megascale_common.node.visible import agreed, counted
 from megascale_driver.analysis.logs.correlation import Verdict, verdict
 from megascale_driver.core import blame, breaker, job_faults, kernel_faults, nodes
 from megascale_driver.core.attempt import Fault, FaultKind
@@ -60,7 +61,8 @@ def write(draft: Draft, job: Job) -> Verdict | None:
     if root is None:
         return None
     line = root.evidence[:_MAX_LINE]
-    aside = f"; {root.set_aside} other lines are set aside" if root.set_aside else ""
+    others = counted(root.set_aside, "other line")
+    aside = f"; {others} {agreed(root.set_aside, 'are')} set aside" if root.set_aside else ""
     named = root.nodes[:MAX_NAMED]
     draft.log(
         REASON,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megascale_common.node.visible import counted
 from megascale_driver.core.state import Job, Report
 
 MAX_ATTEMPT = 1_000_000
@@ -37,7 +38,10 @@ def stored(job: Job) -> str:
         if any(not 0 <= rank < world_size for rank in slot.ranks):
             return f"slots: {slot.node} has a rank beyond the job's {world_size}"
         if len(slot.ranks) != len(slot.devices):
-            return f"slots: {slot.node} has {len(slot.ranks)} ranks and {len(slot.devices)} devices"
+            return (
+                f"slots: {slot.node} has {counted(len(slot.ranks), 'rank')} and "
+                f"{counted(len(slot.devices), 'device')}"
+            )
     return ""
 
 

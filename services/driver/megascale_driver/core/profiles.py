@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from megascale_common.node.attempt_files import trace_file
+from megascale_common.node.visible import counted
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence, ProfileCancelRequested, ProfileRequested
 from megascale_driver.core.state import (
@@ -105,7 +106,7 @@ def _request(draft: Draft, job: Job, event: ProfileRequested) -> None:
     elif expected_s > policy.profile_ahead_s:
         draft.refuse(
             "STEPS_TOO_FAR",
-            f"step {last} is {expected_s / 60:.0f} minutes ahead; "
+            f"step {last} is {counted(round(expected_s / 60), 'minute')} ahead; "
             f"name steps within {policy.profile_ahead_s / 60:.0f}",
         )
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from megascale_common.node.visible import counted
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import QuotaRequested
 from megascale_driver.core.policy import Policy
@@ -69,7 +70,7 @@ def devices_held(jobs: Iterable[Job]) -> dict[str, int]:
 def _limit(devices: int | None) -> str:
     if devices is None:
         return "not limited"
-    return f"{devices} device{'' if devices == 1 else 's'}"
+    return counted(devices, "device")
 
 
 def _what_follows(held: int, quota: int | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from megascale_common.node.visible import counted
 from megascale_driver.analysis.baselines import REPEATS
 from megascale_driver.core import breaker, nodes
 from megascale_driver.core.conditions import MAX_SLOW, SlowCheck
@@ -48,7 +49,9 @@ def compared(draft: Draft, event: CheckCompared) -> None:
 
 def _advise(draft: Draft, event: CheckCompared, times: int) -> None:
     detail = event.detail[:_MAX_DETAIL]
-    reason = f"check {event.check} of {event.target} failed {times} times in a row: {detail}"
+    reason = (
+        f"check {event.check} of {event.target} failed {counted(times, 'time')} in a row: {detail}"
+    )
     evidence = (Evidence("check", f"nodes/{event.node}", event.check),)
     enforced = draft.enforced(REPEATED_CHECK)
     if enforced and breaker.allows(draft, event.node, REPEATED_CHECK):

@@ -29,7 +29,7 @@ KEPT_DAMAGED = 256  # damaged snapshots that are known to have a line
 def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
     """How the job ends, all of whose nodes have finished; None while that is not known yet."""
     steps = job.config.training.steps
-    done = f"all {steps} steps are done"
+    done = _all_done(steps)
     if (restore := job.current.restore) and restore.step >= steps and is_earlier(job, restore):
         done = _nothing_left(job)  # its workers have committed what was in memory
     if not job.config.checkpoint.uri or _saved(job):
@@ -78,8 +78,12 @@ def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[Jo
         committed_by_attempt=restore.written_by_attempt,
         manifest_uri=restore.manifest_uri,
     )
-    text = f"all {steps} steps are done: attempt {restore.written_by_attempt} has saved the last"
+    text = f"{_all_done(steps)}: attempt {restore.written_by_attempt} has saved the last"
     return JobPhase.SUCCEEDED, _nothing_left(job) if is_earlier(job, restore) else text
+
+
+def _all_done(steps: int) -> str:
+    return f"all {steps} steps are done" if steps > 1 else "the one step is done"
 
 
 def is_earlier(job: Job, restore: RestorePlan | None) -> bool:
@@ -218,7 +222,7 @@ def _remedy(job: Job, failure: CheckpointFailure) -> str:
         return f"; {room}" if full else ""
     ends = "fails" if checkpoint.require_final else "ends without it"
     return (
-        f". All {job.config.training.steps} steps are done, and the save is tried again until "
+        f". {_all_done(job.config.training.steps).capitalize()}, and the save is tried again until "
         f"{utc(_deadline_s(job))}: {room} before that, or the job {ends}"
     )
 

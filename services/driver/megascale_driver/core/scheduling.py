@@ -265,8 +265,10 @@ def _say_shortage(draft: Draft, job: Job) -> None:
         recovery = job.config.recovery
         draft.log(
             "SPARES_SHORT",
-            f"{len(job.spares)} of {wanted} spares stand by: with {len(job.slots)} nodes and "
-            f"repairs of {recovery.repair_hours:g} hours so many suffice with a probability of "
+            f"{len(job.spares)} of {counted(wanted, 'spare')} stand by: with "
+            f"{counted(len(job.slots), 'node')} and "
+            f"repairs of {counted(recovery.repair_hours, 'hour')} so many suffice with a "
+            "probability of "
             f"{recovery.spare_probability:g}",
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="spares",
             outcome="training continues; the next lost node may leave the job waiting",

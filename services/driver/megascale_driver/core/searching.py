@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megascale_common.node.visible import agreed, counted
 from megascale_driver.analysis.group_search import Search, advance, begin, replayed, taken
 from megascale_driver.core import blame, breaker, job_faults, nodes
 from megascale_driver.core.attempt import FaultKind, Searching, SearchLog
@@ -124,7 +125,8 @@ def _begin(draft: Draft, job: Job) -> bool:
     draft.attempt(job.name, search_log=log)
     draft.log(
         "GROUP_CHECK_STARTED",
-        f"no fault of attempt {job.attempt} names a node: {len(able)} nodes check each other in "
+        f"no fault of attempt {job.attempt} names a node: {counted(len(able), 'node')} check "
+        "each other in "
         "groups",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="group-check",
         outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s",
@@ -145,8 +147,8 @@ def _resume(draft: Draft, job: Job) -> bool:
             return False
     draft.log(
         "GROUP_CHECK_STARTED",
-        f"a new leader goes on with round {search.rounds} of the checks that {len(log.nodes)} "
-        f"nodes of attempt {job.attempt} do in groups",
+        f"a new leader goes on with round {search.rounds} of the checks that "
+        f"{counted(len(log.nodes), 'node')} of attempt {job.attempt} do in groups",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="group-check",
         outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s in all",
     )  # fmt: skip
@@ -212,7 +214,8 @@ def _result(search: Search, suspects: tuple[str, ...], given_up: str) -> str:
     if search.bad:
         parts.append(f"found {_names(search.bad)}")
     if search.links:
-        parts.append(f"{len(search.links)} links between good nodes fail")
+        links = len(search.links)
+        parts.append(f"{counted(links, 'link')} between good nodes {agreed(links, 'fail')}")
     if suspects:
         parts.append(f"the culprit is among {_names(suspects)}")
     if search.left_out:
@@ -255,7 +258,8 @@ def _over_evict(draft: Draft, job: Job, suspects: tuple[str, ...]) -> None:
     enforced = draft.enforced("over-eviction")
     spare = _standing_by(draft, job)
     enough = spare >= len(suspects)
-    message = f"the culprit was not found and is among {_names(suspects)}; {spare} nodes stand by"
+    message = f"the culprit was not found and is among {_names(suspects)}; "
+    message += f"{counted(spare, 'node')} {agreed(spare, 'stand')} by"
     outcome = job_faults.left_by(job)
     if not enough:
         outcome = "nothing: too few nodes stand by to take their place; evict one by hand"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from megascale_common.node.visible import counted
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Audit, SilenceRequested
 from megascale_driver.core.standing import Silence
@@ -65,4 +66,4 @@ def _duration(seconds: float) -> str:
     if minutes < 120:
         return f"{minutes} min"
     hours = round(minutes / 60)
-    return f"{hours} h" if hours < 72 else f"{round(hours / 24)} days"
+    return f"{hours} h" if hours < 72 else counted(round(hours / 24), "day")

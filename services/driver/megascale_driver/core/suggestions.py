@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megascale_common.node.visible import counted
 from megascale_driver.core.attempt import FaultKind
 from megascale_driver.core.candidates import candidate
 from megascale_driver.core.events import Audit
@@ -139,7 +140,8 @@ def _room_for(state: Cluster, job: Job) -> Iterator[Suggestion]:
     world_size = job.config.layout.world_size
     if devices < world_size:
         yield Suggestion(
-            f"add nodes: all nodes together have {devices} devices, the job needs {world_size}",
+            f"add nodes: all nodes together have {counted(devices, 'device')}, the job needs "
+            f"{world_size}",
             "megascale node start NAME",
         )
         yield Suggestion("see which smaller layouts there are", "megascale plan FILE")

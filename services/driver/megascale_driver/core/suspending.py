@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megascale_common.node.visible import counted
 from megascale_driver.core import jobs, leaving
 from megascale_driver.core.attempt import LeaveKind
 from megascale_driver.core.draft import Draft
@@ -17,7 +18,7 @@ def refusal(job: Job) -> tuple[str, str]:
         return (
             "JOB_CANNOT_SAVE",
             f"job {job.name} runs without checkpoints (checkpoint.uri), so its "
-            f"{job.current.step} steps would be lost; let it end, or cancel it",
+            f"{counted(job.current.step, 'step')} would be lost; let it end, or cancel it",
         )
     return "", ""
 

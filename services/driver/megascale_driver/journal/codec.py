@@ -20,6 +20,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import CodecError
 from megascale_driver.core.storing import added_to, key_of, stored_fields
 
@@ -283,7 +284,7 @@ def _tuple_loader(arguments: tuple[Any, ...]) -> Loader:
         if not isinstance(value, list):
             raise _WrongError(f"expected a list, got {type(value).__name__}")
         if len(value) != len(loaders):
-            raise _WrongError(f"expected {len(loaders)} values, got {len(value)}")
+            raise _WrongError(f"expected {counted(len(loaders), 'value')}, got {len(value)}")
         return tuple(loader(item) for loader, item in zip(loaders, value, strict=True))
 
     return read_each

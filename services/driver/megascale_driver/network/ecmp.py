@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megascale_common.node.visible import counted
 from megascale_driver.network.fabric import Fabric, Floats, mixed_bits
 from megascale_driver.network.max_min import max_min_rates
 from megascale_driver.network.traffic import BadJob, Pairs, hosts_in_order, pairs
@@ -85,10 +86,14 @@ def simulate(fabric: Fabric, pp: int, order: str, phase: str, qps: int, seed: in
         BadJob: the hosts cannot be divided by ``pp``, or there are too many flows.
     """
     if pp < 1 or fabric.hosts % pp:
-        raise BadJob(f"pp {pp} does not divide {fabric.hosts} hosts: give a divisor of the hosts")
+        raise BadJob(
+            f"pp {pp} does not divide {counted(fabric.hosts, 'host')}: give a divisor of the hosts"
+        )
     flows = fabric.hosts * fabric.rails * qps
     if not 1 <= flows <= MOST_FLOWS:
-        raise BadJob(f"{flows:,} flows: give fewer hosts or queue pairs, {MOST_FLOWS:,} at most")
+        raise BadJob(
+            f"{counted(flows, 'flow')}: give fewer hosts or queue pairs, {MOST_FLOWS:,} at most"
+        )
     places = hosts_in_order(order, fabric.hosts // pp, pp, fabric.hosts_per_tor, seed)
     found = pairs(phase, places, fabric.rails)
     here = fabric.tor_of(found.source, found.rail)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from megascale_common.node.visible import counted
 from megascale_driver.placement.gang import Candidate, Part, place
 from megascale_driver.placement.queue_values import Choice, WaitingJob
 from megascale_driver.planner.placement_cost import Score, Traffic, score
@@ -28,10 +29,10 @@ def cheapest(job: WaitingJob, candidates: Iterable[Candidate]) -> Choice | None:
         return None
     by_name = {c.name: c for c in candidates}
     switches = {by_name[part.node].switch for part in parts}
-    nodes = f"{len(parts)} node{'' if len(parts) == 1 else 's'}"
+    nodes = counted(len(parts), "node")
     if switches == {""}:
         return Choice(parts, f"{nodes}, the fewest that have room")
-    count = f"{len(switches)} switch{'' if len(switches) == 1 else 'es'}"
+    count = counted(len(switches), "switch")
     why = f"{nodes} on {count}, the fewest that have room"
     if job.traffic is None:
         return Choice(parts, why)
@@ -92,7 +93,8 @@ def described(cost: Score) -> str:
     """A score in words."""
     return (
         f"{100 * cost.cross_share:.0f} % of the {_text(cost.between_bytes)} a step between nodes "
-        f"crosses switches ({cost.crossing_edges} edges), cost {_text(cost.cost)} x tiers"
+        f"crosses switches ({counted(cost.crossing_edges, 'edge')}), cost {_text(cost.cost)} "
+        "x tiers"
     )
 
 
@@ -108,7 +110,7 @@ def _orders(columns: int, stages: int, room: int) -> Iterator[tuple[str, list[in
     ]
     shapes.sort(key=lambda shape: (-shape[0] * shape[1], shape))
     for wide, deep in shapes[:MAX_BLOCKS]:
-        yield f"blocks of {wide} x {deep} stages", _tiled(columns, stages, wide, deep)
+        yield f"blocks of {wide} x {counted(deep, 'stage')}", _tiled(columns, stages, wide, deep)
 
 
 def _tiled(columns: int, stages: int, wide: int, deep: int) -> list[int]:

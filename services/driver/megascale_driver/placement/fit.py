@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobProblem
+from megascale_common.node.visible import counted
 from megascale_common.sizes.spare_count import wanted_spares
 from megascale_driver.placement.gang import Candidate, place
 
@@ -90,7 +91,10 @@ def _lack(config: JobConfig, known: Sequence[Candidate]) -> str:
     if place(world_size, tp, known) is not None:
         return ""
     if tp > (largest := max(len(node.devices) for node in known)):
-        return f"it needs nodes of at least {tp} devices, and the largest known one has {largest}"
+        return (
+            f"it needs nodes of at least {counted(tp, 'device')}, and the largest known one has "
+            f"{largest}"
+        )
     groups = f" in groups of {tp} on one node" if tp > 1 else ""
     return (
         f"it needs {_devices(world_size)} of one kind{groups}, and {_nodes(len(known))} known so "
@@ -109,11 +113,11 @@ def _usable(nodes: Iterable[Candidate], tp: int) -> int:
 
 
 def _devices(count: int) -> str:
-    return f"{count} device{'s' if count > 1 else ''}"
+    return counted(count, "device")
 
 
 def _nodes(count: int) -> str:
-    return f"{count} node{'' if count == 1 else 's'}"
+    return counted(count, "node")
 
 
 def _gib(size_bytes: int) -> str:

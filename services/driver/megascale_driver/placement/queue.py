@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megascale_common.node.visible import counted
 from megascale_driver.placement import reservation
 from megascale_driver.placement.cost import cheapest, rescored
 from megascale_driver.placement.gang import Candidate, replace_lost
@@ -108,7 +109,8 @@ class _Round:
         largest = self._known.largest()
         if job.tp > largest:
             return (
-                f"it needs nodes of at least {job.tp} devices, and the largest that may be used "
+                f"it needs nodes of at least {counted(job.tp, 'device')}, and the largest "
+                "that may be used "
                 f"has {largest}"
             )
         return f"{needs}, and the nodes that may be used can give {self._known.most(job.tp)}"
@@ -228,7 +230,10 @@ def _with_survivors(job: WaitingJob, usable: dict[str, Candidate]) -> Choice | N
     kept = len(parts) - len(fresh)
     spares = [name for name in fresh if name in job.spares]
     origin = "spare" if len(spares) == len(fresh) else "node"
-    text = f"{kept} of {len(parts)} nodes keep their ranks, {origin} {_list(fresh)} joins them"
+    text = (
+        f"{kept} of {counted(len(parts), 'node')} keep their ranks, {origin} {_list(fresh)} "
+        "joins them"
+    )
     return rescored(job, Choice(parts, text), fresh, welcome)
 
 
@@ -258,7 +263,7 @@ def _need(job: WaitingJob) -> str:
 
 
 def _devices(job: WaitingJob) -> str:
-    return f"{job.world_size} device{'' if job.world_size == 1 else 's'}"
+    return counted(job.world_size, "device")
 
 
 def _list(names: Sequence[str]) -> str:

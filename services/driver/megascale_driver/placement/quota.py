@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from megascale_common.node.visible import counted
 from megascale_driver.placement.queue_values import RunningJob, WaitingJob
 
 
@@ -60,4 +61,4 @@ class Ledger:
 
 
 def _devices(count: int) -> str:
-    return f"{count} device{'' if count == 1 else 's'}"
+    return counted(count, "device")

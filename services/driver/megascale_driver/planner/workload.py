@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megascale_common.node.visible import agreed, counted
 from megascale_driver.planner.gpus import GPUS, Gpu
 from megascale_driver.planner.points import RECOMPUTE, Points
 from megascale_driver.planner.systems import SYSTEMS
@@ -168,7 +169,7 @@ def illegal(w: Workload, gpu: Gpu | None = None) -> str:
             w.system == "ours" and w.kv_heads % w.tp != 0,
             f"tp: kv_heads {w.kv_heads} are not a multiple of {w.tp}",
         ),
-        (w.pp > w.layers, f"pp: {w.pp} stages for {w.layers} layers"),
+        (w.pp > w.layers, f"pp: {counted(w.pp, 'stage')} for {counted(w.layers, 'layer')}"),
         (
             not w.stage_layers and w.layers % (w.pp * w.vpp) != 0,
             f"vpp: layers {w.layers} are not a multiple of pp {w.pp} x vpp {w.vpp}",
@@ -176,14 +177,15 @@ def illegal(w: Workload, gpu: Gpu | None = None) -> str:
         (
             bool(w.stage_layers)
             and (len(w.stage_layers) != w.pp * w.vpp or sum(w.stage_layers) != w.layers),
-            f"stage_layers: {str(list(w.stage_layers))[:40]} are not {w.pp * w.vpp} numbers that "
+            f"stage_layers: {str(list(w.stage_layers))[:40]} are not "
+            f"{counted(w.pp * w.vpp, 'number')} that "
             f"add up to {w.layers}",
         ),
         (
             w.schedule != "1f1b" and w.pp == 1,
             f"schedule: {w.schedule} needs more than one stage",
         ),
-        (w.vpp > 1 and w.pp == 1, f"vpp: {w.vpp} chunks need more than one stage"),
+        (w.vpp > 1 and w.pp == 1, f"vpp: {counted(w.vpp, 'chunk')} need more than one stage"),
         (
             w.global_batch % unit != 0,
             f"global_batch: {w.global_batch} is not a multiple of dp {w.dp} x micro_batch "
@@ -191,13 +193,14 @@ def illegal(w: Workload, gpu: Gpu | None = None) -> str:
         ),
         (
             w.vpp > 1 and w.global_batch // unit % w.pp != 0,
-            f"vpp: {w.global_batch // unit} micro-batches are not a multiple of pp {w.pp}",
+            f"vpp: {counted(w.global_batch // unit, 'micro-batch')} "
+            f"{agreed(w.global_batch // unit, 'are')} not a multiple of pp {w.pp}",
         ),
         (
             w.precision == "fp8" and not device.peak_fp8_flops,
             f"precision: {w.gpu} has no fp8",
         ),
-        (w.bf16_layers > w.layers, f"bf16_layers: {w.bf16_layers} of {w.layers} layers"),
+        (w.bf16_layers > w.layers, f"bf16_layers: {w.bf16_layers} of {counted(w.layers, 'layer')}"),
     )
     return next((text for holds, text in problems if holds), "")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import OptionError
 
 # Of the reasons for drains: it shows the platform's operators, and this project, whose they are.
@@ -102,4 +103,7 @@ def require_count(count: int) -> None:
         OptionError: it is not from 1 to :data:`MAX_NODES`.
     """
     if not 1 <= count <= MAX_NODES:
-        raise OptionError(f"count: {count} nodes are asked for; give 1 to {MAX_NODES}")
+        raise OptionError(
+            f"count: {counted(count, 'node')} {agreed(count, 'are')} asked for; give 1 to "
+            f"{MAX_NODES}"
+        )

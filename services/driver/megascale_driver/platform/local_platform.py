@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from megascale_common.node.files import replace_file
+from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
 from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
 from megascale_driver.platform.joining import RunningCluster
@@ -84,7 +85,8 @@ class LocalPlatform:
         require_count(count)
         if count > MAX_LOCAL_NODES:
             raise UnavailableError(
-                f"{count} nodes are asked for, and a machine runs at most {MAX_LOCAL_NODES}"
+                f"{counted(count, 'node')} {agreed(count, 'are')} asked for, and a machine "
+                f"runs at most {MAX_LOCAL_NODES}"
             )
         while len(serving := self._serving()) < count:
             cluster = self._cluster()

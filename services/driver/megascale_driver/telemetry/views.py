@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from megascale.v1 import driver_pb2
+from megascale_common.node.visible import counted
 from megascale_driver.analysis.spans.clocks import Exchange, clocks
 from megascale_driver.analysis.spans.counters import CounterChange, windows_of
 from megascale_driver.analysis.spans.decline import compared
@@ -159,7 +160,7 @@ class SpanViews:
         if not len(table):
             raise LookupError("there are no spans of these steps")
         if len(table) > MAX_TRACED:
-            raise ValueError(f"they have {len(table)} spans, a trace holds {MAX_TRACED}")
+            raise ValueError(f"they have {counted(len(table), 'span')}, a trace holds {MAX_TRACED}")
         trace = merged(table, clocks(table, exchanges))
         return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), 5, mtime=0)
 

@@ -16,6 +16,7 @@ from megascale_common.node import framing
 from megascale_common.node.addresses import split
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import Assignment
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import AssignmentError
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.diagnostics.wanted_network import WantedNetwork, WantedSetting
@@ -41,7 +42,8 @@ def check_assignment(
     world_size = config.layout.world_size
     if not ranks or len(ranks) != len(indices):
         raise AssignmentError(
-            f"{len(ranks)} ranks on {len(indices)} devices: each rank needs one device"
+            f"{counted(len(ranks), 'rank')} on {counted(len(indices), 'device')}: each rank "
+            "needs one device"
         )
     if len(set(ranks)) != len(ranks) or len(set(indices)) != len(indices):
         raise AssignmentError(f"ranks {ranks} on devices {indices}: each may be listed once only")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity.certificates import Certificates
 from megascale_executor.agent.kernel_log import KERNEL_LOG
@@ -129,7 +130,7 @@ def parse_topology(labels: Sequence[str]) -> dict[str, str]:
         parsed[key] = value
     if len(parsed) > MAX_TOPOLOGY_LABELS:
         raise OptionError(
-            f"--topology: {len(parsed)} labels; at most {MAX_TOPOLOGY_LABELS} are kept"
+            f"--topology: {counted(len(parsed), 'label')}; at most {MAX_TOPOLOGY_LABELS} are kept"
         )
     return parsed
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import DeviceQueryError
 from megascale_executor.diagnostics.devices import DeviceFacts, list_gpus
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
@@ -29,7 +30,7 @@ async def check(registered: Sequence[DeviceFacts]) -> list[Finding]:
     begin = time.monotonic()
     if registered[0].kind == "cpu":
         usable = len(os.sched_getaffinity(0))
-        detail = f"{usable} processors usable by {len(registered)} slots"
+        detail = f"{counted(usable, 'processor')} usable by {counted(len(registered), 'slot')}"
         return [Finding(NAME, f"cpu:{device.index}", "PASS", detail) for device in registered]
     try:
         present = await list_gpus()

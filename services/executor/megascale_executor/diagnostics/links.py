@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascale_common.node.process import child_environment
+from megascale_common.node.visible import counted
 from megascale_executor.counters.network import ports
 from megascale_executor.counters.reading import folders
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
@@ -58,7 +59,9 @@ class RdmaPairs(Diagnostic):
         found: list[Finding] = []
         for pair in pairs:
             if time.monotonic() > end_s:
-                detail = f"{len(pairs) - len(found)} pairs: the time of this test is over"
+                detail = (
+                    f"{counted(len(pairs) - len(found), 'pair')}: the time of this test is over"
+                )
                 found.append(Finding(self.name, "node", "SKIPPED", detail))
                 break
             found.append(await self._pair(*pair))
@@ -153,7 +156,7 @@ def measure_pairs(hosts: dict[str, str], size: int = TCP_BYTES) -> list[Finding]
     found: list[Finding] = []
     for source, target in pairs:
         if time.monotonic() > end_s:
-            detail = f"{len(pairs) - len(found)} pairs: the time of this test is over"
+            detail = f"{counted(len(pairs) - len(found), 'pair')}: the time of this test is over"
             return [*found, Finding("interface_pairs", "node", "SKIPPED", detail)]
         found.append(_tcp(f"{source}>{target}", hosts[source], hosts[target], size))
     return found

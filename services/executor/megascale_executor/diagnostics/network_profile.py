@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megascale_common.node.visible import counted
 from megascale_executor.counters.reading import folders
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
@@ -66,7 +67,9 @@ def compare_environment(
     if kept or replaced:
         return Finding(NAME, "environment", "DEGRADED", "; ".join([*kept, *replaced]))
     count = len(wanted.settings)
-    return Finding(NAME, "environment", "PASS", f"the workers get {count} settings of NCCL")
+    return Finding(
+        NAME, "environment", "PASS", f"the workers get {counted(count, 'setting')} of NCCL"
+    )
 
 
 def compare_release(wanted: WantedNetwork, found: str) -> Finding:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megascale_common.node.visible import counted
+
 MAX_SETTINGS = 64  # of NCCL in an assignment; a profile has some twenty
 MAX_CARDS = 64  # of a node, in an assignment
 MAX_VALUE_CHARS = 1024  # of a setting: 64 cards by name
@@ -39,7 +41,8 @@ class WantedNetwork:
     def __post_init__(self) -> None:
         if len(self.settings) > MAX_SETTINGS or len(self.cards) > MAX_CARDS:
             raise ValueError(
-                f"{len(self.settings)} settings and {len(self.cards)} cards: at most "
+                f"{counted(len(self.settings), 'setting')} and "
+                f"{counted(len(self.cards), 'card')}: at most "
                 f"{MAX_SETTINGS} and {MAX_CARDS}"
             )
         for card in self.cards:

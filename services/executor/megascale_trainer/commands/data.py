@@ -28,7 +28,7 @@ from megascale_common.job.corpus_record import (
     CorpusRecord,
     record_path,
 )
-from megascale_common.node.visible import visible
+from megascale_common.node.visible import counted, visible
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.indexed import MAGIC, IndexedDataset, bin_path, idx_path, token_dtype
 from megascale_trainer.data.indexed_writer import IndexedWriter
@@ -271,7 +271,7 @@ def inspect(
             return
         _print(summary, as_json)
         for number, document in enumerate(shown):
-            _output.rule(f"document {number}: {document['tokens']} tokens")
+            _output.rule(f"document {number}: {counted(document['tokens'], 'token')}")
             _output.print(
                 visible(document["text"]) if document["text"] is not None else document["ids"],
                 markup=False,

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megascale_common.node import framing
+from megascale_common.node.visible import counted
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 from megascale_trainer.data.ring import Geometry, create_memory
@@ -244,7 +245,8 @@ class LoaderServer:
             self._rings[name, dp_rank] = ring
         if (ring.first_sample, ring.readers) != (first_sample, readers):
             raise DataError(
-                f"dp rank {dp_rank}: asked for sample {first_sample} with {readers} readers, but "
+                f"dp rank {dp_rank}: asked for sample {first_sample} with "
+                f"{counted(readers, 'reader')}, but "
                 f"its other readers asked for sample {ring.first_sample} with {ring.readers}"
             )
         return ring

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 
+from megascale_common.node.visible import counted
+
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
 
@@ -23,7 +25,7 @@ class Permutation:
 
     def __init__(self, size: int, name: str) -> None:
         if not 0 < size <= 1 << 62:
-            raise ValueError(f"a permutation of {size} numbers: give 1 to 2**62")
+            raise ValueError(f"a permutation of {counted(size, 'number')}: give 1 to 2**62")
         self._size = size
         bits = max(2, (size - 1).bit_length())
         # Halves of b and b or b + 1 bits, which change sides every round.

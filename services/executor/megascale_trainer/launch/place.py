@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.node.addresses import on_route_to
+from megascale_common.node.visible import counted
 
 LOOPBACK = "127.0.0.1"
 
@@ -86,7 +87,8 @@ class Place:
                 [
                     JobProblem(
                         "trainer.parallelism",
-                        f"{product} makes {wanted} ranks, but {self.world_size} were started",
+                        f"{product} makes {counted(wanted, 'rank')}, but {self.world_size} "
+                        "were started",
                         f"start {wanted} (torchrun --nproc-per-node {wanted} on one host), "
                         "or change the sizes",
                     )
@@ -97,7 +99,8 @@ class Place:
                 [
                     JobProblem(
                         "trainer.parallelism.tp",
-                        f"{self.local_world_size} ranks of a host hold no whole tensor-parallel "
+                        f"{counted(self.local_world_size, 'rank')} of a host hold no whole "
+                        "tensor-parallel "
                         f"groups of {sizes.tp}",
                         "give --nproc-per-node a multiple of tp",
                     )

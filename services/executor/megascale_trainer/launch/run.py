@@ -24,7 +24,7 @@ from megascale_common.node.addresses import is_loopback, listen
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
 from megascale_common.node.incarnation import network_view
 from megascale_common.node.messages import Assignment
-from megascale_common.node.visible import visible
+from megascale_common.node.visible import counted, visible
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
 from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch
@@ -206,7 +206,8 @@ class Run:
         kind = "cuda" if wanted == "cuda" or (wanted == "auto" and count) else "cpu"
         if kind == "cuda" and self._place.local_world_size > count:
             raise ServiceFailed(
-                f"--nproc-per-node: {self._place.local_world_size} ranks, and {count} GPUs: "
+                f"--nproc-per-node: {counted(self._place.local_world_size, 'rank')}, and "
+                f"{count} GPUs: "
                 "start one rank per GPU, or give --device cpu",
                 final=True,
             )
@@ -298,7 +299,7 @@ class Run:
             finished["not_saved"],
         )
         failed, skipped = agent.failed_saves, self._display.skipped
-        text = f"all {steps} steps are done"
+        text = f"all {steps} steps are done" if steps > 1 else "the one step is done"
         if step < steps:
             text = f"step {step} of {steps} is saved; the same command continues from there"
         if not_saved:
@@ -306,9 +307,9 @@ class Run:
         if failed:
             named = ", ".join(map(str, failed[-NAMED_STEPS:]))
             newest = "the newest of them " if len(failed) > NAMED_STEPS else ""
-            text = f"{text}; {_count(len(failed), 'save')} failed: {newest}of step {named}"
+            text = f"{text}; {counted(len(failed), 'save')} failed: {newest}of step {named}"
         if skipped:
-            text = f"{text}; {_count(skipped, 'update')} skipped"
+            text = f"{text}; {counted(skipped, 'update')} skipped"
         ended = {"step": step, "steps": steps, "not_saved": not_saved}
         self._display.event("end", {**ended, "failed_saves": len(failed), "skipped": skipped}, text)
         if not_saved and checkpoint.require_final:
@@ -341,10 +342,6 @@ class Run:
     def _say(self, text: str) -> None:
         self._errors.write(f"{visible(text)}\n")
         self._errors.flush()
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _sockets_key(host: int) -> str:

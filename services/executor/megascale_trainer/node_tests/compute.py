@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megascale_common.node.visible import counted
 from megascale_trainer.node_tests.measurement import Measured, device_of, median_s
 
 # m, n, k: square, a projection of many tokens, and one with a long inner dimension.
@@ -87,7 +88,9 @@ def compare_hashes(kind: str, hashes: dict[int, list[str]]) -> list[Measured]:
     for index, found in hashes.items():
         wrong = ""
         if len(set(found)) > 1:
-            wrong = f"{len(set(found))} different results of {len(found)} equal computations"
+            wrong = (
+                f"{counted(len(set(found)), 'different result')} of {len(found)} equal computations"
+            )
         elif len(steady) > 2 and steady.count(majority) > len(steady) / 2 and found[0] != majority:
             wrong = f"hash {found[0]} differs from {majority} of most devices of the node"
         results.append(

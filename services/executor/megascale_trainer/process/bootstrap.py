@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.status_page import StatusPageWriter
+from megascale_common.node.visible import counted
 from megascale_trainer.parallel.groups import Edges, Group, Groups, single_process_groups
 from megascale_trainer.process.group_plan import PlannedGroup, edge_name, group_plan
 from megascale_trainer.telemetry.timeline import Timeline
@@ -92,7 +93,8 @@ def await_all_ranks(store: Store, world_size: int, timeout_s: float) -> None:
     except RuntimeError as error:
         ready = store.add(READY_RANKS_KEY, 0)
         raise RuntimeError(
-            f"timed out: {ready} of {world_size} ranks have their groups after {timeout_s:g} s; "
+            f"timed out: {ready} of {counted(world_size, 'rank')} have their groups after "
+            f"{timeout_s:g} s; "
             "look at the logs of the others"
         ) from error
 

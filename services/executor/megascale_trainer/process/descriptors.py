@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import resource
 
+from megascale_common.node.visible import counted
+
 OWN_DESCRIPTORS = 1024  # of the process itself: files, sockets of its groups, devices
 
 
@@ -23,7 +25,8 @@ def make_room(ranks: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise OSError(
-            f"the store of {ranks} ranks needs {needed} file descriptors, and this node allows "
+            f"the store of {counted(ranks, 'rank')} needs {needed} file descriptors, and "
+            "this node allows "
             f"{hard}: raise LimitNOFILE of the agent's service, or the hard limit of ulimit -n"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -105,7 +105,7 @@ def check_compute(device: torch.device) -> str:
         wrong = int((a @ b != expected).sum())
         if wrong:
             raise CheckFailed(
-                f"{wrong} of {size * size} elements of a known product are wrong "
+                f"{wrong} of {counted(size * size, 'element')} of a known product are wrong "
                 f"(repeat {repeat + 1})"
             )
     verb = "equals" if repeats == 1 else "equal"
@@ -161,7 +161,10 @@ def _meet_and_reduce(
     dist.barrier()
     if wrong:
         raise CheckFailed(f"{wrong} of {_REDUCED_ELEMENTS} elements of a known sum are wrong")
-    return f"sum of {_REDUCED_ELEMENTS} elements over {world_size} ranks equals the known answer"
+    return (
+        f"sum of {_REDUCED_ELEMENTS} elements over {counted(world_size, 'rank')} equals the "
+        "known answer"
+    )
 
 
 def _bus_gb_s(world_size: int, device: torch.device) -> float:

@@ -38,6 +38,7 @@ from megascale_common.node.messages import (
 )
 from megascale_common.node.spans.ring import SpanRingWriter
 from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_common.node.visible import counted
 from megascale_common.sizes.checkpoint_interval import device_hours_per_failure
 from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_kernels import flash_attention_4
@@ -361,7 +362,8 @@ class _Worker:
         if consumed != expected:
             raise JobRefused(
                 f"trainer.training.global_batch_size: the checkpoint of step {plan.step} has "
-                f"consumed {consumed} samples, {self._config.training.global_batch_size} would "
+                f"consumed {counted(consumed, 'sample')}, "
+                f"{self._config.training.global_batch_size} would "
                 f"make it {expected}; keep the batch size of the job that wrote it"
             )
         self._stored = small_state

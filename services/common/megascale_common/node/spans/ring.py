@@ -23,6 +23,7 @@ from pathlib import Path
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.ops import Op, OpRegistry
 from megascale_common.node.spans.record import SPAN, Span
+from megascale_common.node.visible import counted
 
 CAPACITY = 8192  # records: 256 KiB
 _MAX_CAPACITY = 1 << 20
@@ -146,7 +147,9 @@ class SpanRingReader:
         done = self._counter(_READ)
         waiting = self._counter(_WRITTEN) - done
         if not 0 <= waiting <= self._capacity:
-            raise ValueError(f"a ring of {self._capacity} spans claims to hold {waiting}")
+            raise ValueError(
+                f"a ring of {counted(self._capacity, 'span')} claims to hold {waiting}"
+            )
         count = min(waiting, limit)
         first = done % self._capacity
         head = min(count, self._capacity - first)

@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
+from megascale_common.node.visible import counted
 from megascale_common.service.errors import LimitError
 
 CALLS_PER_S = 200.0
@@ -52,7 +53,8 @@ class CallRate:
             self._buckets.popitem(last=False)
         if not allowed:
             raise LimitError(
-                f"{peer} begins more than {self._calls_per_s:g} calls a second: wait a second, and "
+                f"{peer} begins more than {counted(self._calls_per_s, 'call')} a second: "
+                "wait a second, and "
                 "keep channels and streams open instead of calling again",
                 reason="TOO_MANY_CALLS",
             )

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_common.node.spans.ops import DATA_WAIT, GARBAGE, SNAPSHOT
+from megascale_common.node.visible import agreed, counted
 from megascale_driver.analysis.spans import counters as counter_changes
 from megascale_driver.analysis.spans.counters import CounterChange
 from megascale_driver.analysis.spans.series import (
@@ -111,7 +112,10 @@ def why(
     old, new = _mean(two.before.step_ms), _mean(two.after.step_ms)
     least = min(len(two.before.steps), len(two.after.steps))
     if least < rule.least_steps or old <= 0:
-        reason = f"{least} whole steps in a window are too few: {rule.least_steps} are needed"
+        reason = (
+            f"{counted(least, 'whole step')} in a window {agreed(least, 'are')} too few: "
+            f"{rule.least_steps} are needed"
+        )
         return Decline("unknown", reason, old, new)
     grown = new - old
     candidates = [*_computation(two), *_network(two), *_pauses(two)]
@@ -174,7 +178,10 @@ def split_step(table: SpanTable, rule: DeclineRule | None = None) -> int:
     series = step_series(table)
     count, least = len(series.steps), max(rule.least_steps, len(series.steps) // 10)
     if count < 2 * least:
-        raise ValueError(f"{count} whole steps are too few: {2 * rule.least_steps} are needed")
+        raise ValueError(
+            f"{counted(count, 'whole step')} {agreed(count, 'are')} too few: "
+            f"{2 * rule.least_steps} are needed"
+        )
     places = range(least, count - least + 1)
     gains = []
     for place in places:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_common.node.spans.ops import BACKWARD, FORWARD, OPTIMIZER
+from megascale_common.node.visible import counted
 from megascale_driver.analysis.spans.classes import Floats, Ratios, ratios
 from megascale_driver.analysis.spans.own_time import without_waits
 from megascale_driver.analysis.spans.table import SpanTable
@@ -69,7 +70,8 @@ class SlowNode:
             f"node {self.node} is slow: its {self.op} spans take {100 * (self.ratio - 1):.1f} % "
             f"longer than those of the ranks that do the same work, most on rank {self.rank} "
             f"({self.lost_ns / 1e6:.2f} ms a step), from step {self.since_step} on "
-            f"({self.windows} windows until step {self.last_step}, at least {self.z:.1f} "
+            f"({counted(self.windows, 'window')} until step {self.last_step}, at least "
+            f"{self.z:.1f} "
             "deviations from the other ranks)"
         )
 

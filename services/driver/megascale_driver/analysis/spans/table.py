@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans.ops import Op
 from megascale_common.node.spans.record import SPAN
+from megascale_common.node.visible import counted
 
 RECORD = np.dtype(
     [
@@ -61,13 +62,16 @@ class SpanTable:
             raise ValueError(f"columns of spans have different lengths: {sorted(lengths)}")
         if len(self.nodes) != self.layout.world_size:
             raise ValueError(
-                f"nodes names {len(self.nodes)} ranks, the layout has {self.layout.world_size}"
+                f"nodes names {counted(len(self.nodes), 'rank')}, the layout has "
+                f"{self.layout.world_size}"
             )
         if len(self):
             if int(self.op.max()) >= len(self.ops):
                 raise ValueError(f"span of op {self.op.max()}, and there are {len(self.ops)} ops")
             if int(self.rank.max()) >= len(self.nodes):
-                raise ValueError(f"span of rank {self.rank.max()} of {len(self.nodes)} ranks")
+                raise ValueError(
+                    f"span of rank {self.rank.max()} of {counted(len(self.nodes), 'rank')}"
+                )
 
     def __len__(self) -> int:
         return len(self.rank)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megascale_common.node.visible import counted
+
 
 class WrongOrder(RuntimeError):
     """autograd has left a unit before all of its weights had their gradients."""
@@ -51,7 +53,8 @@ class BackwardOrder:
         ran = self._ran.pop(unit, None)
         if ran is not None and ran != self.expected[unit]:
             raise WrongOrder(
-                f"backward has left {unit} when {ran} of its {self.expected[unit]} operators with "
+                f"backward has left {unit} when {ran} of its "
+                f"{counted(self.expected[unit], 'operator')} with "
                 "weights had run: this torch runs nodes in another order than overlapping data "
                 "parallelism relies on; set trainer.parallelism.overlap.dp to false"
             )

@@ -31,6 +31,8 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megascale_common.node.visible import counted
+
 
 class Kind(enum.Enum):
     """What a stage does. Sends and posts return at once; waits return with their post's data."""
@@ -195,13 +197,15 @@ class _Line:
     def __init__(self, stage: int, stages: int, micro_batches: int, chunks: int) -> None:
         if micro_batches < 1 or chunks < 1 or not 0 <= stage < stages:
             raise ValueError(
-                f"stage {stage} of {stages} with {chunks} chunks and {micro_batches} "
-                "micro-batches: there is nothing to schedule"
+                f"stage {stage} of {stages} with {counted(chunks, 'chunk')} and "
+                f"{counted(micro_batches, 'micro-batch')}: there is nothing to schedule"
             )
         if chunks > 1 and (stages == 1 or micro_batches % stages):
             raise ValueError(
-                f"{chunks} chunks per stage need more than one stage, and micro-batches in "
-                f"multiples of the stages: got {stages} stages and {micro_batches} micro-batches"
+                f"{counted(chunks, 'chunk')} per stage need more than one stage, and "
+                "micro-batches in "
+                f"multiples of the stages: got {counted(stages, 'stage')} and "
+                f"{counted(micro_batches, 'micro-batch')}"
             )
         self._stage, self._stages, self._chunks = stage, stages, chunks
 
