@@ -137,6 +137,20 @@ def test_what_a_folder_says_is_shown_and_not_sent_to_the_terminal(root: Path) ->
         assert not {"\x1b", "\u202e"} & set(shown.stdout)
 
 
+@pytest.mark.parametrize("verb", ["list", "show", "verify", "export"])
+def test_what_is_logged_on_the_way_is_not_on_stdout(
+    verb: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot of the log that is passed over, which loses nothing."""
+    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 2)
+    CommitLog(FileStorage(root)).append_open(2, lambda: {"job": "job"})
+    for path in (root / "snapshots").iterdir():
+        path.write_bytes(b"damaged")
+    options = ["--to", str(root / "out"), "--format", "dcp"] if verb == "export" else []
+    answer = checkpoint(verb, root, *options, "--json")
+    assert answer.objects and "is passed over" in answer.stderr
+
+
 def test_a_pinned_checkpoint_stays_with_its_reason(root: Path) -> None:
     pinned = checkpoint("pin", root, "--step", "10", "--reason", "table 2")
     assert "step 10 of attempt 1 is pinned" in pinned.stdout

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,17 @@ from tests.harness.properties import examples
 from typer.testing import CliRunner
 
 from megascale_checkpoint import commit_record as records
+from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint import restore
 from megascale_checkpoint.checksums import checksum, dump_record
 from megascale_checkpoint.commands import app
 from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.manifest import MAX_MANIFEST_BYTES
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.shard_file import MAX_HEADER_BYTES, Origin, encode_header
 from megascale_checkpoint.storage import FileStorage
-from megascale_cli.exits import FAILED, OK
+from megascale_cli.exits import FAILED, OK, USAGE
+from megascale_common.job import size_checks
 from megascale_common.service.errors import DamagedError, NotFoundError, RequestError, UnusableError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
@@ -561,6 +566,87 @@ def test_a_header_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -
         assert tracemalloc.get_traced_memory()[1] < MAX_HEADER_BYTES
     finally:
         tracemalloc.stop()
+
+
+SPARSE_BYTES = 1 << 30  # of zeros that take no room on the disk
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """What is done within takes some KiB, whatever a file holds."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_manifest_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    with open(uri, "ab") as file:
+        file.truncate(SPARSE_BYTES)
+    limit = f"{uri}: has {SPARSE_BYTES} bytes, and such a file has {MAX_MANIFEST_BYTES} at most"
+    with little_memory(), pytest.raises(DamagedError, match=re.escape(limit)):
+        manifests.load(uri)
+    for verb, status in (("verify", FAILED), ("show", FAILED)):
+        answer = command("checkpoint", verb, tmp_path)
+        assert answer.status == status and limit in answer.text, answer.text
+
+
+@pytest.mark.parametrize("folder", ["commits", "snapshots"])
+def test_a_record_larger_than_any_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 2)
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    path = tmp_path / folder / records.name_of(2)
+    with path.open("ab") as file:
+        file.truncate(SPARSE_BYTES)
+    log = CommitLog(FileStorage(tmp_path))
+    with little_memory():
+        log.refresh(whole=folder == "commits")
+    if folder == "snapshots":  # which only saves time
+        assert [record.step for record in log.commits()] == [10] and not log.damaged
+        return
+    [damage] = log.damaged
+    assert str(damage).startswith(f"commits/{records.name_of(2)}: has {SPARSE_BYTES} bytes, and")
+    answer = command("checkpoint", "repair", tmp_path)
+    assert answer.status == USAGE and "move it elsewhere, and repeat" in answer.stderr
+    path.rename(tmp_path / "elsewhere")
+    assert command("checkpoint", "repair", tmp_path, "--yes").status == OK
+    assert not CommitLog(FileStorage(tmp_path)).damaged
+
+
+def test_a_manifest_and_records_of_the_largest_job_are_read(tmp_path: Path) -> None:
+    entries = tuple(
+        manifests.File(manifests.rank_file(rank, 8), 10**12, "0" * 32, rank, "0" * 64)
+        for rank in range(size_checks.MAX_WORLD_SIZE)
+    )
+    layout = {"tp": 8, "cp": 1, "dp": size_checks.MAX_WORLD_SIZE // 8, "pp": 1}
+    time = manifests.now()
+    largest = manifests.Manifest("job", 1, 1, len(entries), layout, entries, {}, {}, time)
+    assert len(manifests.encode(largest)) < MAX_MANIFEST_BYTES // 2
+    held = {f"{rank:0>63}": [[rank, rank]] for rank in range(size_checks.MAX_WORLD_SIZE)}
+    assert records.encode({"kind": "OPEN", "held": held}, 1, 1, "")
+
+
+def test_what_no_reader_would_take_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    storage, whole = manifests.load(uri)
+    large = replace(whole, small_state={"x": "x" * MAX_MANIFEST_BYTES})
+    with pytest.raises(DamagedError, match=r"other\.json: has 6\d{7} bytes, and manifests have"):
+        manifests.write(storage, "other.json", large)
+    log = CommitLog(FileStorage(tmp_path))
+    with pytest.raises(RequestError, match=r"commits/000000000003.json would have 1.* bytes"):
+        log.append_open(2, lambda: {"job": "job", "load_uri": "x" * records.MAX_RECORD_BYTES})
+    assert log.append_open(2, lambda: {"job": "job"}).seq == 3
+    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 1)
+    monkeypatch.setattr(records, "MAX_SNAPSHOT_BYTES", 100)
+    log.append_open(3, lambda: {"job": "job"})
+    assert log.state.attempt == 3 and not (tmp_path / "snapshots").exists()
 
 
 def test_a_header_that_no_reader_would_take_is_not_written() -> None:

@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.command_line import command
+from tests.harness.exporting import MODELS, STEP, job_of, write_model
 from typer.testing import CliRunner
 
+from megascale_checkpoint.checksums import dump_record
 from megascale_cli.app import build_app
 from megascale_cli.exits import INTERRUPTED, UNAVAILABLE, USAGE
 
@@ -200,3 +203,89 @@ def test_a_command_that_cannot_be_loaded_is_an_object_with_json(command: str) ->
         "NOT_INSTALLED",
         True,
     )
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.exe\x08[bold]"
+OBEYED = ("\x1b", "\x07", "\x9b", "\u202e", "\x08")
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose name, and whose files' names and texts, have what a terminal obeys."""
+    folder = tmp_path_factory.mktemp("hostile") / HOSTILE
+    config = job_of({**MODELS["llama"][1], "vocab_size": 257})
+    for name in ("job", "damaged"):
+        uri = Path(write_model(folder / name, config))
+        values = {k: v for k, v in json.loads(uri.read_bytes()).items() if k != "xxh3"}
+        values["small_state"]["tokenizer"] = {"path": HOSTILE}
+        if name == "job":
+            (folder / "fetched").mkdir()
+            for path in uri.parent.iterdir():
+                (folder / "fetched" / path.name).write_bytes(path.read_bytes())
+            (folder / "fetched" / uri.name).write_bytes(dump_record(values))
+    (folder / "job/attempts/attempt-000000").symlink_to(folder)
+    record = folder / "damaged/commits/000000000001.json"
+    record.write_bytes(dump_record({"version": 2, "seq": 1, "attempt": 1, "kind": HOSTILE}))
+    (folder / "texts").mkdir()
+    (folder / "texts" / HOSTILE).write_text(HOSTILE)
+    (folder / "lines.json").write_text(f'{{"tex": "{HOSTILE}"}}')
+    command("data", "tokenize", folder / "texts", "--output", folder / "corpus")
+    command("checkpoint", "export", folder / "fetched", "--to", folder / "hf", "--format", "hf")
+    command("certs", "init", "--folder", folder / "tls")
+    site = {"nccl": "2.27", "nics": [HOSTILE]}
+    (folder / "site").write_text(json.dumps(site))
+    (folder / "environment").write_text(f"NCCL_IB_HCA={HOSTILE}\n")
+    (folder / "broken").write_text(f"NCCL_{HOSTILE}\n")
+    (folder / "package").mkdir()
+    (folder / "package" / "module.py").write_text("")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "checkpoint list FOLDER/job",
+        "checkpoint show FOLDER/job",
+        "checkpoint verify FOLDER/job",
+        "checkpoint gc FOLDER/job",
+        "checkpoint repair FOLDER/damaged",
+        "checkpoint pin FOLDER/job --step STEP --reason HOSTILE",
+        "checkpoint pin FOLDER/job --step 1 --reason HOSTILE",
+        "checkpoint unpin FOLDER/job --step STEP",
+        "checkpoint export FOLDER/fetched --to FOLDER/hf-again --format hf",
+        "checkpoint export FOLDER/fetched --to FOLDER/dcp --format dcp",
+        "checkpoint export FOLDER/none --to FOLDER/out --format dcp",
+        "checkpoint import FOLDER/hf --to FOLDER/imported --format hf",
+        "checkpoint import FOLDER/none --to FOLDER/imported --format hf",
+        "code push FOLDER/package --to FOLDER/code",
+        "code push FOLDER/none --to FOLDER/code",
+        "net render --nics HOSTILE",
+        "net render --site FOLDER/site",
+        "net render --site FOLDER/site --env",
+        "net render --site FOLDER/none",
+        "net verify FOLDER/environment",
+        "net verify FOLDER/broken",
+        "net verify FOLDER/none",
+        "data tokenize FOLDER/texts --output FOLDER/other",
+        "data tokenize FOLDER/texts --output FOLDER/corpus",
+        "data tokenize FOLDER/lines.json --format jsonl --output FOLDER/lines",
+        "data tokenize FOLDER/none --output FOLDER/other",
+        "data inspect FOLDER/corpus",
+        "data inspect FOLDER/none",
+        "certs init --folder FOLDER/tls-again",
+        "certs init --folder FOLDER/tls --cluster HOSTILE",
+        "certs issue --folder FOLDER/tls --role driver --name HOSTILE",
+        "certs person --role viewer --name ada --file FOLDER/people",
+        "certs person --role viewer --name HOSTILE --file FOLDER/people",
+        "pipeline draw --stages 2 --micro-batches 2 --svg FOLDER/none/x.svg",
+    ],
+)
+def test_names_and_texts_of_files_are_shown_and_not_sent_to_the_terminal(
+    hostile: Path, words: str
+) -> None:
+    parts = [
+        each.replace("FOLDER", str(hostile)).replace("STEP", str(STEP)) for each in words.split()
+    ]
+    answer = command(*(each.replace("HOSTILE", HOSTILE) for each in parts))
+    assert answer.text, "something is printed"
+    assert not [sign for sign in OBEYED if sign in answer.text], answer.text

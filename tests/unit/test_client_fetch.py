@@ -206,6 +206,17 @@ async def test_a_manifest_without_meaning_is_damaged(
         await client.fetch_checkpoint("a", tmp_path / "copy")
 
 
+async def test_a_manifest_larger_than_any_is_refused(
+    client: AsyncClient, stored: Path, tmp_path: Path
+) -> None:
+    with (stored / "manifest.json").open("ab") as file:
+        file.truncate(1 << 34)  # zeros that take no room on the disk
+    limit = f"manifest.json: is no manifest: manifests have {fetching.MAX_MANIFEST_BYTES} bytes"
+    with pytest.raises(DamagedCheckpoint, match=limit):
+        await client.fetch_checkpoint("a", tmp_path / "copy")
+    assert fetching.MAX_MANIFEST_BYTES == manifests.MAX_MANIFEST_BYTES
+
+
 async def test_nothing_is_fetched_through_a_link(
     client: AsyncClient, driver: ScriptedDriver, stored: Path, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ from megascale_client.errors import DamagedCheckpoint, NotFound, NotPossible
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 CHUNK_BYTES = 8 << 20
+MAX_MANIFEST_BYTES = 64 << 20  # as the checkpoint service writes and reads them
 _CHECKSUM_KEY = "xxh3"
 # The folder of a checkpoint in that of its job, and how far it lies below that one.
 _STEP_FOLDER, _STEP_DEPTH = re.compile(r"/attempts/attempt-\d+/step-\d+$"), 3
@@ -46,11 +47,11 @@ Progress = Callable[[int, int], None]
 class Source(Protocol):
     """A storage's folder; errors are raised as OSError, or as errors of its own with a message."""
 
-    def read(self, path: str) -> bytes:
-        """All bytes of a small file; FileNotFoundError when there is none."""
-
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
-        """Fill ``target`` from ``offset`` on; returns fewer bytes only at the file's end."""
+        """Fill ``target`` from ``offset`` on; returns fewer bytes only at the file's end.
+
+        FileNotFoundError when there is no file.
+        """
 
 
 OpenSource = Callable[[str], Source]
@@ -232,10 +233,6 @@ class _Folder:
         self._folder = folder
         self._inside = _STEP_FOLDER.search(str(folder)) is not None
 
-    def read(self, path: str) -> bytes:
-        with self._opened(path) as file:
-            return file.read()
-
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
         with self._opened(path) as file:
             file.seek(offset)
@@ -284,14 +281,22 @@ def _storage_errors(name: str) -> Iterator[None]:
 
 
 def _read_manifest(source: Source, name: str) -> bytes:
+    data, buffer = bytearray(), memoryview(bytearray(CHUNK_BYTES))
     try:
         with _storage_errors(name):
-            return source.read(MANIFEST)
+            while count := source.read_into(MANIFEST, len(data), buffer):
+                data += buffer[:count]
+                if len(data) > MAX_MANIFEST_BYTES:
+                    break
     except FileNotFoundError as error:
         raise NotPossible(
             f"{name}: {error.strerror or error}: checkpoints are copied from their storage, "
             "so fetch on a machine that sees it"
         ) from None
+    if len(data) > MAX_MANIFEST_BYTES:
+        limit = f"manifests have {MAX_MANIFEST_BYTES} bytes at most"
+        raise DamagedCheckpoint(f"{name}: is no manifest: {limit}, and it has more")
+    return bytes(data)
 
 
 def _decode(data: bytes, path: str, hasher: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megascale_checkpoint.export.commands import export_checkpoint, import_check
 from megascale_checkpoint.listing_commands import list_checkpoints, show, verify
 from megascale_checkpoint.retention.commands import gc, pin_checkpoint, unpin_checkpoint
 from megascale_checkpoint.storage import open_storage
-from megascale_common.node.visible import counted
+from megascale_common.node.visible import counted, visible
 from megascale_common.service.errors import RequestError, ServiceError
 
 app = typer.Typer(
@@ -60,7 +60,7 @@ def repair(
                 facts = {"seq": planned.seq, "problem": planned.problem}
                 print_json({**facts, "remedy": _remedy(planned), "done": yes})
             else:
-                typer.echo(f"record {planned.seq}: {planned.problem}: {_remedy(planned)}")
+                typer.echo(visible(f"record {planned.seq}: {planned.problem}: {_remedy(planned)}"))
         if yes:
             commit_repair.carry_out(open_storage(uri), repairs)
     except (ServiceError, OSError) as error:

@@ -107,7 +107,10 @@ class CommitLog:
         while not self.damaged:
             seq = self.state.seq + 1
             try:
-                data = self._storage.read(records.path_of(seq))
+                data = records.read(self._storage, records.path_of(seq))
+            except DamagedError as error:
+                self.damaged.append(error)
+                return
             except FileNotFoundError:
                 if seq <= self._highest:
                     problem = "is missing although later records exist"
@@ -330,8 +333,8 @@ class CommitLog:
         for seq in snapshots:
             path = f"{SNAPSHOTS}/{records.name_of(seq)}"
             try:
-                state = records.decode_state(self._storage.read(path), path)
-                end = checksum(self._storage.read(records.path_of(seq)))
+                state = records.read_state(self._storage, path)
+                end = checksum(records.read(self._storage, records.path_of(seq)))
             except (DamagedError, FileNotFoundError) as error:
                 log.warning("snapshot of the commit log is passed over", error=str(error))
                 continue
@@ -344,6 +347,10 @@ class CommitLog:
         # It only saves time: one that cannot be written now is written with the next record.
         seq = self.state.seq
         data = records.encode_state(self.state)
+        if len(data) > records.MAX_SNAPSHOT_BYTES:
+            problem = f"it would have {len(data)} bytes"
+            log.warning("snapshot of the commit log is not written", seq=seq, error=problem)
+            return
         try:
             self._storage.create(f"{SNAPSHOTS}/{records.name_of(seq)}", data)
             self._snapshot = seq

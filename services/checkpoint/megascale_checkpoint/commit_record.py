@@ -1,9 +1,10 @@
 """Records of a commit log: their stored form, and what a log means that has been read so far.
 
-Pure: no storage and no clock. A record is JSON with its own checksum (``xxh3``) and, from version 2
-on, the hash of the bytes of the record before (``previous``), so neither a changed record nor one
-of another log goes undetected. Records of version 1 carry no hash of the one before and are read as
-they are. Fields that are there are checked; those that a build did not write yet are absent.
+No clock, and no storage but to read a record of bounded size. A record is JSON with its own
+checksum (``xxh3``) and, from version 2 on, the hash of the bytes of the record before
+(``previous``), so neither a changed record nor one of another log goes undetected. Records of
+version 1 carry no hash of the one before and are read as they are. Fields that are there are
+checked; those that a build did not write yet are absent.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from megascale_checkpoint.checksums import (
     object_of,
     whole,
 )
+from megascale_checkpoint.storage import Storage, read_bounded
 from megascale_common.job.restore import RestoreSource
-from megascale_common.service.errors import DamagedError, NewerVersionError
+from megascale_common.service.errors import DamagedError, NewerVersionError, RequestError
 
 FOLDER = "commits"
 VERSION = 2
@@ -40,6 +42,11 @@ KEPT_OPENS = 16  # newest attempts whose OPEN a snapshot holds; older ones are f
 KEPT_COMMITS = 512  # newest commits that a snapshot holds, besides the pinned ones
 
 MOST_RANKS = 1 << 20  # of a job, as records name them
+# An OPEN names the node of each rank: 131,072 ranks on as many nodes take 14 MiB with names of 63
+# characters, which is the longest that nodes have.
+MAX_RECORD_BYTES = 16 << 20
+# A snapshot has KEPT_OPENS of these; of 16,384 nodes they have 2 MiB each.
+MAX_SNAPSHOT_BYTES = 64 << 20
 
 Checkpoint = tuple[int, int]  # attempt and step of a commit
 
@@ -155,9 +162,35 @@ def seq_of(name: str) -> int | None:
 
 def encode(values: Mapping[str, Any], seq: int, attempt: int, previous: str) -> bytes:
     """Bytes of a record of the present version; ``previous`` is the hash of the record before."""
-    return dump_record(
+    data = dump_record(
         {"version": VERSION, "seq": seq, "attempt": attempt, "previous": previous, **values}
     )
+    if len(data) > MAX_RECORD_BYTES:  # no reader would take it
+        raise RequestError(
+            f"{path_of(seq)} would have {len(data)} bytes, and records have {MAX_RECORD_BYTES} at "
+            "most: give shorter texts, or the ranks to fewer nodes"
+        )
+    return data
+
+
+def read(storage: Storage, path: str) -> bytes:
+    """The bytes of a record.
+
+    Raises:
+        DamagedError: there are more than a record has.
+        FileNotFoundError: there is none.
+    """
+    return read_bounded(storage, path, MAX_RECORD_BYTES, path)
+
+
+def read_state(storage: Storage, path: str) -> LogState:
+    """The state that the snapshot ``path`` holds.
+
+    Raises:
+        DamagedError: it is not what was written, of another version, or larger than any.
+        FileNotFoundError: there is none.
+    """
+    return decode_state(read_bounded(storage, path, MAX_SNAPSHOT_BYTES, path), path)
 
 
 def decode(data: bytes, seq: int, previous: str) -> Record:

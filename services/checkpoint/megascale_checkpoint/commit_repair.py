@@ -76,7 +76,7 @@ def plan(storage: Storage) -> list[Repair]:
         next_is_wrong = _previous(further) not in ("", checksum(behind or b""))
         bytes_before = data
         if data is None and seq in kept:
-            bytes_before = storage.read(kept[seq])
+            bytes_before = records.read(storage, kept[seq])
         repair = _judge(
             state, seq, data, bytes_before, _values(behind), next_is_wrong, snapshots.get(seq)
         )
@@ -187,7 +187,7 @@ def _from_snapshots(storage: Storage) -> dict[int, dict[str, Any]]:
     for name in storage.names(SNAPSHOTS):
         path = f"{SNAPSHOTS}/{name}"
         try:
-            state = records.decode_state(storage.read(path), path)
+            state = records.read_state(storage, path)
         except DamagedError:
             continue
         for record in [*state.opens.values(), *state.live.values()]:
@@ -212,6 +212,8 @@ def _values(data: bytes | None) -> dict[str, Any] | None:
 
 def _read(storage: Storage, seq: int) -> bytes | None:
     try:
-        return storage.read(records.path_of(seq))
+        return records.read(storage, records.path_of(seq))
     except FileNotFoundError:
         return None
+    except DamagedError as error:  # too large to be kept aside by us
+        raise DamagedError(error.file, f"{error.problem}: move it elsewhere, and repeat") from error

@@ -25,7 +25,7 @@ from megascale_checkpoint.checksums import (
     object_of,
     whole,
 )
-from megascale_checkpoint.storage import Storage, check_path, open_storage, split
+from megascale_checkpoint.storage import Storage, check_path, open_storage, read_bounded, split
 from megascale_common.node.visible import counted
 from megascale_common.service.errors import (
     DamagedError,
@@ -36,6 +36,9 @@ from megascale_common.service.errors import (
 
 SCHEMA_VERSION = 1
 NAME = "manifest.json"
+# The largest job has 131,072 ranks, each with some 230 bytes here: 29 MiB. The rest is for small
+# states that differ from rank 0's. JSON of that size takes up to 2.4 GiB of memory when it is read.
+MAX_MANIFEST_BYTES = 64 << 20
 
 
 def attempt_folder(attempt: int) -> str:
@@ -152,6 +155,9 @@ def decode(data: bytes, file: str) -> Manifest:
     Raises:
         DamagedError: ``file`` is not what was written, or has a newer schema.
     """
+    if len(data) > MAX_MANIFEST_BYTES:
+        problem = f"has {len(data)} bytes, and manifests have {MAX_MANIFEST_BYTES} at most"
+        raise DamagedError(file, problem)
     values = load_record(data, file)
     version = values.pop("schema_version", None)
     if version != SCHEMA_VERSION:
@@ -214,7 +220,7 @@ def write(storage: Storage, path: str, manifest: Manifest) -> bytes:
             raise
     # An earlier committer, or an earlier try, wrote it and failed before the COMMIT. Files are
     # never overwritten, so it must name the same ones.
-    found = storage.read(path)
+    found = read_bounded(storage, path, MAX_MANIFEST_BYTES, f"{storage.uri}/{path}")
     if decode(found, path).files != manifest.files:
         raise DataLossError(f"{storage.uri}/{path} names other files than the ranks reported")
     if not storage.confirm(path, found):
@@ -240,7 +246,7 @@ def load(uri: str, xxh3: str = "") -> tuple[Storage, Manifest]:
         raise RequestError(f"manifest uri {uri!r} does not name a file")
     storage = open_storage(folder)
     try:
-        data = storage.read(name)
+        data = read_bounded(storage, name, MAX_MANIFEST_BYTES, uri)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(uri, "is missing") from error
     manifest = decode(data, uri)

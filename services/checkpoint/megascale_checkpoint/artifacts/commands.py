@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from megascale_checkpoint.artifacts import storing
+from megascale_common.node.visible import visible
 from megascale_common.service.errors import RequestError
 
 app = typer.Typer(
@@ -46,4 +47,4 @@ def push(
     if as_json:
         typer.echo(json.dumps({"uri": uri, "sha256": found}))
     else:
-        typer.echo(f"code:\n  uri: {uri}\n  sha256: {found}")
+        typer.echo(visible(f"code:\n  uri: {uri}\n  sha256: {found}"))

@@ -22,7 +22,7 @@ from megascale_checkpoint.export.stored import (
 )
 from megascale_checkpoint.export.tokenizer_files import TokenizerFiles, tokenizer_files
 from megascale_common.job.config import ModelConfig
-from megascale_common.node.visible import counted
+from megascale_common.node.visible import counted, visible
 from megascale_common.service.errors import ServiceError, invalid
 
 
@@ -171,12 +171,12 @@ def export_checkpoint(
     states = ", ".join(stored.states)
     what = facts.get("architecture") or f"torch.distributed.checkpoint ({states})"
     typer.echo(
-        f"step {facts['step']} of job {facts['job']} is in {to}: {what}, {facts['dtype']}, "
-        f"{facts['size_bytes'] / 2**20:.1f} MiB"
+        f"step {facts['step']} of job {visible(facts['job'])} is in {visible(str(to))}: "
+        f"{visible(what)}, {facts['dtype']}, {facts['size_bytes'] / 2**20:.1f} MiB"
     )
     if facts.get("problem"):
         lacks = "its end token is null" if facts["eos_token_id"] is None else "it has no tokenizer"
-        typer.echo(f"{lacks}: {facts['problem']}; give --tokenizer FILE", err=True)
+        typer.echo(f"{lacks}: {visible(facts['problem'])}; give --tokenizer FILE", err=True)
 
 
 def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJson = False) -> None:
@@ -210,8 +210,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
         return
     typer.echo(
         f"# {done.foreign.architecture.name} with {counted(done.parameters, 'parameter')} is "
-        "the checkpoint "
-        f"of step 0 in {to}"
+        f"the checkpoint of step 0 in {visible(to)}"
     )
     if done.foreign.copied:
         typer.echo("# Its head was a scaled embedding; a job trains a scaled copy of its own.")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -14,6 +15,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from megascale_common.node.visible import visible
 
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -39,5 +42,5 @@ def bar(what: str, *, quiet: bool, unit: str = "") -> Iterator[Report]:
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal  # a bar would leave an empty line in a log
     with Progress(*columns, console=console, disable=hidden, transient=True) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(escape(visible(what)), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

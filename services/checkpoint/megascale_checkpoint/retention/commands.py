@@ -32,6 +32,7 @@ from megascale_checkpoint.retention.retire import (
     unpin,
 )
 from megascale_checkpoint.storage import Storage, open_storage, split
+from megascale_common.node.visible import visible
 
 Yes = Annotated[
     bool, typer.Option("--yes/--dry-run", help="Do it; else only show what would be removed.")
@@ -134,7 +135,7 @@ def unpin_checkpoint(
 
 
 def _report_link(error: OSError) -> None:
-    typer.echo(f"left as it is: {error}", err=True)
+    typer.echo(f"left as it is: {visible(str(error))}", err=True)
 
 
 def _print_pin(uri: str, log: CommitLog, record: Record, done: str, *, as_json: bool) -> None:

@@ -14,7 +14,14 @@ from urllib.parse import unquote, urlsplit
 from megascale_checkpoint.storage import registry
 from megascale_checkpoint.storage.disk import is_link_error
 from megascale_checkpoint.storage.file import FileStorage
-from megascale_checkpoint.storage.protocol import Storage, check_path, join, settle, split
+from megascale_checkpoint.storage.protocol import (
+    Storage,
+    check_path,
+    join,
+    read_bounded,
+    settle,
+    split,
+)
 from megascale_common.service.errors import RequestError
 
 # The folder of one checkpoint in that of a job, which manifests are opened by: no link is followed
@@ -30,6 +37,7 @@ __all__ = [
     "is_link_error",
     "join",
     "open_storage",
+    "read_bounded",
     "settle",
     "split",
 ]

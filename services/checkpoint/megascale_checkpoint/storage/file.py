@@ -116,20 +116,20 @@ class FileStorage:
         """See :meth:`Storage.read`."""
         target = self._at(path)
         data = bytearray(self._disk.status(target).size_bytes)
-        with _names(target):
-            count = self.read_into(path, 0, memoryview(data))
+        count = self.read_into(path, 0, memoryview(data))
         return bytes(data[:count])
 
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
         """See :meth:`Storage.read_into`."""
-        done = 0
-        descriptor = self._disk.open(self._at(path))
+        done, place = 0, self._at(path)
+        descriptor = self._disk.open(place)
         try:
-            while done < len(target):
-                count = self._disk.pread(descriptor, target[done:], offset + done)
-                if count == 0:
-                    break
-                done += count
+            with _names(place):
+                while done < len(target):
+                    count = self._disk.pread(descriptor, target[done:], offset + done)
+                    if count == 0:
+                        break
+                    done += count
         finally:
             self._disk.close(descriptor)
         return done

@@ -11,10 +11,14 @@ was lost: :func:`settle` finds it out.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 from typing import Protocol
 
-from megascale_common.service.errors import RequestError
+from megascale_common.service.errors import DamagedError, RequestError
+
+_FIRST_READ_BYTES = 1 << 16  # holds nearly every record and manifest
 
 
 class Storage(Protocol):
@@ -109,6 +113,27 @@ def settle(storage: Storage, path: str, data: bytes) -> bool:
             return True
         raise
     return storage.confirm(path, data)
+
+
+def read_bounded(storage: Storage, path: str, max_bytes: int, name: str) -> bytes:
+    """All bytes of a file that has at most ``max_bytes``; ``name`` is said where it has more.
+
+    Raises:
+        DamagedError: it is larger, so it was written by something else. It is not read.
+        FileNotFoundError: there is none.
+    """
+    first = bytearray(min(_FIRST_READ_BYTES, max_bytes + 1))
+    count = storage.read_into(path, 0, memoryview(first))
+    if count < len(first):
+        return bytes(first[:count])
+    size = storage.size(path)
+    if size is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    if size > max_bytes:
+        raise DamagedError(name, f"has {size} bytes, and such a file has {max_bytes} at most")
+    rest = bytearray(size - count)
+    count = storage.read_into(path, len(first), memoryview(rest))
+    return bytes(first + rest[:count])
 
 
 def join(uri: str, path: str) -> str:

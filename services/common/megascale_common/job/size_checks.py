@@ -36,7 +36,7 @@ _LIMITS = {
     "recovery.spare_nodes": 10**4,
     "recovery.divergence_steps": 10**6,
 }
-_MAX_WORLD_SIZE = 2**17
+MAX_WORLD_SIZE = 2**17  # ranks of a job: above the largest that anybody has reported
 
 
 def sizes(config: JobConfig) -> Iterator[JobProblem]:
@@ -99,10 +99,10 @@ def limits(config: JobConfig) -> Iterator[JobProblem]:
         if value > limit:
             yield JobProblem(path, f"{value} is out of range", f"give at most {limit}")
     sizes = config.parallelism
-    if sizes.tp * sizes.cp * sizes.dp * sizes.pp > _MAX_WORLD_SIZE or sizes.ep > _MAX_WORLD_SIZE:
+    if sizes.tp * sizes.cp * sizes.dp * sizes.pp > MAX_WORLD_SIZE or sizes.ep > MAX_WORLD_SIZE:
         yield JobProblem(
             "trainer.parallelism",
-            f"tp * cp * dp * pp is above {_MAX_WORLD_SIZE} ranks",
+            f"tp * cp * dp * pp is above {MAX_WORLD_SIZE} ranks",
             "use fewer ranks",
         )
     if len(sizes.stage_layers) > _LIMITS["trainer.model.layers"]:

@@ -24,6 +24,10 @@ else:
     finally:
         del sys.modules["rich"]
 
+# Until a service configures its logs, and in commands, which never do: their stdout has their
+# result alone. The stream is looked up at each line, because it may have been replaced.
+structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
+
 
 def configure(service: str, *, level: str = "info", json: bool | None = None) -> None:
     """Set up structlog and the standard streams of a process.

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from megascale_common.job.names import is_dns_label
-from megascale_common.node.visible import counted
+from megascale_common.node.visible import counted, visible
 from megascale_common.service.identity import authority, people
 from megascale_common.service.identity.certificates import CA_FILE
 from megascale_common.service.identity.peers import Role
@@ -45,9 +45,7 @@ def make_authority(
     if as_json:
         print(json.dumps({"ca": str(folder / CA_FILE), "ca_key": str(folder / authority.CA_KEY)}))
         return
-    _console.print(
-        f"authority in {folder}: give every host {folder}/ca.pem, and nobody {folder}/ca.key"
-    )
+    _note(f"authority in {folder}: give every host {folder}/ca.pem, and nobody {folder}/ca.key")
 
 
 @app.command("issue")
@@ -77,7 +75,7 @@ def issue_certificate(
         files = {"certificate": found.certificate, "key": found.key, "ca": found.ca}
         print(json.dumps({name: str(path) for name, path in files.items()} | {"days": days}))
         return
-    _console.print(f"{found.certificate} and {found.key}, valid for {counted(days, 'day')}")
+    _note(f"{found.certificate} and {found.key}, valid for {counted(days, 'day')}")
 
 
 @app.command("person")
@@ -96,7 +94,11 @@ def add_person(
         print(json.dumps({"name": name, "role": role, "token": token, "file": str(file)}))
         return
     print(token)
-    _console.print(f"{file} has the digest of this token: drivers read it when it changes")
+    _note(f"{file} has the digest of this token: drivers read it when it changes")
+
+
+def _note(text: str) -> None:
+    _console.print(visible(text), markup=False, soft_wrap=True)
 
 
 def _check(cluster: str) -> None:

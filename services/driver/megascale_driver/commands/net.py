@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.visible import visible
 from megascale_driver.commands.net_node import findings
 from megascale_driver.commands.node import Cluster, run_folder
 from megascale_driver.network.profile import (
@@ -106,15 +107,17 @@ def render_command(
         print(json.dumps({"settings": [asdict(each) for each in found], "cards": cards}))
         return
     if env:
-        print("\n".join(f"{each.name}={each.value}" for each in found))
+        print("\n".join(visible(f"{each.name}={each.value}") for each in found))
         return
     table = Table("VARIABLE", "VALUE", "DEFAULT", "WHY", box=None, pad_edge=False)
     for each in found:
         history = f" ({each.history})" if each.history else ""
-        table.add_row(each.name, each.value, each.default, f"{each.reason}{history}")
+        cells = (each.name, each.value, each.default, f"{each.reason}{history}")
+        table.add_row(*(escape(visible(cell)) for cell in cells))
     _console.print(table)
     for card in card_settings(site):
-        _console.print(f"card: {card.name} = {card.value}; {card.reason}; ask: {card.query}")
+        shown = f"card: {card.name} = {card.value}; {card.reason}; ask: {card.query}"
+        _console.print(visible(shown), markup=False)
 
 
 @app.command("verify")
@@ -150,7 +153,7 @@ def verify(
     apart = differences(wanted, found)
     for setting, value in apart:
         shown = value or "not set"
-        print(f"{setting.name}: {shown}, wanted {setting.value}", file=sys.stderr)
+        print(visible(f"{setting.name}: {shown}, wanted {setting.value}"), file=sys.stderr)
     if as_json or not apart:
         rows = [{"name": s.name, "wanted": s.value, "found": value} for s, value in apart]
         print(json.dumps({"holds": not apart, "compared": len(wanted), "differences": rows}))
@@ -166,7 +169,9 @@ def _show_node(node: str, folder: Path, as_json: bool) -> None:
     else:
         table = Table("WHAT", "VERDICT", "DETAIL", box=None, pad_edge=False)
         for each in found:
-            table.add_row(each["target"], each["verdict"], escape(each["detail"]))
+            table.add_row(
+                escape(visible(each["target"])), each["verdict"], escape(visible(each["detail"]))
+            )
         _console.print(table if found else f"{node} has prepared no attempt yet")
     if not holds:
         raise typer.Exit(DIFFERS_EXIT_CODE)
@@ -253,5 +258,5 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def _mistake(text: str) -> typer.Exit:
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {visible(text)}", file=sys.stderr)
     return typer.Exit(USER_MISTAKE_EXIT_CODE)

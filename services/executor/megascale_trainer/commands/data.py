@@ -392,7 +392,8 @@ def _user_errors() -> Iterator[None]:
         problem = f"{error.filename or 'file'}: {error.strerror or error}"
     else:
         return
-    _messages.print(f"error: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
+    shown = f"error: {visible(problem)}"
+    _messages.print(shown, style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(USER_MISTAKE_EXIT_CODE)
 
 
@@ -416,7 +417,7 @@ def _print(summary: dict[str, Any], as_json: bool) -> None:
     for name, value in summary.items():
         shown = f"{value:,}" if isinstance(value, int) else str(value or "-")
         # Plain lines, no table: paths and digests are there to be copied.
-        typer.echo(f"{name.replace('_', ' '):<26}{shown}")
+        typer.echo(f"{name.replace('_', ' '):<26}{visible(shown)}")
 
 
 if __name__ == "__main__":

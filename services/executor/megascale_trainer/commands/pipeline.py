@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from megascale_common.node.visible import counted
+from megascale_common.node.visible import counted, visible
 from megascale_trainer.parallel.pipeline.drawing import as_svg, as_text
 from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Kind
 from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simulate
@@ -174,5 +174,5 @@ def _rows(timeline: Timeline) -> list[list[dict[str, object]]]:
 
 
 def _refuse(problem: str) -> NoReturn:
-    typer.secho(f"error: {problem}", fg="red", err=True)
+    typer.secho(f"error: {visible(problem)}", fg="red", err=True)
     raise typer.Exit(USER_MISTAKE_EXIT_CODE)
