@@ -343,7 +343,9 @@ class _Stubs:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def Range(self, request: Any, timeout: float | None = None) -> Awaitable[Any]:
+    def Range(
+        self, request: Any, timeout: float | None = None, metadata: Any = None
+    ) -> Awaitable[Any]:
         return self._call(request, self._store.range, timeout, write=False)
 
     def Put(self, request: Any, timeout: float | None = None) -> Awaitable[Any]:

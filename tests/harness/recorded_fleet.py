@@ -58,6 +58,7 @@ class RecordedCluster:
         self._nodes = [self._node(index) for index in range(nodes)]
         self._events = self._audit_log()
         self.calls = 0
+        self.notes: list[str] = []
 
     async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         self.calls += 1

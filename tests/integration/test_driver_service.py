@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +19,9 @@ import grpc
 import pytest
 import pytest_asyncio
 from tests.harness.driver import DriverProcess, here, running_driver, small_job
-from tests.harness.etcd import etcd, etcd_prefix, etcd_server
+from tests.harness.etcd import etcd, etcd_prefix, etcd_server, make_server
 from tests.harness.fake_executor import FakeExecutor
+from tests.harness.ha_cluster import Trio
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, job_pb2, link_pb2, types_pb2
@@ -298,7 +301,7 @@ async def test_training_and_watchers_continue_while_etcd_is_away(
             )
             expected = ("UNAVAILABLE", "NOT_LEADER")
             assert (refused.code, refused.reason) == expected, driver.log()[-3000:]
-            assert "etcd does not answer" in refused.message
+            assert "etcd has not answered for" in refused.message
             await driver.until_job("demo", lambda job: job.step > step + 5)
         finally:
             await etcd_server.start()
@@ -557,6 +560,101 @@ async def test_a_full_etcd_is_named_in_every_answer(tmp_path: Path) -> None:
             async with client:
                 assert [node.name async for node in client.nodes()] == ["n1"]
                 assert client.notes == []
+
+
+@pytest.mark.slow
+async def test_a_lost_quorum_is_named_in_every_answer(tmp_path: Path) -> None:
+    """Two of three members are killed; the short form is in test_etcd_client."""
+    trio = Trio(tmp_path)
+    try:
+        await trio.start()
+        async with (
+            running_driver(tmp_path, ",".join(trio.endpoints)) as driver,
+            joined(driver, "n1"),
+        ):
+            await driver.submit(small_job("demo"))
+            for name in ("m1", "m2"):
+                trio.members[name].kill()
+            await until_every_answer_says(driver, "etcd has no leader")
+            await asyncio.gather(*(trio.members[name].start() for name in ("m1", "m2")))
+            await until_no_answer_says_more(driver)
+    finally:
+        trio.close()
+
+
+@pytest.mark.slow
+async def test_an_etcd_that_stands_still_is_named_in_every_answer(tmp_path: Path) -> None:
+    """SIGSTOP of the only member: connections stay, nothing answers."""
+    server = make_server(tmp_path / "etcd")
+    async with server, running_driver(tmp_path, server.endpoint) as driver, joined(driver, "n1"):
+        await driver.submit(small_job("demo"))
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            await until_every_answer_says(driver, r"etcd has not answered for \d\d+ s")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        await until_no_answer_says_more(driver)
+
+
+async def test_members_that_differ_are_named_in_every_answer(tmp_path: Path) -> None:
+    """The alarm CORRUPT: etcd refuses all writes, also the end of a lease."""
+    server = make_server(tmp_path / "etcd")
+    async with server, running_driver(tmp_path, server.endpoint) as driver, joined(driver, "n1"):
+        await driver.submit(small_job("demo"))
+        await raise_corrupt(server)
+        request = driver_pb2.CordonNodeRequest(name="n1", reason="tried")
+        await refusal(driver.stub.CordonNode(request, timeout=CALL_TIMEOUT_S))
+        await until_every_answer_says(driver, "etcd refuses writes: corrupt cluster")
+        assert "alarm:CORRUPT" in await etcdctl(server, "alarm", "list")
+        await etcdctl(server, "alarm", "disarm")
+        await until_no_answer_says_more(driver)
+
+
+async def until_every_answer_says(driver: DriverProcess, words: str) -> None:
+    """Wait for the note that matches ``words``; `explain` and a refusal begin with it."""
+    begins = re.compile(f"this driver does not lead: {words}")
+    async with AsyncClient(driver.address(), driver.token) as client:
+
+        async def noted() -> bool:
+            async for _ in client.nodes():
+                pass
+            return bool(client.notes and begins.match(client.notes[0]))
+
+        await eventually(noted, f"the note {words}", story=lambda: f"{client.notes} {driver.log()}")
+        assert re.search(r"; what it shows is \d+ s old$", client.notes[0])
+        assert begins.match((await client.explain("demo")).explanation)
+    request = driver_pb2.CordonNodeRequest(name="n1", reason="tried")
+    error = await refusal(driver.stub.CordonNode(request, timeout=CALL_TIMEOUT_S))
+    assert (error.code, error.reason) == ("UNAVAILABLE", "NOT_LEADER")
+    assert begins.match(error.message)
+
+
+async def until_no_answer_says_more(driver: DriverProcess) -> None:
+    """Wait until the driver leads again; its answers carry no note."""
+    await eventually(driver.leads, "the driver leads again", story=driver.log)
+    async with AsyncClient(driver.address(), driver.token) as client:
+        assert [node.name async for node in client.nodes()] == ["n1"]
+        assert client.notes == []
+
+
+async def raise_corrupt(server: EtcdServer) -> None:
+    """Raise the alarm that etcd raises itself when it finds that members differ."""
+    async with (
+        EtcdClient([server.endpoint]) as client,
+        grpc.aio.insecure_channel(server.endpoint) as channel,
+    ):
+        # AlarmRequest: 1 action (1: ACTIVATE), 2 memberID, 3 alarm (2: CORRUPT).
+        request = b"\x08\x01\x10" + varint((await client.status()).member_id) + b"\x18\x02"
+        call = channel.unary_unary("/etcdserverpb.Maintenance/Alarm")
+        await call(request, timeout=CALL_TIMEOUT_S)
+
+
+def varint(value: int) -> bytes:
+    """A number as protobuf writes it."""
+    if value < 0x80:
+        return bytes([value])
+    return bytes([value & 0x7F | 0x80]) + varint(value >> 7)
 
 
 async def fill(server: EtcdServer) -> None:

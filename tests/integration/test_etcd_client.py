@@ -12,10 +12,12 @@ import uuid
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.etcd import CuttableProxy, etcd, etcd_prefix, etcd_server, make_server
+from tests.harness.ha_cluster import Trio
 from tests.harness.processes import ended, free_port, until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
@@ -201,6 +203,59 @@ async def test_nothing_sent_is_another_error_than_no_answer(
             client.timeout_s = 0.5
             with pytest.raises(UnknownOutcome):
                 await client.put("k", b"")
+
+
+async def test_members_without_a_leader_say_so_at_once(tmp_path: Path) -> None:
+    """A read waits for a leader to be elected, a while; then the error has etcd's words."""
+    trio = Trio(tmp_path)
+    try:
+        await trio.start()
+        async with EtcdClient(trio.endpoints) as client:
+            await client.put("k", b"1")
+            trio.members["m1"].kill()
+            trio.members["m2"].kill()
+            # Until then it still takes one of those that are gone for the leader.
+            async with EtcdClient([trio.members["m0"].endpoint]) as left:
+
+                async def alone() -> bool:
+                    return (await left.status()).leader_id == 0
+
+                await eventually(alone, "the last member without a leader")
+            client.timeout_s = 1.0
+            with pytest.raises(EtcdUnavailable, match="etcdserver: no leader"):
+                await client.get("k")
+    finally:
+        trio.close()
+
+
+@pytest.mark.parametrize(
+    "words", ["request timed out", "request timed out, possibly due to connection lost"]
+)
+async def test_what_etcd_says_when_it_is_slow_is_in_the_error(words: str) -> None:
+    """Real etcd says so after 5 s and two election timeouts; here something says it at once."""
+
+    async def refuse(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, f"etcdserver: {words}")
+
+    handler = grpc.unary_unary_rpc_method_handler(refuse)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        [
+            grpc.method_handlers_generic_handler(
+                "etcdserverpb.KV", {"Range": handler, "Put": handler}
+            )
+        ]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with EtcdClient([f"127.0.0.1:{port}"], timeout_s=0.3) as client:
+            with pytest.raises(EtcdUnavailable, match=f"etcdserver: {words}$"):
+                await client.get("k")
+            with pytest.raises(UnknownOutcome, match=f"etcdserver: {words}$"):
+                await client.put("k", b"")
+    finally:
+        await server.stop(None)
 
 
 async def test_mutual_tls(etcd_server: EtcdServer, etcd_prefix: str, tmp_path: Path) -> None:

@@ -186,6 +186,20 @@ def test_a_quiet_cluster_and_an_empty_one_say_so() -> None:
     assert (quiet["sentence"], quiet["incidents"]) == ("All is well: no jobs run, on 1 node.", [])
 
 
+async def test_a_driver_without_a_term_is_the_first_line() -> None:
+    source = RecordedCluster("node lost")
+    quorum = "this driver does not lead: etcd has no leader; what it shows is 38 s old"
+    source.notes = [quorum]
+    page = await ClusterReader(source).now()
+    assert page["sentence"] == "This" + quorum.removeprefix("this")
+    first = page["incidents"][0]
+    assert (first["urgency"], first["title"]) == ("act", page["sentence"])
+    assert first["may_do"][0]["command"].startswith("etcdctl endpoint status --cluster")
+    led = await ClusterReader(RecordedCluster("node lost")).now()
+    assert page["counts"]["act"] == led["counts"]["act"] + 1
+    assert "does not lead" not in str(led)
+
+
 def test_the_breaker_and_failing_checkpoints_need_a_person() -> None:
     info = driver_pb2.GetClusterInfoResponse()
     info.breaker_tripped_at.FromSeconds(1000)

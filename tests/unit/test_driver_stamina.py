@@ -16,7 +16,7 @@ from tests.harness.fake_etcd import Connection, FakeEtcd, FakeEtcdClient
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.errors import ResourceExhausted
+from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, ResourceExhausted
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.errors import ClusterError
 from megascale_common.service.server import RpcServer
@@ -30,10 +30,11 @@ from megascale_driver.platform import local
 from megascale_driver.platform.local import LocalCluster, LocalOptions
 
 
-class FullEtcd:
-    """An etcd without disk quota: every call is refused."""
+class FailingEtcd:
+    """An etcd of which every call ends with one error."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: EtcdError) -> None:
+        self.error = error
         self.calls = 0
         self.many = asyncio.Event()
         self.members = self
@@ -43,7 +44,7 @@ class FullEtcd:
             self.calls += 1
             if self.calls >= 10:
                 self.many.set()
-            raise ResourceExhausted("etcdserver: mvcc: database space exceeded")
+            raise self.error
 
         return refuse
 
@@ -52,7 +53,7 @@ async def test_a_driver_waits_while_etcd_refuses_its_campaign(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(leadership, "RETRY_S", 0.01)
-    etcd: Any = FullEtcd()
+    etcd: Any = FailingEtcd(ResourceExhausted("etcdserver: mvcc: database space exceeded"))
     leader = Leader(etcd, Engine(Policy(), SystemClock(), "t", "127.0.0.1:1"))
     running = asyncio.create_task(leader.run())
     async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -61,6 +62,35 @@ async def test_a_driver_waits_while_etcd_refuses_its_campaign(
     running.cancel()
     await asyncio.wait({running})
     assert running.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (EtcdUnavailable("get 'k': no answer within 5 s: UNAVAILABLE: etcdserver: no leader"),
+         "etcd has no leader"),
+        (EtcdUnavailable("get: no answer within 5 s: UNAVAILABLE: etcdserver: request timed out"),
+         "etcd does not answer in time (etcdserver: request timed out)"),
+        (EtcdUnavailable("get 'k': no answer within 5 s: DEADLINE_EXCEEDED"),
+         "etcd has not answered for 40 s (no answer within 5 s: DEADLINE_EXCEEDED)"),
+        (EtcdUnavailable("no etcd endpoint of m0:2379 could be reached in 5 s"),
+         "etcd has not answered for 40 s (no etcd endpoint of m0:2379 could be reached in 5 s)"),
+        (ResourceExhausted("get 'k': RESOURCE_EXHAUSTED: etcdserver: too many requests"),
+         "etcd refuses reads: too many requests"),
+    ],
+)  # fmt: skip
+async def test_a_driver_without_a_term_names_what_etcd_does(error: EtcdError, words: str) -> None:
+    etcd: Any = FailingEtcd(error)
+    now_s = 1000.0
+    engine = Engine(Policy(), SystemClock(), "t", "127.0.0.1:1")
+    leader = Leader(etcd, engine, clock=lambda: now_s)
+    now_s += 40.0
+    running = asyncio.create_task(leader.run())
+    await eventually(lambda: not leader.etcd_answers, "a look-up")
+    expected = f"this driver does not lead: {words}, so no driver may change anything now"
+    assert str(leader.not_leading()) == expected
+    running.cancel()
+    await asyncio.wait({running})
 
 
 async def test_a_leader_whose_key_is_deleted_by_hand_ends_its_term_without_a_write() -> None:

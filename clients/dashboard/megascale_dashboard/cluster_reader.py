@@ -71,8 +71,8 @@ class ClusterReader:
 
     async def now(self) -> Page:
         """What is wrong, since when, what is done, what one may do."""
-        info, nodes, jobs = await asyncio.gather(
-            self._kept("info", self._source.cluster_info), self._nodes(), self._jobs()
+        (info, notes), nodes, jobs = await asyncio.gather(
+            self._kept("info", self._info), self._nodes(), self._jobs()
         )
         asked = [job.spec.name for job in jobs if _worth_explaining(job)][:MAX_EXPLAINED]
         found = await asyncio.gather(*map(self._explained, asked))
@@ -83,7 +83,9 @@ class ClusterReader:
         ]
         lines = await asyncio.gather(*(self._events(f"jobs/{name}") for name in restarted))
         logs = dict(zip(restarted, lines, strict=True))
-        return incident_view.now(info, nodes, jobs, explanations, events, self._clock(), logs)
+        return incident_view.now(
+            info, nodes, jobs, explanations, events, self._clock(), logs, notes
+        )
 
     async def fleet(self) -> Page:
         """All nodes by switch."""
@@ -179,6 +181,10 @@ class ClusterReader:
             "command": f"megascale events {subject}".rstrip(),
             "events": [shown.event(line) for line in reversed(lines)],
         }
+
+    async def _info(self) -> tuple[driver_pb2.GetClusterInfoResponse, tuple[str, ...]]:
+        info = await self._source.cluster_info()
+        return info, tuple(self._source.notes)
 
     async def _nodes(self) -> list[Any]:
         return await self._kept("nodes", lambda: _first(self._source.nodes(), MAX_NODES))

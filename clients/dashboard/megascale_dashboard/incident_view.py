@@ -40,11 +40,12 @@ def now(
     events: Sequence[types_pb2.Event],
     now_s: float,
     logs: Mapping[str, Sequence[types_pb2.Event]] | None = None,
+    notes: Sequence[str] = (),
 ) -> Page:
     """The page: one sentence, incidents with the most urgent first, and the running jobs.
 
     ``explanations`` by job; ``events`` oldest first; ``now_s`` in Unix seconds; ``logs``: by job,
-    the lines of its own log, from which its faults are counted.
+    the lines of its own log, from which its faults are counted; ``notes``: on the driver itself.
     """
     logs = logs or {}
     handled = {
@@ -71,11 +72,12 @@ def now(
         handled[name] = past
         incidents += map(_dealt_with, past[-SHOWN_FAULTS:], itertools.repeat(name))
     incidents.sort(key=lambda each: (URGENCY.index(each["urgency"]), -(each["since_s"] or 0)))
+    incidents[:0] = map(_without_term, notes)  # first: all below is as old as it says
     counts = {word: sum(each["urgency"] == word for each in incidents) for word in URGENCY}
     counts["handled"] = sum(map(len, handled.values()))
     living = [job for job in jobs if job.phase not in TERMINAL_PHASES]
     return {
-        "sentence": _sentence(counts, nodes, living),
+        "sentence": incidents[0]["title"] if notes else _sentence(counts, nodes, living),
         "counts": counts,
         "incidents": incidents[:SHOWN_INCIDENTS],
         "left_out": max(0, len(incidents) - SHOWN_INCIDENTS),
@@ -133,6 +135,23 @@ def _incident(
         "doing": list(doing[:SHOWN_DOINGS]),
         "may_do": [{"text": text, "command": command} for text, command in may_do],
     }
+
+
+def _without_term(note: str) -> Page:
+    return _incident(
+        "act",
+        note[:1].upper() + note[1:],
+        None,
+        "/events?subject=cluster",
+        ["lets training and checkpoints continue; orders, restarts and new jobs wait"],
+        [
+            (
+                "see which member of etcd leads, and which is missing or full",
+                "etcdctl endpoint status --cluster --write-out table",
+            ),
+            ("see etcd's alarms", "etcdctl alarm list"),
+        ],
+    )
 
 
 def _breaker(info: driver_pb2.GetClusterInfoResponse) -> Iterable[Page]:

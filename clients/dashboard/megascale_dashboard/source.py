@@ -16,6 +16,8 @@ from megascale_client.messages import WatchJobResponse
 class Source(Protocol):
     """A cluster as the pages read it; the methods are those of AsyncClient and raise its errors."""
 
+    notes: list[str]  # what the driver says with its newest answer
+
     async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """The leader, counts, rules, the breaker."""
         ...

@@ -13,7 +13,7 @@ import json
 from collections.abc import Awaitable, Callable
 
 from megascale_common.etcd.election import Leadership, campaign
-from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutcome
+from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutcome, own_words
 from megascale_common.etcd.keeper import Keeper
 from megascale_common.etcd.lease import now_s
 from megascale_common.etcd.protocol import Etcd
@@ -38,6 +38,7 @@ LOOK_UP_S = 0.5
 # lets its nodes go, so that they find a driver that leads. Well before that one, which counts their
 # silence from its start, takes them for dead (60 s).
 CUT_OFF_S = 20.0
+NO_LEADER = "no leader"  # etcd's words, from a member that takes part in no quorum
 
 _log = logs.get(__name__)
 
@@ -66,9 +67,11 @@ class Leader:
     ) -> None:
         self.known_address = ""
         self.etcd_answers = True
-        # Why there is no term, in etcd's own words; empty while there is one.
-        self.etcd_words = ""
+        # Why there is no term, where etcd is the reason; None while there is one.
+        self._etcd_error: EtcdError | None = None
         self._answered_s = clock()  # when etcd did last
+        # When etcd did last without a term; before that, when it renewed the lease last.
+        self._heard_s = self._answered_s
         # Set while another driver is known to lead.
         self.superseded = asyncio.Event()
         # While it reads the state, elected but without a term yet; set when that has ended.
@@ -107,12 +110,26 @@ class Leader:
             return ""
         if self.known_address and self.known_address != self._engine.address:
             return f"the leader is {self.known_address}"
-        if not self.etcd_answers:
-            words = f" ({self.etcd_words})" if self.etcd_words else ""
-            return f"etcd does not answer{words}, so no driver may change anything now"
-        if self.etcd_words:
-            return f"etcd refuses writes: {self.etcd_words}"
-        return ""
+        problem = self._problem_of_etcd()
+        if problem and not self.etcd_answers:
+            return f"{problem}, so no driver may change anything now"
+        return problem
+
+    def _problem_of_etcd(self) -> str:
+        """What etcd refuses, in its words, or for how long it has said nothing; empty without."""
+        error = self._etcd_error
+        words = words_of(error) if error is not None else ""
+        refused = error is not None and not isinstance(error, (EtcdUnavailable, UnknownOutcome))
+        if words == NO_LEADER:
+            return "etcd has no leader"
+        if refused:
+            return f"etcd refuses {'writes' if self.etcd_answers else 'reads'}: {words}"
+        if self.etcd_answers:
+            return f"etcd does not confirm writes: {words}" if words else ""
+        if error is not None and own_words(error):
+            return f"etcd does not answer in time (etcdserver: {words})"
+        seen = f" ({words})" if words else ""
+        return f"etcd has not answered for {self._clock() - self._heard_s:.0f} s{seen}"
 
     async def run(self) -> None:
         """Campaign and lead, term after term, until cancelled."""
@@ -140,7 +157,7 @@ class Leader:
             )
         except EtcdError as error:
             # No space, too many requests, no access: an operator may fix it while we wait.
-            self.etcd_words = words_of(error)
+            self._etcd_error = error
             _log.error(
                 "etcd refuses the campaign; it is repeated", error=str(error), retry_s=RETRY_S
             )
@@ -151,8 +168,10 @@ class Leader:
         try:
             await self._lead(leadership)
         except (NotLeaderError, EtcdError) as error:
-            self.etcd_answers = not leadership.lease.lost.is_set()  # a guess until the next look-up
-            self.etcd_words = words_of(error) if isinstance(error, EtcdError) else ""
+            lease = leadership.lease
+            self.etcd_answers = not lease.lost.is_set()  # a guess until the next look-up
+            self._heard_s = self._clock() if self.etcd_answers else lease.answered_s
+            self._etcd_error = error if isinstance(error, EtcdError) else None
             _log.warning("leadership ended", error=str(error))
         except CodecError as error:
             _log.error("the state in etcd cannot be read by this build", error=str(error))
@@ -187,7 +206,7 @@ class Leader:
                 await clear_dead_leader(self._client, own_value)
                 return
             except (EtcdUnavailable, UnknownOutcome) as error:
-                self.etcd_words = words_of(error)
+                self._etcd_error = error
                 await asyncio.sleep(RETRY_S)
             except EtcdError:
                 return
@@ -200,7 +219,7 @@ class Leader:
         try:
             loaded = await store.load()
             await self._engine.adopt(leadership, loaded)
-            self.etcd_words = ""
+            self._etcd_error = None
             await self._notify(True)
         finally:
             # Whoever waits for it goes on with the loop's next turn: the term has begun by then.
@@ -243,6 +262,8 @@ class Leader:
                 self.etcd_answers = True
             else:
                 await self._look_up()
+                if self.etcd_answers:
+                    self._heard_s = self._clock()
             if self.etcd_answers:
                 self._answered_s = self._clock()
             elif self._clock() - self._answered_s > CUT_OFF_S and self._engine.links.all():
@@ -259,9 +280,12 @@ class Leader:
                 holder = None
             self.etcd_answers = True
         except EtcdError as error:
-            self.etcd_answers, self.etcd_words = False, words_of(error)
+            self.etcd_answers = False
+            self._etcd_error = error
             return
         address = _address_of(holder.value) if holder is not None else ""
+        if address == self._engine.address and self.beginning is None:
+            address = ""  # its own key of an earlier term, which etcd does not delete now
         if self._engine.term is None:
             self.known_address = address
             if address and address != self._engine.address:
@@ -275,7 +299,7 @@ def words_of(error: EtcdError) -> str:
     Where it said nothing, what our client has seen.
     """
     text = str(error)
-    return text.rpartition("etcdserver: ")[2] if "etcdserver: " in text else text.partition(": ")[2]
+    return own_words(error) or text.partition(": ")[2] or text
 
 
 def _address_of(value: bytes) -> str:

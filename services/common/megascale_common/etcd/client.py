@@ -13,7 +13,7 @@ from typing import Self
 import grpc.aio
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.connection import EtcdMembers, Member, TlsConfig
+from megascale_common.etcd.connection import REQUIRE_LEADER, EtcdMembers, Member, TlsConfig
 from megascale_common.etcd.errors import (
     EtcdUnavailable,
     InvalidEtcdRequest,
@@ -246,7 +246,7 @@ class EtcdClient:
 
     async def _range(self, request: rpc_pb2.RangeRequest) -> rpc_pb2.RangeResponse:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.RangeResponse:
-            return await member.kv.Range(request, timeout=timeout_s)
+            return await member.kv.Range(request, timeout=timeout_s, metadata=REQUIRE_LEADER)
 
         return await self.members.read(f"get {request.key!r}", self.timeout_s, send)
 

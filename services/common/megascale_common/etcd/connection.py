@@ -19,6 +19,7 @@ from megascale_common.etcd.errors import (
     EtcdUnavailable,
     InvalidEtcdRequest,
     UnknownOutcome,
+    answer_of,
     refusal,
 )
 from megascale_common.service.backoff import Backoff
@@ -32,6 +33,9 @@ KEEPALIVE_TIMEOUT_S = 5.0
 # A page of large values, or a watch response; etcd itself caps one request at 1.5 MiB.
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024
 SOCKET = "unix:///"  # what an endpoint begins with that is a unix socket's absolute path
+# Without it a member that lost its cluster keeps a watch open without events for ever, and a read
+# until its time is up; with it, it answers "no leader".
+REQUIRE_LEADER = (("hasleader", "true"),)
 RECONNECT_BACKOFF_MIN_S = 0.1
 RECONNECT_BACKOFF_MAX_S = 1.0
 RETRY_BACKOFF_MIN_S = 0.05
@@ -199,20 +203,24 @@ class EtcdMembers:
         backoff = retry_backoff()
         failure: grpc.aio.AioRpcError | None = None
         while (remaining_s := deadline - loop.time()) > 0:
-            member = await self.member(remaining_s)
+            try:
+                member = await self.member(remaining_s)
+            except EtcdUnavailable:
+                if failure is None:
+                    raise
+                break  # what a member said before is the better reason
             try:
                 # A share of the time: a member that does not answer leaves some for the next.
                 return await send(member, min(remaining_s, timeout_s / len(self._members)))
             except grpc.aio.AioRpcError as error:
                 if (refused := refusal(error, what)) is not None:
                     raise refused from error
-                failure = error
+                if failure is None or answer_of(error) != error.code().name:
+                    failure = error  # what etcd says is a better reason than silence
                 self.avoid(member)
             await backoff.sleep()
-        code = failure.code().name if failure else "not sent"
-        raise EtcdUnavailable(
-            f"{what}: no answer from etcd within {timeout_s:g} s ({code})"
-        ) from failure
+        said = answer_of(failure) if failure else "not sent"
+        raise EtcdUnavailable(f"{what}: no answer within {timeout_s:g} s: {said}") from failure
 
     async def write(
         self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]
@@ -233,7 +241,7 @@ class EtcdMembers:
             # The request may have been applied before the connection broke: not sent again here.
             self.avoid(member)
             raise UnknownOutcome(
-                f"{what}: sent to {member.endpoint}, no answer ({error.code().name})"
+                f"{what}: sent to {member.endpoint}, no answer: {answer_of(error)}"
             ) from error
 
 

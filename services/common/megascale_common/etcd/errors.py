@@ -62,7 +62,10 @@ _REFUSALS: dict[grpc.StatusCode, type[EtcdError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.FAILED_PRECONDITION: EtcdError,
     grpc.StatusCode.NOT_FOUND: EtcdError,
+    # Only "corrupt cluster": the alarm CORRUPT, under which every member applies no write.
+    grpc.StatusCode.DATA_LOSS: EtcdError,
 }
+_OWN_WORDS = "etcdserver: "
 
 
 def refusal(error: grpc.aio.AioRpcError, what: str) -> EtcdError | None:
@@ -74,3 +77,15 @@ def refusal(error: grpc.aio.AioRpcError, what: str) -> EtcdError | None:
         return Compacted(f"{what}: {details}")
     kind = _REFUSALS.get(code)
     return None if kind is None else kind(f"{what}: {code.name}: {details}")
+
+
+def answer_of(error: grpc.aio.AioRpcError) -> str:
+    """What is known of a failed call: the code, with etcd's own words where it has sent some."""
+    code, details = error.code().name, error.details() or ""
+    return f"{code}: {details}" if details.startswith(_OWN_WORDS) else code
+
+
+def own_words(error: EtcdError) -> str:
+    """What etcd itself said, without the call and the code; empty where it said nothing."""
+    _, found, words = str(error).rpartition(_OWN_WORDS)
+    return words if found else ""

@@ -94,6 +94,11 @@ class Lease:
         self._take()
         return 0.0 if self.lost.is_set() else max(0.0, self._valid_until_s - self._clock())
 
+    @property
+    def answered_s(self) -> float:
+        """When the newest renewal that etcd has answered was sent, on the lease's clock."""
+        return self._sent_s
+
     async def close(self) -> None:
         """Stop the keep-alives and revoke the lease, which deletes its keys. Never raises."""
         self._lose("closed")

@@ -152,5 +152,5 @@ async def txn_settled(
             return write.outcome(result, unknown)
         if loop.time() >= deadline:
             kind = UnknownOutcome if unknown else EtcdUnavailable
-            raise kind(f"txn {txn_id}: not settled within {deadline_s:g} s") from failure
+            raise kind(f"txn {txn_id}: not settled within {deadline_s:g} s: {failure}") from failure
         await backoff.sleep()

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.connection import retry_backoff
+from megascale_common.etcd.connection import REQUIRE_LEADER, retry_backoff
 from megascale_common.etcd.errors import (
     AccessDenied,
     Compacted,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # the client makes the watches
 
 # A slow consumer stops the reading, and flow control then stops the server.
 QUEUE_EVENTS = 1024
-# Without it a member that lost its cluster would keep the stream open without events for ever.
-_REQUIRE_LEADER = (("hasleader", "true"),)
 
 _log = logs.get(__name__)
 
@@ -140,7 +138,7 @@ class Watch:
             while True:
                 with contextlib.suppress(EtcdUnavailable):
                     member = await members.member(self._client.timeout_s)
-                    call = member.watch.Watch(metadata=_REQUIRE_LEADER)
+                    call = member.watch.Watch(metadata=REQUIRE_LEADER)
                     try:
                         await self._follow(call, backoff)
                     except grpc.aio.AioRpcError as error:
