@@ -375,7 +375,7 @@ def test_the_end_with_which_the_corpus_was_made_goes_along(
     words = tokenizer_file(tmp_path / "words", [END, LONGER], **beside)
     path = words.rename(words.with_name("corpus.tokenizer.json"))
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    made = CorpusRecord("bpe", sha256, LONGER["id"], 5, 4, 1, 9, "identity")
+    made = CorpusRecord("bpe", sha256, 4, 5, 4, 1, 9, "identity")
     record_path(words.with_name("corpus")).write_text(made.to_json())
     (tmp_path / "job").mkdir()
     (tmp_path / "again").mkdir()
