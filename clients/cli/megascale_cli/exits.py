@@ -109,9 +109,9 @@ def with_client(
     action: Callable[[AsyncClient], Awaitable[int | None]],
     cluster: Path | None,
     as_json: bool,
+    job_or_folder: str = "",
     *,
     retry_for_s: float = RETRY_FOR_S,
-    job_or_folder: str = "",
 ) -> None:
     """Run ``action`` with a client of the cluster in run folder ``cluster``.
 
