@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from tests.harness.command_line import Answer, command
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.retention.collect import collect_all
 from megascale_checkpoint.storage import FileStorage
+from megascale_cli import checkpoints
 from megascale_cli.exits import FAILED, NOT_FOUND, OK, REFUSED, UNAVAILABLE, USAGE
+from megascale_common.job.names import is_dns_label
 
 VALUES = {"matrix": np.ones((8, 96), np.float32), "bias": np.zeros(96, np.float32)}
 
@@ -213,3 +216,30 @@ def test_a_long_log_is_listed_to_its_end(root: Path, monkeypatch: pytest.MonkeyP
     assert steps(root) == [40, 30, 20, 10]
     checkpoint("gc", root, "--keep-latest", "1", "--yes")
     assert steps(root) == [40]
+
+
+@pytest.mark.parametrize("verb", ["list", "show", "verify", "gc", "repair"])
+def test_a_folder_beside_is_a_folder_where_no_job_can_have_its_name(
+    verb: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root.parent)
+    monkeypatch.setenv("MEGASCALE_RUN_FOLDER", str(root.parent / "none"))
+    root.rename(root.with_name("my_job"))
+    assert command("checkpoint", verb, "my_job").status == OK
+    root.with_name("my_job").rename(root)
+    assert command("checkpoint", verb, "./example").status == OK
+    # A name that a job can have is a job, whatever is beside.
+    answer = command("checkpoint", verb, "example")
+    assert answer.status == UNAVAILABLE
+    assert "example is read as a job's name: for the folder give ./example" in answer.stderr
+    assert "./other" not in command("checkpoint", verb, "other").stderr
+    assert command("checkpoint", verb, "").status == UNAVAILABLE  # and not this folder
+    assert "is always a job" in re.sub(r"[\s│]+", " ", command("checkpoint", verb, "--help").stdout)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a", "a-1", "", "-a", "a-", "A", "my_job", "a.b", "./a", "~", "a" * 63, "a" * 64, "a\n"],
+)
+def test_all_commands_agree_on_what_can_be_the_name_of_a_job(name: str) -> None:
+    assert bool(checkpoints.JOB_NAME.fullmatch(name)) == is_dns_label(name)

@@ -37,6 +37,7 @@ from megascale_checkpoint.export.stored import model_of, open_checkpoint
 from megascale_checkpoint.export.tensors import parameter_shapes, transfers
 from megascale_checkpoint.export.tokenizer_files import tokenizer_files
 from megascale_checkpoint.export.values import narrow, to_foreign, to_logical, widen
+from megascale_common.job.corpus_record import CorpusRecord, record_path
 from megascale_common.service.errors import (
     DamagedError,
     ExistsError,
@@ -364,6 +365,28 @@ def test_the_jobs_tokenizer_goes_along_with_its_end(
     config = json.loads((out / "tokenizer_config.json").read_text())
     expected = beside.get("tokenizer_config", {"eos_token": "</s>" if end == 3 else "<pad>"})
     assert config["eos_token"] == expected["eos_token"]
+
+
+@pytest.mark.parametrize("beside", [{}, {"tokenizer_config": {"eos_token": "</s>"}}])
+def test_the_end_with_which_the_corpus_was_made_goes_along(
+    tmp_path: Path, beside: dict[str, Any]
+) -> None:
+    """As `data tokenize --end-token` records it beside the corpus and its copy of the tokenizer."""
+    words = tokenizer_file(tmp_path / "words", [END, LONGER], **beside)
+    path = words.rename(words.with_name("corpus.tokenizer.json"))
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    made = CorpusRecord("bpe", sha256, 4, 5, 4, 1, 9, "identity")
+    record_path(words.with_name("corpus")).write_text(made.to_json())
+    (tmp_path / "job").mkdir()
+    (tmp_path / "again").mkdir()
+    out, facts, _ = exported(tmp_path / "job", {**BPE, "path": str(path), "sha256": sha256})
+    assert ids_of(out) == {LONGER["id"]} and not facts["problem"]
+    config = json.loads((out / "tokenizer_config.json").read_text())
+    assert config["eos_token"] == LONGER["content"]
+    other = replace(made, tokenizer_sha256="0" * 64)  # a record of another tokenizer says nothing
+    record_path(words.with_name("corpus")).write_text(other.to_json())
+    out, _, _ = exported(tmp_path / "again", {**BPE, "path": str(path), "sha256": sha256})
+    assert ids_of(out) == ({END["id"]} if beside else {None})
 
 
 @pytest.mark.parametrize(

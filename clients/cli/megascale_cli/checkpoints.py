@@ -6,6 +6,7 @@ The others read storage and belong to the checkpoint service; see
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,10 +34,13 @@ JobOrFolder = Annotated[
     str,
     typer.Argument(
         metavar="JOB_OR_FOLDER",
-        help="Name of the job, or a folder (./NAME for one beside) or URI of checkpoints.",
+        help="A job's name, or a folder or URI of checkpoints. A word of a-z, 0-9 and '-' is "
+        "always a job; write ./NAME for a folder of such a name.",
         autocompletion=job_names,
     ),
 ]
+# As the commands of the checkpoint service decide it: what can be no job's name is a folder.
+JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def list_checkpoints(
@@ -46,7 +50,7 @@ def list_checkpoints(
 
     Example: [bold]megascale checkpoint list example[/bold]
     """
-    if "/" in name or name.startswith(("~", ".")):
+    if name and JOB_NAME.fullmatch(name) is None:
         arguments = ["list", name, *(["--json"] if as_json else [])]
         run_plugin("checkpoint", CHECKPOINT, arguments, context.command_path.rsplit(" ", 1)[0])
 
@@ -59,7 +63,7 @@ def list_checkpoints(
             as_json=as_json,
         )
 
-    with_client(action, cluster, as_json)
+    with_client(action, cluster, as_json, job_or_folder=name)
 
 
 def fetch(

@@ -99,16 +99,24 @@ def report(error: Exception, as_json: bool) -> int | None:
     return None if known is None else fail(known, as_json).exit_code
 
 
+def hint_at_folder(error: MegascaleError, name: str) -> None:
+    """Add what to type where a folder here has the job's name, and is meant."""
+    if isinstance(error, NotFound | Unavailable) and name and Path(name).is_dir():
+        error.args = (f"{error}; {name} is read as a job's name: for the folder give ./{name}",)
+
+
 def with_client(
     action: Callable[[AsyncClient], Awaitable[int | None]],
     cluster: Path | None,
     as_json: bool,
+    job_or_folder: str = "",
     *,
     retry_for_s: float = RETRY_FOR_S,
 ) -> None:
     """Run ``action`` with a client of the cluster in run folder ``cluster``.
 
-    What ``action`` returns is the exit status; None is 0.
+    What ``action`` returns is the exit status; None is 0. ``job_or_folder`` is the argument that
+    names a job here, and could have named a folder.
     """
 
     async def run() -> int | None:
@@ -122,6 +130,7 @@ def with_client(
     try:
         status = asyncio.run(run())
     except MegascaleError as error:
+        hint_at_folder(error, job_or_folder)
         raise fail(error, as_json) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

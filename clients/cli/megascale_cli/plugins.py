@@ -22,9 +22,15 @@ import typer.core
 import typer.main
 from rich.markup import escape
 
-from megascale_cli.exits import RETRY_FOR_S, UsageError, report
+from megascale_cli.exits import RETRY_FOR_S, UsageError, hint_at_folder, report
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JSON_OPTION
-from megascale_client import AsyncClient, FieldProblem, InvalidRequest, NotPossible
+from megascale_client import (
+    AsyncClient,
+    FieldProblem,
+    InvalidRequest,
+    MegascaleError,
+    NotPossible,
+)
 
 GROUP = "megascale.commands"
 
@@ -332,7 +338,11 @@ def checkpoint_uri(name: str, cluster: Path | None) -> str:
         async with AsyncClient.from_run_folder(cluster, retry_for_s=RETRY_FOR_S) as client:
             return (await client.get(name)).spec.checkpoint.uri
 
-    uri = asyncio.run(ask())
+    try:
+        uri = asyncio.run(ask())
+    except MegascaleError as error:
+        hint_at_folder(error, name)
+        raise
     if not uri:
         raise NotPossible(f"job {name} has no checkpoints: its checkpoint.uri is empty")
     return uri

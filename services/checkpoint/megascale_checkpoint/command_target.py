@@ -13,6 +13,7 @@ import typer
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.commit_record import Checkpoint
 from megascale_checkpoint.storage import SYMBOLIC_LINK, is_link_error, join, open_storage
+from megascale_common.job.names import is_dns_label
 from megascale_common.node.visible import visible
 from megascale_common.service.errors import (
     ForbiddenError,
@@ -25,7 +26,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="JOB_OR_FOLDER",
-        help="A job's name, or its checkpoint.uri: a folder (./NAME for one beside), s3://, hdfs://.",
+        help="A job's name, or its checkpoint.uri: a folder, s3://, hdfs://. A word of a-z, 0-9 "
+        "and '-' is always a job; write ./NAME for a folder of such a name.",
     ),
 ]
 Cluster = Annotated[
@@ -48,12 +50,16 @@ Find = Callable[[str, Path | None], str]
 def root_of(context: typer.Context, target: str, cluster: Path | None) -> str:
     """The URI of the job or folder that ``target`` names.
 
+    What it is depends on its form alone, and not on which folders or clusters there are: what is
+    removed or repaired must not change with where a command is typed. A word that can be the name
+    of a job is one; all else is a URI or a folder.
+
     Raises:
         RequestError: it is a job's name, and there is nothing to ask for it here.
     """
     if "://" in target:
         return target
-    if "/" in target or target.startswith(("~", ".")):
+    if target and not is_dns_label(target):  # an empty one is no folder either
         # Storage refuses relative paths, because each node would resolve them in its own working
         # directory; this command runs on one machine.
         return str(Path(target).expanduser().absolute())

@@ -67,7 +67,7 @@ FormatTo = Annotated[
     ExportFormat,
     typer.Option(
         "--format",
-        help="hf: Hugging Face transformers, weights alone; dcp: torch.distributed.checkpoint, "
+        help="hf: Hugging Face transformers, weights alone; dcp: PyTorch's distributed checkpoint, "
         "with optimizer states; megatron: Megatron-core's format torch, weights alone.",
     ),
 ]

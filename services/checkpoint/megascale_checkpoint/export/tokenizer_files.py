@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale_checkpoint.checksums import COUNT, load_json_object
+from megascale_common.job.corpus_record import recorded_end
 from megascale_common.service.errors import DamagedError
 
 TOKENIZER = "tokenizer"  # of the small state: the fields of trainer.data.tokenizer
@@ -100,7 +101,8 @@ def _of_file(path: Path, sha256: Any, vocab_size: int) -> TokenizerFiles:
             data = file.read(MAX_TOKENIZER_BYTES + 1)
     except OSError as error:
         return TokenizerFiles(problem=f"the job's tokenizer cannot be read here: {error}")
-    if sha256 and hashlib.sha256(data).hexdigest() != sha256:
+    digest = hashlib.sha256(data).hexdigest()
+    if sha256 and digest != sha256:
         return TokenizerFiles(problem=f"{path} is not the tokenizer that the job had")
     try:
         values = load_json_object(data[:MAX_TOKENIZER_BYTES], str(path))
@@ -119,6 +121,13 @@ def _of_file(path: Path, sha256: Any, vocab_size: int) -> TokenizerFiles:
     special = [name for name, each in _added(values).items() if each.get("special")]
     if "eos" not in ids and len(special) == 1 and _is_id(numbers.get(special[0]), vocab_size):
         ids["eos"] = numbers[special[0]]  # a file names no roles; this one can have but one
+    # What the corpus was made with, as by --end-token of `data tokenize`, is what was trained.
+    recorded = recorded_end(path, digest)
+    if recorded is not None and _is_id(recorded[0], vocab_size):
+        ids["eos"] = recorded[0]
+        for each in beside.values():
+            if "eos_token" in each:
+                each["eos_token"] = _text_of(recorded[0], numbers)
     files = {name: json.dumps(each, indent=2).encode() for name, each in beside.items() if each}
     if CONFIG not in files:
         files[CONFIG] = _configuration(_text_of(ids.get("eos"), numbers))
