@@ -80,6 +80,12 @@ def findings(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{found[0]} {found[1]}"
 
 
+def findings_of_pages(source: str) -> list[str]:
+    """The same of the dashboard's scripts."""
+    scripts = re.compile(rf"\$\{{(?!counted\()[^{{}}]*\}} {BETWEEN}({'|'.join(NOUNS)})\b(?!/)")
+    return [found[0] for found in scripts.finditer(source)]
+
+
 def cannot_be_one(number: ast.FormattedValue) -> bool:
     """Whether it is counted, is a limit with a name, or has digits after its point."""
     value = ast.unparse(number.value)
@@ -99,6 +105,16 @@ def test_no_text_says_one_nodes() -> None:
                 found.append(f"{path.relative_to(ROOT)}:{line}: {place}: use counted(number, noun)")
     assert found == []
     assert reasons == set()  # a reason for what is no longer there is deleted
+
+
+def test_no_page_says_one_nodes() -> None:
+    paths = sorted((ROOT / "clients/dashboard").rglob("static/[!u]*.js"))  # not uplot
+    assert len(paths) > 5
+    assert [place for path in paths for place in findings_of_pages(path.read_text())] == []
+    assert findings_of_pages("`${n} nodes, ${counted(n, 'node')}, ${number(m)} spare nodes`") == [
+        "${n} nodes",
+        "${number(m)} spare nodes",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ export function timeline(data) {
     title,
     h("p", { class: "under" }, `${shown} rank${data.members === 1 ? "" : "s"} of the ${names[data.group]} group of rank ${data.rank}, `,
       data.steps.map((each) => `step ${number(each.step)}: ${ms(each.for_us)}`).join("; "),
-      data.left_out ? `; the ${number(data.left_out)} shortest spans are left out` : ""),
+      data.left_out ? `; the ${counted(data.left_out, "shortest span")} ${data.left_out === 1 ? "is" : "are"} left out` : ""),
     data.path_sentences.map((text) => h("p", {}, text)),
     picks(data),
     compared(data),

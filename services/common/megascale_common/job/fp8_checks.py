@@ -30,7 +30,7 @@ def fp8_problems(config: JobConfig) -> Iterator[JobProblem]:
             "trainer.training.micro_batch_size",
             f"a micro-batch has sequence_length / tp * {training.micro_batch_size} = "
             f"{'1 token' if tokens == 1 else f'{tokens} tokens'} on each rank; "
-            f"precision fp8 requires  a multiple of {FP8_MULTIPLE}",
+            f"precision fp8 requires a multiple of {FP8_MULTIPLE}",
             f"use trainer.model.sequence_length: {_next(config.model.sequence_length, tp)}, or "
             "trainer.training.precision: bf16",
         )
