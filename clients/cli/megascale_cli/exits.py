@@ -99,6 +99,11 @@ def report(error: Exception, as_json: bool) -> int | None:
     return None if known is None else fail(known, as_json).exit_code
 
 
+def print_note(note: str) -> None:
+    """Print what the driver says about itself, apart from the answer."""
+    print(f"note: {visible(note)}", file=sys.stderr, flush=True)
+
+
 def with_client(
     action: Callable[[AsyncClient], Awaitable[int | None]],
     cluster: Path | None,
@@ -117,7 +122,7 @@ def with_client(
                 return await action(client)
             finally:
                 for note in client.notes:
-                    print(f"note: {note}", file=sys.stderr)
+                    print_note(note)
 
     try:
         status = asyncio.run(run())
