@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_driver import streams
 from megascale_driver.streams import TermNotes, until_set
@@ -55,6 +56,12 @@ async def test_the_event_ends_a_wait_that_lasts() -> None:
     assert [answer async for answer in stream] == []
 
 
+async def soon(stream: AsyncIterator[str]) -> str:
+    """The next answer, which is there or due."""
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        return await anext(stream)
+
+
 async def test_a_stream_says_once_that_the_term_is_lost_and_once_that_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -70,22 +77,22 @@ async def test_a_stream_says_once_that_the_term_is_lost_and_once_that_it_is_back
     notes = TermNotes(lambda: note, clock=lambda: now_s)
     stream = until_set(ended, coming(), notes.news)
     answers.put_nowait("first")
-    assert await anext(stream) == "first"
+    assert await soon(stream) == "first"
     note, now_s = "no term: campaigns", 1.0
     answers.put_nowait("second")
-    assert await anext(stream) == "second"
+    assert await soon(stream) == "second"
     note, now_s = "", 2.0
     answers.put_nowait("third")
-    assert await anext(stream) == "third"
+    assert await soon(stream) == "third"
     note, now_s = "no term: etcd is down", 3.0
     answers.put_nowait("fourth")
-    assert await anext(stream) == "fourth"
+    assert await soon(stream) == "fourth"
     now_s += streams.NOTE_AFTER_S
-    assert await anext(stream) == "no term: etcd is down"
+    assert await soon(stream) == "no term: etcd is down"
     note = "no term: etcd is down, older"
     answers.put_nowait("fifth")
-    assert await anext(stream) == "fifth"
+    assert await soon(stream) == "fifth"
     note = ""
-    assert await anext(stream) == streams.LEADS_AGAIN
+    assert await soon(stream) == streams.LEADS_AGAIN
     ended.set()
     assert [answer async for answer in stream] == []
