@@ -35,6 +35,7 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         self.checkpoints: list[driver_pb2.Checkpoint] = []
         self.hostile = ""  # text at the end of each event and of each line of a log
         self.verdicts: dict[str, types_pb2.CheckVerdict.ValueType] = {}
+        self.streamed_note = ""  # the driver says so at the begin of each stream
         self.server = RpcServer(TOKEN)
 
     async def start(self) -> str:
@@ -111,6 +112,8 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
     ) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
         await self._note(request, context)
         index = int(request.resume_token or 0)
+        if self.streamed_note:
+            yield driver_pb2.WatchEventsResponse(note=self.streamed_note)
         self.open_streams += 1
         try:
             while True:
@@ -177,6 +180,8 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         self, request: Any, context: Any
     ) -> AsyncIterator[driver_pb2.WatchJobResponse]:
         await self._note(request, context)
+        if self.streamed_note:
+            yield driver_pb2.WatchJobResponse(note=self.streamed_note)
         for phase in self.phases:
             job = driver_pb2.Job(spec=job_pb2.JobSpec(name=request.name), phase=phase)
             yield driver_pb2.WatchJobResponse(job=job)

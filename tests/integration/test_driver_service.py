@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -602,13 +603,45 @@ async def test_members_that_differ_are_named_in_every_answer(tmp_path: Path) -> 
     server = make_server(tmp_path / "etcd")
     async with server, running_driver(tmp_path, server.endpoint) as driver, joined(driver, "n1"):
         await driver.submit(small_job("demo"))
-        await raise_corrupt(server)
-        request = driver_pb2.CordonNodeRequest(name="n1", reason="tried")
-        await refusal(driver.stub.CordonNode(request, timeout=CALL_TIMEOUT_S))
-        await until_every_answer_says(driver, "etcd refuses writes: corrupt cluster")
-        assert "alarm:CORRUPT" in await etcdctl(server, "alarm", "list")
-        await etcdctl(server, "alarm", "disarm")
-        await until_no_answer_says_more(driver)
+        async with streamed_notes(driver) as notes:
+            await raise_corrupt(server)
+            request = driver_pb2.CordonNodeRequest(name="n1", reason="tried")
+            await refusal(driver.stub.CordonNode(request, timeout=CALL_TIMEOUT_S))
+            words = "etcd refuses writes: corrupt cluster"
+            await until_every_answer_says(driver, words)
+            await eventually(lambda: all(notes), "the note in both streams", story=driver.log)
+            assert "alarm:CORRUPT" in await etcdctl(server, "alarm", "list")
+            await etcdctl(server, "alarm", "disarm")
+            await until_no_answer_says_more(driver)
+            await eventually(
+                lambda: all(len(each) > 1 for each in notes), "its end in both", story=driver.log
+            )
+        for first, *others in notes:
+            assert first.startswith(f"this driver does not lead: {words}; what it shows is")
+            assert others == ["this driver leads again"]
+
+
+@contextlib.asynccontextmanager
+async def streamed_notes(driver: DriverProcess) -> AsyncIterator[tuple[list[str], list[str]]]:
+    """What the driver says about itself in a watch of the job, and in one of the audit log."""
+    found: tuple[list[str], list[str]] = ([], [])
+
+    async def keep(updates: AsyncIterator[Any], notes: list[str]) -> None:
+        async for update in updates:
+            if update.note:
+                notes.append(update.note)
+
+    async with AsyncClient(driver.address(), driver.token) as client:
+        tasks = [
+            asyncio.create_task(keep(client.watch("demo"), found[0])),
+            asyncio.create_task(keep(client.watch_events(), found[1])),
+        ]
+        try:
+            yield found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_every_answer_says(driver: DriverProcess, words: str) -> None:
@@ -646,7 +679,7 @@ async def raise_corrupt(server: EtcdServer) -> None:
     ):
         # AlarmRequest: 1 action (1: ACTIVATE), 2 memberID, 3 alarm (2: CORRUPT).
         request = b"\x08\x01\x10" + varint((await client.status()).member_id) + b"\x18\x02"
-        call = channel.unary_unary("/etcdserverpb.Maintenance/Alarm")
+        call: Any = channel.unary_unary("/etcdserverpb.Maintenance/Alarm")
         await call(request, timeout=CALL_TIMEOUT_S)
 
 

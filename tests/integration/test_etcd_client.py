@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -237,7 +238,7 @@ async def test_what_etcd_says_when_it_is_slow_is_in_the_error(words: str) -> Non
     async def refuse(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         await context.abort(grpc.StatusCode.UNAVAILABLE, f"etcdserver: {words}")
 
-    handler = grpc.unary_unary_rpc_method_handler(refuse)
+    handler: Any = grpc.unary_unary_rpc_method_handler(refuse)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
         [

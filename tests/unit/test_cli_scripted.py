@@ -183,6 +183,24 @@ async def test_ctrl_c_of_a_watch_says_that_the_job_continues(
     assert (process.returncode, errors) == (INTERRUPTED, said)
 
 
+@pytest.mark.parametrize("tail", [(), ("--tail", "1")])
+async def test_a_watch_prints_what_the_driver_says_of_itself(
+    driver: ScriptedDriver, tail: tuple[str, ...]
+) -> None:
+    driver.updates, driver.streamed_note = [1, 2], "this driver does not lead: \x1b[2Jetcd is down"
+    note = "note: this driver does not lead: \\x1b[2Jetcd is down\n"
+    status, output, errors = await run("watch", "x", *tail)
+    assert (status, "step 2" in output, errors) == (OK, True, note)
+    status, output, errors = await run("watch", "x", "--json", *tail)
+    assert (status, json.loads(output.splitlines()[0])["note"]) == (OK, driver.streamed_note)
+    process = await start("events", "nodes/n1", "--follow")
+    assert process.stderr is not None
+    assert await asyncio.wait_for(process.stderr.readline(), CALL_TIMEOUT_S) == note.encode()
+    os.kill(process.pid, signal.SIGINT)
+    output_bytes, _ = await process.communicate()
+    assert output_bytes.count(b"\n") == 2  # its events, and no line for the note
+
+
 async def test_a_watch_may_begin_near_the_present(driver: ScriptedDriver) -> None:
     driver.jobs = [driver_pb2.Job(phase=types_pb2.JOB_PHASE_SUCCEEDED)]
     driver.jobs[0].spec.name = "x"

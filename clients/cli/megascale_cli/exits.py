@@ -105,6 +105,11 @@ def hint_at_folder(error: MegascaleError, name: str) -> None:
         error.args = (f"{error}; {name} is read as a job's name: for the folder give ./{name}",)
 
 
+def print_note(note: str) -> None:
+    """Print what the driver says about itself, apart from the answer."""
+    print(f"note: {visible(note)}", file=sys.stderr, flush=True)
+
+
 def with_client(
     action: Callable[[AsyncClient], Awaitable[int | None]],
     cluster: Path | None,
@@ -125,7 +130,7 @@ def with_client(
                 return await action(client)
             finally:
                 for note in client.notes:
-                    print(f"note: {note}", file=sys.stderr)
+                    print_note(note)
 
     try:
         status = asyncio.run(run())

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from megascale.v1 import types_pb2
-from megascale_cli.exits import RETRY_FOR_S, fail, with_client
+from megascale_cli.exits import RETRY_FOR_S, fail, print_note, with_client
 from megascale_cli.options import MAX_NUMBER, Check, Cluster, JobName, Json, Reason
 from megascale_cli.output import (
     console,
@@ -311,9 +311,12 @@ async def _events(
             shown.add(event.SerializeToString(deterministic=True))
             yield event
         while True:
-            event = (await coming).event
+            update = await coming
             coming = asyncio.ensure_future(anext(stream))
-            if event.SerializeToString(deterministic=True) not in shown:
+            event = update.event
+            if update.note:
+                print_note(update.note)
+            elif event.SerializeToString(deterministic=True) not in shown:
                 yield event
     finally:
         coming.cancel()

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from megascale.v1 import types_pb2
-from megascale_cli.exits import FAILED, OK
+from megascale_cli.exits import FAILED, OK, print_note
 from megascale_cli.output import (
     condition_lines,
     console,
@@ -74,6 +74,9 @@ async def _updates(
     near, state = not newest.step, None
     async for update in client.watch(name):
         kind = update.WhichOneof("update")
+        if kind == "note":
+            yield update
+            continue
         if not near and kind == "job":
             state = update
         elif not near:
@@ -98,6 +101,8 @@ async def _follow(updates: AsyncIterator[WatchJobResponse], view: _Lines) -> Non
             view.step(update.step)
         elif kind == "event":
             view.event(update.event)
+        elif kind == "note":
+            print_note(update.note)
 
 
 async def _watch_json(client: AsyncClient, name: str, tail: int | None) -> int:

@@ -188,6 +188,8 @@ class AsyncClient(OrderCalls):
     async def watch(self, name: str, *, resume_token: str = "") -> AsyncIterator[WatchJobResponse]:
         """The job's state, step records and events as they happen, until the job has ended.
 
+        An update with a ``note`` is what the driver says about itself: that it has been without a
+        term for some seconds and why, and that it leads again.
         Continues after the last update when a driver restarts or another takes over. A new driver
         sends its updates from the start, and those seen before are skipped. Raises NotFound.
         """
@@ -404,6 +406,8 @@ class AsyncClient(OrderCalls):
         """The audit log as it grows, without end; ``subject`` as for :meth:`events`.
 
         Starts after ``resume_token``, or without one at the moment the first event is requested.
+        An update with a ``note`` has no event: it is what the driver says about itself, that it has
+        been without a term for some seconds and why, and that it leads again.
         Continues after the last event when a driver restarts or another takes over.
 
         Raises NotFound; InvalidRequest for a token that is too old.
@@ -418,7 +422,7 @@ class AsyncClient(OrderCalls):
                 ):
                     token = update.resume_token or token
                     retry.reset()
-                    if update.HasField("event"):
+                    if update.HasField("event") or update.note:
                         yield update
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
                 await self._connection.recover(error, retry)

@@ -264,6 +264,7 @@ class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):
     job: Job
     step: types_pb2.StepRecord
     event: types_pb2.Event
+    note: str
 
 
 class Device(View, of=types_pb2.Device):

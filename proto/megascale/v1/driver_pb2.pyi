@@ -856,8 +856,13 @@ class WatchJobResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     EVENT_FIELD_NUMBER: builtins.int
+    NOTE_FIELD_NUMBER: builtins.int
     resume_token: builtins.str
     """Give it back in resume_token to continue behind this response."""
+    note: builtins.str
+    """What the driver says about itself: once when it has been without a term for some seconds,
+    with the cause, and once when it leads again. It has no resume_token.
+    """
     @property
     def job(self) -> Global___Job:
         """The state of the job: first of all, and after every change."""
@@ -877,10 +882,11 @@ class WatchJobResponse(google.protobuf.message.Message):
         job: Global___Job | None = ...,
         step: megascale.v1.types_pb2.StepRecord | None = ...,
         event: megascale.v1.types_pb2.Event | None = ...,
+        note: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "job", b"job", "step", b"step", "update", b"update"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "job", b"job", "resume_token", b"resume_token", "step", b"step", "update", b"update"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["update", b"update"]) -> typing.Literal["job", "step", "event"] | None: ...
+    def HasField(self, field_name: typing.Literal["event", b"event", "job", b"job", "note", b"note", "step", b"step", "update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["event", b"event", "job", b"job", "note", b"note", "resume_token", b"resume_token", "step", b"step", "update", b"update"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["update", b"update"]) -> typing.Literal["job", "step", "event", "note"] | None: ...
 
 Global___WatchJobResponse: typing_extensions.TypeAlias = WatchJobResponse
 
@@ -2689,20 +2695,26 @@ class WatchEventsResponse(google.protobuf.message.Message):
 
     RESUME_TOKEN_FIELD_NUMBER: builtins.int
     EVENT_FIELD_NUMBER: builtins.int
+    NOTE_FIELD_NUMBER: builtins.int
     resume_token: builtins.str
     """Give it back in resume_token to continue behind this event."""
+    note: builtins.str
+    """What the driver says about itself: once when it has been without a term for some seconds, with
+    the cause, and once when it leads again. It has no resume_token.
+    """
     @property
     def event(self) -> megascale.v1.types_pb2.Event:
-        """A line of the audit log."""
+        """A line of the audit log; absent in a note."""
 
     def __init__(
         self,
         *,
         resume_token: builtins.str = ...,
         event: megascale.v1.types_pb2.Event | None = ...,
+        note: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["event", b"event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "resume_token", b"resume_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["event", b"event", "note", b"note", "resume_token", b"resume_token"]) -> None: ...
 
 Global___WatchEventsResponse: typing_extensions.TypeAlias = WatchEventsResponse
 

@@ -32,7 +32,7 @@ from megascale_driver.service_base import (
     from_node,
     page_size,
 )
-from megascale_driver.streams import until_set
+from megascale_driver.streams import TermNotes, until_set
 
 MAX_LOG_LINES = 100_000
 MAX_OFFSET_DIGITS = 9
@@ -53,9 +53,15 @@ class WatchMethods(ServiceBase):
         # This message is not in the ring. It carries the watcher's own token, so that a stream that
         # breaks right behind it is resumed at the same position.
         yield driver_pb2.WatchJobResponse(resume_token=request.resume_token, job=self._message(job))
+        term = TermNotes(lambda: self.note)
+
+        def news() -> driver_pb2.WatchJobResponse | None:
+            note = term.news()
+            return driver_pb2.WatchJobResponse(note=note) if note else None
+
         try:
             async for update in until_set(
-                self.leader.superseded, feed.follow(request.resume_token)
+                self.leader.superseded, feed.follow(request.resume_token), news
             ):
                 yield update
         except ExpiredError as error:
@@ -124,12 +130,17 @@ class WatchMethods(ServiceBase):
     ) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
         """Lines of the audit log behind the resume token as they are committed, without end."""
         self._require_state()
-        about = _about(request.subject)
+        about, term = _about(request.subject), TermNotes(lambda: self.note)
         try:
-            lines = self.engine.audit.follow(request.resume_token, about)
+            lines: AsyncIterator[Audit | str] = self.engine.audit.follow(
+                request.resume_token, about
+            )
             # Headers first: from their arrival on, the watcher misses no line that is committed.
             await context.send_initial_metadata(())
-            async for line in until_set(self.leader.superseded, lines):
+            async for line in until_set(self.leader.superseded, lines, term.news):
+                if isinstance(line, str):
+                    yield driver_pb2.WatchEventsResponse(note=line)
+                    continue
                 event = wire.event_message(line, self._epoch())
                 yield driver_pb2.WatchEventsResponse(
                     resume_token=audit_log.token_of(line), event=event
