@@ -58,6 +58,7 @@ LANES = {
         "chaos/test_unknown_culprit.py",
         "chaos/test_waits.py",
         "integration/test_dashboard.py",
+        "integration/test_doors.py",
         "integration/test_export_and_import.py",
         "integration/test_first_hour.py",
         "integration/test_grpcurl.py",

@@ -64,7 +64,7 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
     with cluster.start_again() as up:
         assert len(cluster.shared_memory()) == 3
         assert memory.isdisjoint(cluster.shared_memory())
-        assert len(cluster.socket_folders()) == 3
+        assert len(cluster.socket_folders()) == 4  # of three agents and of etcd
         assert sockets.isdisjoint(cluster.socket_folders())
         everything = up.processes()
         assert up.stop() == 0

@@ -164,7 +164,7 @@ class ChaosCluster:
         return {f"{entry.parent.name}/{entry.name}" for entry in base.glob("*/*") if entry.is_dir()}
 
     def socket_folders(self) -> set[str]:
-        """Folders of the agents' sockets."""
+        """Folders of the sockets of agents and etcd."""
         return {entry.name for entry in self.runtime_folder.glob("megascale/*")}
 
     def _new_up(self) -> UpProcess:
