@@ -71,6 +71,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_trainer": ("megascale_trainer", "megascale_kernels", "torch", "numpy", *PURE),
     "megascale_trainer.data": (
         *("megascale_trainer", "megascale_kernels", "torch", "numpy", "tokenizers"),
+        *("sentencepiece", "tiktoken", "pyarrow"),
         *PURE,
     ),
     "megascale_trainer.telemetry.trackers": (

@@ -83,7 +83,8 @@ def _problems(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
-            if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES:
+            # From the body on: the parameters of a command declare its options, with their help.
+            if node.end_lineno - node.body[0].lineno >= MAX_FUNCTION_LINES:
                 yield f"{name}: {node.name} is too long"
 
 
