@@ -11,6 +11,7 @@ from tests.harness.snippets import block
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
+from megascale_common.node.visible import visible
 from megascale_trainer import Trainer, load_config
 
 
@@ -75,7 +76,7 @@ def _generate_prints_the_same(job: Path, trainer: Trainer, folder: Path) -> None
         "passed_over": [],
     }
     done = CliRunner().invoke(build_app(), [*command, "--device", "cpu"])
-    assert done.stdout.rstrip("\n").endswith(wanted.rstrip("\n"))
+    assert done.stdout.rstrip("\n").endswith(visible(wanted).rstrip("\n"))
 
     new = json.loads(job.read_text())
     new["checkpoint"]["uri"] = str(folder / "nothing-yet")

@@ -76,7 +76,7 @@ def snapshotter(
     slots: int = 2,
     verified_share: float = 0.0,
 ) -> Snapshotter:
-    sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
+    sizes = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
     address = (committer or daemon).address if uri else ""
     registration = RankRegistration(
         "job", attempt, rank, world_size, uri, address, slots, sizes=sizes
