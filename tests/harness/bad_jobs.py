@@ -167,7 +167,7 @@ RANGES = (
     _one("negative width", f"{MODEL}.ffn_size", -4, "negative", "positive"),
     _one("no sequence", f"{MODEL}.sequence_length", 0, "missing or 0", AT_LEAST_1),
     _one("negative window", f"{MODEL}.window", -1, "negative", "0 for none"),
-    _one("one window of two", f"{MODEL}.layer_windows", [8], "windows", "per layer"),
+    _one("one window of two", f"{MODEL}.layer_windows", [8], "1 window for 2", "per layer"),
     _one("epsilon of zero", f"{MODEL}.norm_epsilon", 0, RANGE, "between 0 and 1"),
     _one("negative deviation", f"{MODEL}.initializer_std", -1, RANGE, "between 0 and 1"),
     _one("base of one", f"{MODEL}.rope_theta", 1, RANGE, "above 1"),

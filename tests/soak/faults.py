@@ -226,6 +226,7 @@ class Faults:
             return
         path = self.random.choice(sorted(files))
         self._damaged.add(path.parent)
+        job.damaged = True
         how = self.random.choice(("flip", "cut", "delete"))
         self._say(how, path.relative_to(self.cluster.checkpoints))
         with contextlib.suppress(OSError):

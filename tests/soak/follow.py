@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from megascale.v1 import job_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, AsyncClient, Job, JobPhase, MegascaleError
-from megascale_client.messages import WatchJobResponse
+from megascale_client.messages import RestoreSource, WatchJobResponse
 
 _AGAIN_S = 1.0
 
@@ -22,6 +22,7 @@ class Followed:
     Attributes:
         twin: the losses that the job must have, by step; None for the twin itself.
         may_go_back: somebody has ordered to go back to an older checkpoint.
+        damaged: a checkpoint of it was damaged, so that an attempt may restore the one before.
         broken: promises that it broke.
         moved_s: when it last showed progress (monotonic).
     """
@@ -30,11 +31,13 @@ class Followed:
     twin: Mapping[int, float] | None = None
     losses: dict[int, float] = field(default_factory=dict)
     may_go_back: bool = False
+    damaged: bool = False
     broken: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     job: Job | None = None
     moved_s: float = field(default_factory=time.monotonic)
     _committed: int = 0
+    _opened: int = 0
 
     @property
     def name(self) -> str:
@@ -98,10 +101,19 @@ class Followed:
         self.losses[step.step] = step.loss
 
     def _see(self, job: Job) -> None:
-        if job.committed_step < self._committed and not self.may_go_back:
-            self.broken.append(
-                f"{self.name}: the committed step went from {self._committed} to "
-                f"{job.committed_step} without an order"
-            )
-        self._committed = job.committed_step
+        """Compare what an attempt restores with the newest step that was ever shown as committed.
+
+        A driver that was stopped and has lost its term shows an older step for a moment; what is
+        lost in truth is what the next attempt does not restore.
+        """
+        opened = job.restore_source is not RestoreSource.UNSPECIFIED
+        if opened and job.attempt > self._opened:
+            self._opened = job.attempt
+            free = self.may_go_back or self.damaged
+            if job.restored_step < self._committed and not free:
+                self.broken.append(
+                    f"{self.name}: attempt {job.attempt} restores step {job.restored_step}, "
+                    f"{self._committed} was committed, and nobody ordered it"
+                )
+        self._committed = max(self._committed, job.committed_step)
         self.job = job

@@ -55,7 +55,7 @@ def test_rules_survive_the_record() -> None:
     rules = Retention(2, 1000, 0.5)
     assert Retention.from_record(rules.to_record()) == rules
     assert Retention.from_record({}).keeps_all and str(Retention()) == "all"
-    assert str(rules) == "the newest 2 and one of every 1000 steps and one of every 0.5 hours"
+    assert str(rules) == "the newest 2 and one of every 1,000 steps and one of every 0.5 hours"
 
 
 @st.composite

@@ -210,7 +210,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "text of truth": ({"tie_word_embeddings": "no"}, "tie_word_embeddings: 'no' is not true"),
     "layers of another": (
         {"num_hidden_layers": 10**7},
-        "num_hidden_layers: 10000000 layers, and the files hold 30 tensors in all",
+        "num_hidden_layers: 10,000,000 layers, and the files hold 30 tensors in all",
     ),
     "rope of text": ({"rope_parameters": "abc"}, "rope_parameters: 'abc' where .*one object"),
     "rope by layers": (

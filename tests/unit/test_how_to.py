@@ -65,7 +65,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     ("page", "word", "beside"),
     [
         ("add-a-job-field.md", "min_ratio", set()),
-        ("add-an-event.md", "SPARE_ASSIGNED", {"docs/operations.md"}),
+        # The page of a job tells apart what answers a fault.
+        (
+            "add-an-event.md",
+            "SPARE_ASSIGNED",
+            {"docs/operations.md", "clients/dashboard/megascale_dashboard/job_view.py"},
+        ),
         # The module of the sentence itself names the call that it serves.
         (
             "add-an-rpc.md",

@@ -224,7 +224,7 @@ def event_text(event: types_pb2.Event) -> str:
 
 
 def explanation_lines(answer: driver_pb2.ExplainJobResponse) -> list[str]:
-    """ExplainJob, as lines of rich markup: its text, the plan, and what else was logged.
+    """An explanation as lines of rich markup: its text, the plan, and what else was logged.
 
     All times are as in the driver's text, in UTC. What the text says already is not repeated.
     """

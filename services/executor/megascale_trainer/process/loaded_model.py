@@ -21,6 +21,7 @@ from megascale_trainer.optimizer.learning_rate import learning_rate
 # What gives the parameters their meaning. The rest may be changed on purpose, as rope_theta and
 # windows are for longer sequences: that is printed.
 SAME = ("heads", "kv_heads", "head_dim", "block", "mlp", "norm", "positions")
+_SCHEDULE = "trainer.schedule."
 # No part of what the model computes from its parameters.
 IGNORED = ("initializer_std", "sequence_length")
 
@@ -120,25 +121,12 @@ def _other_sources(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     ]
 
 
-# What the learning rate of a step depends on.
-_SCHEDULE_FIELDS = {
-    "learning_rate": "trainer.optimizer.learning_rate",
-    "steps": "trainer.training.steps",
-    "warmup_steps": "trainer.schedule.warmup_steps",
-    "decay": "trainer.schedule.decay",
-    "min_ratio": "trainer.schedule.min_ratio",
-}
-
-
 def schedule_of(config: JobConfig) -> dict[str, Any]:
-    """What gives each step its learning rate, as a snapshot carries it."""
-    schedule = config.schedule
+    """What gives each step its learning rate, by field, as a snapshot carries it."""
     return {
-        "learning_rate": config.optimizer.learning_rate,
-        "steps": config.training.steps,
-        "warmup_steps": schedule.warmup_steps,
-        "decay": schedule.decay,
-        "min_ratio": schedule.min_ratio,
+        "trainer.optimizer.learning_rate": config.optimizer.learning_rate,
+        "trainer.training.steps": config.training.steps,
+        **{f"{_SCHEDULE}{name}": value for name, value in asdict(config.schedule).items()},
     }
 
 
@@ -152,13 +140,13 @@ def other_schedule(stored: Mapping[str, Any] | None, config: JobConfig, step: in
         return []
     before = replace(
         config,
-        optimizer=replace(config.optimizer, learning_rate=stored["learning_rate"]),
-        training=replace(config.training, steps=stored["steps"]),
+        optimizer=replace(
+            config.optimizer, learning_rate=stored["trainer.optimizer.learning_rate"]
+        ),
+        training=replace(config.training, steps=stored["trainer.training.steps"]),
         schedule=replace(
             config.schedule,
-            warmup_steps=stored["warmup_steps"],
-            decay=stored["decay"],
-            min_ratio=stored["min_ratio"],
+            **{field: stored[f"{_SCHEDULE}{field}"] for field in asdict(config.schedule)},
         ),
     )
     # That of the last step, from where the schedule jumps: a run may have been at its end.
@@ -166,10 +154,10 @@ def other_schedule(stored: Mapping[str, Any] | None, config: JobConfig, step: in
     continued = learning_rate(before, step)
     if math.isclose(continued, new, rel_tol=1e-9):
         return []
-    fields = {name: _SCHEDULE_FIELDS[name] for name in here if here[name] != stored[name]}
     changes = ", ".join(
-        f"{field} {stored[name]} in the checkpoint and {here[name]} here"
-        for name, field in fields.items()
+        f"{field} {stored[field]} in the checkpoint and {value} here"
+        for field, value in here.items()
+        if value != stored[field]
     )
     return [
         f"the learning-rate schedule is another one: {changes}; the learning rate of step {step} "
