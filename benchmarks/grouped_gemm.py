@@ -93,7 +93,7 @@ class Shape:
         return {"fc1": (self.hidden, 2 * self.ffn), "fc2": (self.ffn, self.hidden)}
 
     def expert_flop(self) -> float:
-        """Of one pass through the routed experts of a layer: forward, or one of the gradients."""
+        """One pass through the routed experts of a layer: forward, or one of the gradients."""
         return 6.0 * self.rows * self.hidden * self.ffn
 
     def layer_weights(self, experts: int) -> int:
@@ -272,7 +272,7 @@ class Product:
     d_w: torch.Tensor  # float32
 
     def segments(self) -> Iterator[tuple[int, int, int]]:
-        """Of each expert its number and its rows."""
+        """The number and the rows of each expert."""
         begin = 0
         for expert, count in enumerate(self.counts):
             yield expert, begin, begin + count

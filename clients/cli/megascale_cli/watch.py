@@ -170,7 +170,7 @@ class _Bar(_Lines):
             console=console,
         )
         self._task: TaskID | None = None
-        # Of the job, and not of this display, which replays what it missed as fast as it can.
+        # The speed of the job, not of this display, which replays missed steps as fast as it can.
         self._step_times_s: deque[float] = deque(maxlen=PACE_STEPS)
         self._held_out = ""  # loss of the newest evaluation; most steps have none
 

@@ -119,7 +119,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def address(self) -> str:
-        """Of the browser, without its port."""
+        """The address of the browser, without its port."""
         return self.client[0] if self.client else ""
 
     def give_way(self) -> None:

@@ -18,15 +18,18 @@ class Reported:
     """A line of the log about connections: one in REPORT_INTERVAL_S at most, with their count."""
 
     def __init__(self, event: str, **fields: object) -> None:
-        self._event, self._fields = event, fields
-        self._count, self._due_s = 0, 0.0
+        self._event = event
+        self._fields = fields
+        self._count = 0
+        self._due_s = 0.0
 
     def one_more(self) -> None:
         """Count one, and log if it is time."""
         self._count += 1
         if time.monotonic() >= self._due_s:
             log.warning(self._event, count=self._count, **self._fields)
-            self._count, self._due_s = 0, time.monotonic() + REPORT_INTERVAL_S
+            self._count = 0
+            self._due_s = time.monotonic() + REPORT_INTERVAL_S
 
 
 async def accept_all(
@@ -35,7 +38,7 @@ async def accept_all(
     full: Callable[[], bool],
     take: Callable[[socket.socket], None],
 ) -> None:
-    """Give each new connection to ``take``; while ``full`` says so it is closed at once.
+    """Give each new connection to ``take``; while ``full`` is true it is closed at once.
 
     ``who`` connects, for the log.
     """

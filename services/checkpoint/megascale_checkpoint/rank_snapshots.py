@@ -170,7 +170,7 @@ class RankSnapshots:
     def idle(self) -> bool:
         """Whether no worker is connected, no step is being persisted, and no thread uses a slot.
 
-        A report needs no slot: where another rank's part could not be written, it waits in vain.
+        A report needs no slot: where another rank's part could not be written, it can only wait.
         """
         in_progress = (
             self._seals

@@ -34,7 +34,7 @@ class TopologyMethods(ServiceBase):
     ) -> driver_pb2.GetTopologyResponse:
         """Each rank's place, progress and waits; those that hold the others up.
 
-        Of a job without an attempt in progress there are no ranks.
+        A job without an attempt in progress has no ranks.
         """
         job = self._job(request.job)
         layout = job.config.layout

@@ -24,7 +24,8 @@ class TermNotes:
     def __init__(
         self, note: Callable[[], str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._note, self._clock = note, clock
+        self._note = note
+        self._clock = clock
         self._since_s: float | None = None
         self._said = False
 

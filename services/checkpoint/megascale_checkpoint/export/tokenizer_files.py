@@ -2,7 +2,7 @@
 
 Without them a model never ends a text. The tokenizer is the one that the job named
 (trainer.data.tokenizer), with the configuration beside its file, from which the ids of special
-tokens come. Of the bytes tokenizer, which has no file, one is made.
+tokens come. The bytes tokenizer has no file, so one is made.
 """
 
 from __future__ import annotations

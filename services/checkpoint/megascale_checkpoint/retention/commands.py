@@ -47,7 +47,7 @@ Hours = Annotated[float | None, typer.Option(min=0.02, help="Keep the first of s
 OfStep = Annotated[int, typer.Option(min=0, help="Step of the checkpoint.")]
 Why = Annotated[str, typer.Option(help="Why it stays; `megascale checkpoint list` shows it.")]
 
-# Of a symbolic link in the place of a checkpoint's folder or file.
+# For a symbolic link in place of a checkpoint's folder or file.
 _ONLY_LINK = "a symbolic link: the link alone, and nothing behind it"
 
 

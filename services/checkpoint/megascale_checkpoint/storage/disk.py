@@ -256,7 +256,7 @@ def _nofollow(parent: int | None) -> int:
 
 
 def _refuse_link(name: str, parent: int | None, path: Path) -> None:
-    """Raise :func:`link_error` where a link stands; a folder was asked for."""
+    """Raise :func:`link_error` where a link is in place of a folder."""
     found = os.stat(name, dir_fd=parent, follow_symlinks=parent is None)
     if stat.S_ISLNK(found.st_mode):
         raise link_error(path)

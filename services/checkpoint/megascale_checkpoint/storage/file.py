@@ -47,7 +47,8 @@ class FileStorage:
         uri: str = "",
         links_above: Path | None = None,
     ) -> None:
-        self._root, self._uri = root, uri or str(root)
+        self._root = root
+        self._uri = uri or str(root)
         self._disk: Disk = disk if disk is not None else SYSTEM.below(links_above or root)
 
     @property

@@ -239,7 +239,7 @@ class EtcdServer:
         )
 
     def _last_line(self) -> str:
-        # Below a refused option stands etcd's help, below a panic its stack: not the reason.
+        # etcd's help follows a refused option, its stack a panic: neither is the reason.
         text = self._log_tail().partition("\nUsage:\n")[0].partition("\npanic: ")[0]
         last = next((line for line in reversed(text.split("\n")) if line.strip()), "nothing")
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""What stands beside a tokenised corpus, and what a job's data files say against the job.
+"""The record next to a tokenised corpus, and where data files contradict a job.
 
 ``PREFIX.corpus.json`` records who made ``PREFIX.bin`` and ``PREFIX.idx``: the tokenizer's digest,
 which token ends a document, and the highest token id. Corpora of other programs have none. The
@@ -20,7 +20,7 @@ from megascale_common.job.problems import JobProblem
 
 RECORD_VERSION = 1
 MAX_RECORD_BYTES = 1 << 16  # a record has some 500
-# Of the copy of a tokenizer file beside its corpus: JSON, a SentencePiece model, tiktoken's ranks.
+# Suffixes of a tokenizer file next to its corpus: JSON, a SentencePiece model, tiktoken's ranks.
 TOKENIZER_SUFFIXES = (".tokenizer.json", ".tokenizer.model", ".tokenizer.tiktoken")
 _BLOCK_BYTES = 1 << 20
 _SHOWN_DIGITS = 12  # of a digest in a message

@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable
 from typing import TextIO, cast
 
-# How long a write waits for the reader of a pipe or terminal; once it has waited in vain, it does
-# not wait again before the reader has read.
+# How long a write waits for the reader of a pipe or terminal. Where that was not enough, no write
+# waits again before the reader has read.
 PATIENCE_S = 0.2
 # A pipe that is ready takes so many bytes at once without a wait (PIPE_BUF).
 _BLOCK_BYTES = select.PIPE_BUF
@@ -40,7 +40,8 @@ class SteadyStream:
     """
 
     def __init__(self, stream: TextIO, notice: Notice = _plain) -> None:
-        self._stream, self.notice = stream, notice
+        self._stream = stream
+        self.notice = notice
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
         # Reentrant: a signal handler may print while its thread prints.
         self._lock = threading.RLock()

@@ -39,8 +39,8 @@ from megascale_driver.core.state import (
 
 MAX_EVIDENCE = 16
 MAX_NAMED = 4
-# Of the verdict's limit: from then on people are shown that the job stands still. An evaluation, a
-# long save or the first steps, whose limits are long, are not worth a look sooner.
+# A share of the verdict's limit: from then on people are shown that the job completes no step. An
+# evaluation, a long save or the first steps, whose limits are long, are not worth a look sooner.
 SHOWN_AFTER = 1 / 3
 _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 

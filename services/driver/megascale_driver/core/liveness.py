@@ -49,7 +49,7 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
     if node is None or node.identity.incarnation != event.incarnation:
         return
     if event.outcome == "alive":
-        # Of a linked node that is not silent its newest heartbeat is not known here.
+        # The newest heartbeat of a linked node that is not silent is not known here.
         silent = node.liveness is Liveness.SUSPECT or not node.connected
         if silent and _mute_s(draft, node) >= draft.policy.dead_uncorroborated_after_s:
             _mute(draft, node, event)

@@ -211,7 +211,7 @@ def _failing(draft: Draft, job: Job, failure: CheckpointFailure) -> tuple[Condit
 
 
 def _remedy(job: Job, failure: CheckpointFailure) -> str:
-    """What is missing, and where nothing is left to train until when it may be mended."""
+    """What is missing, and where nothing is left to train until when it can be fixed."""
     checkpoint = job.config.checkpoint
     full = any(word in failure.error for word in _FULL)
     room = "mend its storage"

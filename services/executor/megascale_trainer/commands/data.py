@@ -196,7 +196,7 @@ def _write(tokenizer: Tokenizer, documents: Iterable[Document], output: Path) ->
                 writer.end_document()
         if not writer.documents:
             raise DataError("the input files have no document that is not empty")
-        # Of a corpus that is replaced, too.
+        # Also those of a corpus that is replaced.
         writer.beside |= {Path(f"{output}{suffix}"): None for suffix in TOKENIZER_SUFFIXES}
         path = _tokenizer_path(output, tokenizer)
         if path is not None and isinstance(tokenizer, FileTokenizer):
@@ -364,7 +364,7 @@ def _existing_tokenizer(name: str, end_token: str = "", split_pattern: str = "")
 
 
 def _tokenizer_path(prefix: Path, tokenizer: Tokenizer) -> Path | None:
-    """Of the tokenizer's copy beside its corpus; None for bytes, which need no file."""
+    """Path of the tokenizer's copy next to its corpus; None for bytes, which need no file."""
     return Path(f"{prefix}{tokenizer.suffix}") if isinstance(tokenizer, FileTokenizer) else None
 
 

@@ -36,8 +36,8 @@ from megascale_trainer.data.permutation import Permutation
 
 # Weights of more parts have a tree; the table costs 16 bytes a part.
 MAX_PERIOD = 10_000
-# Of the order of samples. What earlier versions would order otherwise has another number, which is
-# stored with a run's position.
+# Versions of the order of samples. Another order has another number, which is stored with a run's
+# position.
 FIRST_SCHEME, TREE_SCHEME = 1, 2
 
 
@@ -92,7 +92,8 @@ class _Table:
     """The largest-deficit rule, one period of it."""
 
     def __init__(self, parts: list[int]) -> None:
-        self._parts, self._period = parts, sum(parts)
+        self._parts = parts
+        self._period = sum(parts)
         shares = np.array(parts, np.int64)
         counts = np.zeros(len(shares), np.int64)
         self._source: npt.NDArray[np.int32] = np.empty(self._period, np.int32)

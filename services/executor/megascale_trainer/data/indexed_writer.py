@@ -58,7 +58,8 @@ class IndexedWriter:
         self._lengths: list[int] = []
         self._open_tokens = 0  # of the document that has not ended
         self._digest = hashlib.sha256()
-        self.tokens, self.highest = 0, -1
+        self.tokens = 0
+        self.highest = -1
         self.sha256 = self.identity = ""
         self.beside: dict[Path, bytes | None] = {record_path(prefix): None}
         self.describe: Callable[[], dict[Path, bytes | None]] = dict

@@ -85,7 +85,7 @@ def _open_streams(config: JobConfig) -> dict[str, Stream]:
 
 
 def make_room(config: JobConfig) -> None:
-    """Ask for the descriptors of all sources; a system that does not give them says so later."""
+    """Ask for the descriptors of all sources; a system that does not give them fails later."""
     sources = len(config.data.sources) + len(config.evaluation.sources)
     needed = DESCRIPTORS_PER_SOURCE * sources + MAX_CONNECTIONS + OWN_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

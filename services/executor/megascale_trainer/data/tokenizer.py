@@ -117,7 +117,8 @@ class FileTokenizer(ABC):
     split_pattern = ""
 
     def __init__(self, content: bytes, source: str) -> None:
-        self.content, self._source = content, source
+        self.content = content
+        self._source = source
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.vocab_size = 0
         self.end: int | None = None
@@ -348,13 +349,14 @@ class RanksTokenizer(FileTokenizer):
             )
         except Exception as error:  # the library raises ValueError and bare Exception
             raise DataError(f"{source}: not a file of tiktoken ranks: {error}") from error
-        self._first, self._special = first, special
+        self._first = first
+        self._special = special
         self._texts = range(first, first + 1 + max(ranks.values(), default=-1))
         self.vocab_size = max(self._texts.stop, 1 + max(special.values(), default=-1))
 
     @classmethod
     def of_ranks(cls, content: bytes, source: str, split_pattern: str) -> RanksTokenizer:
-        """Of a .tiktoken file, which has neither a pattern nor special tokens."""
+        """Read a .tiktoken file, which has neither a pattern nor special tokens."""
         if not split_pattern:
             raise DataError(
                 f"{source}: a file of tiktoken ranks does not say how text is divided: give its "
@@ -371,7 +373,7 @@ class RanksTokenizer(FileTokenizer):
 
     @classmethod
     def of_tekken(cls, content: bytes, source: str, values: dict[str, Any]) -> RanksTokenizer:
-        """Of a tekken.json; its special tokens have the first ids."""
+        """Read a tekken.json; its special tokens have the first ids."""
         try:
             config = values["config"]
             first = int(config["default_num_special_tokens"])

@@ -40,7 +40,7 @@ END_TOGETHER_S = 60.0
 REPEATED_AFTER_S = 2.0
 NAMED_STEPS = 8  # of the saves that failed, at the end
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Of a terminal that closes, and of schedulers before a time limit.
+# Signals of a terminal that closes, and of schedulers before a time limit.
 WARNING_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STORE_BACKLOG = 1 << 15  # cut by the kernel to net.core.somaxconn
 

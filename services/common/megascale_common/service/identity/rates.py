@@ -69,7 +69,8 @@ class OpenStreams:
     """
 
     def __init__(self, most_of_one: int, most: int) -> None:
-        self._most_of_one, self._most = most_of_one, most
+        self._most_of_one = most_of_one
+        self._most = most
         self._open: Counter[str] = Counter()
 
     def problem(self, caller: object) -> str:
