@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +40,9 @@ class DaemonProcess:
         incarnation: str = "i1",
         arguments: tuple[str, ...] = (),
         keep_address: bool = False,
+        site: Path | None = None,
     ) -> None:
+        """``site``: a folder whose sitecustomize.py the daemon runs first."""
         self.run_folder, self.node = folder / node, node
         self.run_folder.mkdir(parents=True, exist_ok=True)
         self.base = folder / "staging"
@@ -78,9 +81,14 @@ class DaemonProcess:
         command += ["--staging-folder", str(self.base), *arguments]
         self.log = self.run_folder / "daemon.log"
         with self.log.open("a") as log:
-            self.process = program_start.start(
-                command, env=child_environment(), stdout=log, stderr=log
-            )
+            if site is None:
+                self.process = program_start.start(
+                    command, env=child_environment(), stdout=log, stderr=log
+                )
+            else:
+                path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+                environment = {**child_environment(), "PYTHONPATH": path}
+                self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         self.address = self._wait(written_before)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:

@@ -537,3 +537,29 @@ async def test_a_worker_that_ends_while_it_waits_gives_its_memory_back(
             return bool(third.register(job="other", slots=2)["kind"] == "registered")
 
     await eventually(registered, "the memory of the first job")
+
+
+SLOW_RETENTION = """
+import sys
+if "megascale_checkpoint" in sys.orig_argv:
+    import asyncio
+    from megascale_checkpoint.committer import Committer
+    async def finish(self, timeout_s):
+        print("retention begins", flush=True)
+        await asyncio.sleep(300)
+    Committer.finish = finish
+"""
+
+
+async def test_memory_goes_before_retention_has_ended(tmp_path: Path, stack: ExitStack) -> None:
+    """An agent that stops gives its daemon seconds, and kills it then."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SLOW_RETENTION)
+    daemon = stack.enter_context(DaemonProcess(tmp_path, "n1", site=tmp_path / "site"))
+    worker = stack.enter_context(WorkerClient(daemon))
+    worker.register()
+    assert worker.write(10)["kind"] == "sealed"
+    daemon.process.send_signal(signal.SIGTERM)
+    await eventually(lambda: "retention begins" in daemon.log.read_text(), "the wait")
+    assert not daemon.staging.exists()
+    assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL

@@ -115,6 +115,10 @@ async def _serve(
         # The gRPC server stays up meanwhile: this daemon may be the committer that its own last
         # reports wait for.
         ended = await jobs.close(DRAIN_S)
+        # Memory goes first: an agent that stops does not wait for retention, but kills.
+        await replicas.close()
+        await local.close()
+        staging.remove()
         # Behind the last commit: what a job keeps is a number that holds when it has ended.
         await committer.finish(RETENTION_S)
         return ended
