@@ -39,7 +39,7 @@ from megascale_common.service.metrics import MetricsServer, bind_option, registr
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
 
-DRAIN_S = 3.0
+DRAIN_S = 2.0  # less than the 3 s after which an agent that stops kills
 RETENTION_S = 10.0  # for checkpoints that the last commit made expendable
 REPLICA_HOST = "127.0.0.1"
 log = logs.get("main")

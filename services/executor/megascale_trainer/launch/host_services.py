@@ -35,7 +35,7 @@ CLUSTER = "by-hand"
 START_TIMEOUT_S = 60.0
 OPEN_TIMEOUT_S = 60.0  # the daemon itself gives up a storage after 18 s
 SAVES_TIMEOUT_S = 15.0  # and the commit log after 8 s
-STOP_GRACE_S = 16.0  # the daemon drains for 3 s, and ends retention within 10 s
+STOP_GRACE_S = 16.0  # the daemon drains for 2 s, and ends retention within 10 s
 MOST_RESTARTS = 4  # of the daemon
 _POLL_S = 0.05
 
