@@ -1,4 +1,4 @@
-"""What an expert layer costs on one GPU: its GEMMs, the way of its rows, and the step they make.
+"""The time of an expert layer on one GPU: its GEMMs, the moves of its rows, and the whole step.
 
     python benchmarks/grouped_gemm.py --quick                  # a dry run, on a CPU too
     python benchmarks/grouped_gemm.py --only products --shapes m2 --loads even,uneven
@@ -9,8 +9,8 @@ Parts (`--only`, in this order):
   products  GEMMs of all experts, forward, input gradient and weight gradient (added into float32),
             in bf16 and FP8: torch's grouped GEMM, a loop of cuBLAS in a CUDA graph, quack-kernels
             where it is installed, and ours
-  rows      rows to experts and back, activation, casts and transposed copies, beside a copy
-  layer     an expert layer, forward and backward, in a CUDA graph, beside the sum of its pieces
+  rows      rows to experts and back, activation, casts and transposed copies, compared with a copy
+  layer     an expert layer, forward and backward, in a CUDA graph, and the sum of its pieces
   rest      what else a transformer layer and a step have: attention, projections, norms, head,
             optimizer
 and the projection: the pieces' sum for the rows of a training benchmark, as model TFLOP/s.

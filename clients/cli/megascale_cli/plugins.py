@@ -209,7 +209,7 @@ def single(function: Callable[..., Any], name: str, **settings: Any) -> Any:
 def readable(command: Any) -> Any:
     """The command with a help that is whole on 80 columns, and so those below it.
 
-    Typer keeps the line breaks of a docstring beside its own, and gives the negative names of
+    Typer keeps the line breaks of a docstring and adds its own, and gives the negative names of
     switches a column, so that long names of options are cut.
     """
     command.help = "\n\n".join(map(_flowing, inspect.cleandoc(command.help or "").split("\n\n")))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 COOKIE = "megascale_dashboard"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 256  # the oldest is forgotten first
-MAX_FAILURES = 10  # of one caller within FAILURES_S; further ones are told so
+MAX_FAILURES = 10  # of one caller within FAILURES_S; further ones are refused
 FAILURES_S = 60.0
 MAX_CALLERS = 1024  # whose failures are remembered; the one that failed longest ago is forgotten
 

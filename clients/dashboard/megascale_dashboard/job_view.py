@@ -220,7 +220,7 @@ def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
         named = [line for line in mine if _is_fault(line)]
         if not named and any(line.reason in _ORDERS for line in mine):
             continue
-        # Of all errors of an attempt the one that it was stopped for.
+        # The error that stopped the attempt, out of all that it had.
         why = stop.message.partition("has stopped: ")[2] or stop.message
         alike = (line for line in named if line.message in why or why in line.message)
         cause = next(alike, None) or next(iter(named), stop)

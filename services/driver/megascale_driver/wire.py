@@ -337,7 +337,8 @@ def explanation_message(
     if (placed := placement_message(found.placement)) is not None:
         message.placement.CopyFrom(placed)
     if (stall := found.stall) is not None and stall.shown:
-        message.still_s, message.held_up_by = stall.still_s, stall.held_up_by
+        message.still_s = stall.still_s
+        message.held_up_by = stall.held_up_by
     if (setback := found.setback) is not None:
         message.setback.CopyFrom(
             driver_pb2.Setback(

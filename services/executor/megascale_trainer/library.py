@@ -197,7 +197,7 @@ def _tokenizer(config: JobConfig) -> Tokenizer:
     if given.kind == "bytes":
         return ByteTokenizer()
     tokenizer = load_tokenizer(given.path)
-    if tokenizer.end is None:  # it is not beside its corpus, which has its end
+    if tokenizer.end is None:  # it is not next to its corpus, which has its end
         records = [CorpusRecord.load(source.prefix) for source in config.data.sources]
         ends = [record.end_token_id for record in records if record is not None]
         tokenizer.end_with(ends[0] if ends else None)

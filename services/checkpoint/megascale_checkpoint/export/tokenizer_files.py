@@ -1,7 +1,7 @@
-"""What a reader of an exported model needs beside the weights: its tokenizer and its end token.
+"""The tokenizer and the end token, which go with the weights of an exported model.
 
 Without them a model never ends a text. The tokenizer is the one that the job named
-(trainer.data.tokenizer), with the configuration beside its file, from which the ids of special
+(trainer.data.tokenizer), with the configuration next to its file, from which the ids of special
 tokens come. The bytes tokenizer has no file, so one is made.
 """
 
@@ -48,7 +48,7 @@ class TokenizerFiles:
 def tokenizer_files(given: Any, vocab_size: int) -> TokenizerFiles:
     """The files of the tokenizer that a job has named; ``given``: its fields, or None.
 
-    An imported model has ``ids`` among them, which stand where the files say nothing.
+    An imported model has ``ids`` among them, which count where the files say nothing.
     """
     if not isinstance(given, dict):
         return TokenizerFiles(problem="the checkpoint does not say which tokenizer the job had")

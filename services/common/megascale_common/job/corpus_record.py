@@ -50,7 +50,7 @@ class CorpusRecord:
 
     @classmethod
     def load(cls, prefix: str | Path) -> CorpusRecord | None:
-        """The record beside a corpus, None where there is none.
+        """The record next to a corpus, None where there is none.
 
         Raises:
             ValueError: it is damaged; names the file and the remedy.
@@ -93,9 +93,9 @@ def record_path(prefix: str | Path) -> Path:
 
 
 def recorded_end(tokenizer_file: Path, sha256: str) -> tuple[int, str] | None:
-    """The end-of-document token and the split pattern that a corpus beside its tokenizer records.
+    """The end-of-document token and the split pattern that a corpus next to its tokenizer records.
 
-    None where ``tokenizer_file`` is not the copy of a tokenizer beside a corpus made by it.
+    None where ``tokenizer_file`` is not the copy of a tokenizer next to a corpus made by it.
     """
     for suffix in TOKENIZER_SUFFIXES:
         if tokenizer_file.name.endswith(suffix):
@@ -122,8 +122,8 @@ def data_file_problems(config: JobConfig, *, most_sources: int = 1 << 20) -> Ite
     """What the tokenizer file and the records of the job's corpora say against the job.
 
     A corpus without a record passes, and so does a file that the system does not let this process
-    read: the loaders look at the corpora themselves. Of each list of sources the first
-    ``most_sources`` are looked at.
+    read: the loaders look at the corpora themselves. At most the first ``most_sources`` of each
+    list of sources are checked.
     """
     tokenizer = config.data.tokenizer
     digest = tokenizer.sha256.lower()

@@ -199,7 +199,7 @@ def parallelism(config: JobConfig) -> Iterator[JobProblem]:
     model, parallel = config.model, config.parallelism
     divided = {
         "trainer.model.heads": model.heads,
-        "trainer.model.kv_heads": model.kv_heads,  # 0: as many as heads, which stand above
+        "trainer.model.kv_heads": model.kv_heads,  # 0: as many as heads, which are above
         "trainer.model.hidden_size": model.hidden_size,
         "trainer.model.sequence_length": model.sequence_length,
     }

@@ -75,7 +75,8 @@ class SteadyStream:
     def flush(self) -> None:
         """Write what is there of an unfinished line, and the report of dropped ones."""
         with self._lock:
-            text, self._unfinished = self._unfinished, ""
+            text = self._unfinished
+            self._unfinished = ""
             self._emit(text)
             with contextlib.suppress(OSError, ValueError):
                 self._stream.flush()  # what was written to its own buffer
@@ -90,7 +91,8 @@ class SteadyStream:
             notice = f"{self.notice(self._dropped, self._why)}\n".encode(self._encoding, "replace")
             left = self._put(notice)
             if len(left) < len(notice):
-                self._dropped, self._cut = 0, left
+                self._dropped = 0
+                self._cut = left
         if self._dropped or self._cut:
             self._dropped += _lines(data)
             return

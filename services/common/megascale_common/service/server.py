@@ -54,7 +54,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 def most_connections(people: bool) -> int:
     """How many connections a server may hold; raises the process's limit of descriptors first.
 
-    ``people``: of the port for people, which a process serves beside its other one.
+    ``people``: of the port for people, the second port of a process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < WANTED_DESCRIPTORS:

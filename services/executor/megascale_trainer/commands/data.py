@@ -124,7 +124,7 @@ def tokenize(
 ) -> None:
     """Tokenise files into a .bin/.idx corpus, files in the order of names.
 
-    A text file is one document; JSON lines and Parquet have one a row. The tokenizer is put beside
+    A text file is one document; JSON lines and Parquet have one a row. The tokenizer is put next to
     the corpus, and what it is into PREFIX.corpus.json. A held-out corpus for trainer.evaluation
     takes the same one: --tokenizer PREFIX.tokenizer.json.
 
@@ -143,7 +143,8 @@ def tokenize(
             else:
                 chosen = _existing_tokenizer(tokenizer, end_token, split_pattern)
             _compare_digest(chosen, tokenizer, tokenizer_sha256)
-            reading.raw, reading.replaced = chosen.kind == "bytes", 0
+            reading.raw = chosen.kind == "bytes"
+            reading.replaced = 0
             started = time.monotonic()
             writer = _write(chosen, _documents(files, reading, progress, "tokenising"), output)
             elapsed_s = max(time.monotonic() - started, 1e-9)
@@ -188,7 +189,7 @@ def _compare_digest(tokenizer: Tokenizer, name: str, wanted: str) -> None:
 
 
 def _write(tokenizer: Tokenizer, documents: Iterable[Document], output: Path) -> IndexedWriter:
-    """The corpus, the tokenizer beside it, and its record: all of it, or nothing."""
+    """The corpus, the tokenizer next to it, and its record: all of it, or nothing."""
     with IndexedWriter(output, token_dtype(tokenizer.vocab_size)) as writer:
         for tokens, last in tokenizer.encode_stream(documents):
             writer.append(tokens)
@@ -369,7 +370,7 @@ def _tokenizer_path(prefix: Path, tokenizer: Tokenizer) -> Path | None:
 
 
 def _own_tokenizer(prefix: Path) -> str:
-    """The tokenizer beside a corpus, else bytes."""
+    """The tokenizer next to a corpus, else bytes."""
     paths = [Path(f"{prefix}{suffix}") for suffix in TOKENIZER_SUFFIXES]
     return next((str(path) for path in paths if path.exists()), "bytes")
 

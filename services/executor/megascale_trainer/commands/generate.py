@@ -47,9 +47,9 @@ def generate(
 ) -> None:
     """Print a sample of text from the newest complete checkpoint of a job, on one device.
 
-    The checkpoint may be of any layout, and the job may be training: nothing is written. Of a job
-    on a cluster, `megascale config show JOB > job.yaml` writes the file. A newer checkpoint that is
-    damaged is passed over, with a line on stderr.
+    The checkpoint may be of any layout, and the job may be training: nothing is written.
+    `megascale config show JOB > job.yaml` writes the file of a job on a cluster. A newer checkpoint
+    that is damaged is passed over, with a line on stderr.
 
     The text is that of the job's tokenizer (trainer.data.tokenizer). It ends with the document. The
     whole sequence is computed for each token: this shows what was learnt, it does not serve a

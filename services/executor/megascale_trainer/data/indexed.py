@@ -66,8 +66,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def identity(prefix: str | Path) -> str:
     """Which corpus this is: 32 hexadecimal digits of its sizes and of what it holds.
 
-    Of each file blocks that are spread evenly are read (an index of up to 1 MiB whole): two
-    corpora of the same sizes differ there, unless a few tokens were edited by hand.
+    It reads evenly spread blocks of each file (an index of up to 1 MiB whole). Two corpora of the
+    same sizes differ there, unless a few tokens were edited by hand.
 
     Raises:
         CorpusError: a file cannot be read.

@@ -75,7 +75,9 @@ class _Ring:
         self.abandoned = False  # a reader has left: the others may read on, none may join
         self.filled = 0
         self._released = [0] * readers
-        self.samples, self._geometry, self._dp_rank = samples, geometry, dp_rank
+        self.samples = samples
+        self._geometry = geometry
+        self._dp_rank = dp_rank
         self.descriptor, self._memory = create_memory(geometry, f"data-{dp_rank}")
 
     @property

@@ -108,7 +108,7 @@ class FileTokenizer(ABC):
 
     Attributes:
         content: the file as it is.
-        suffix: of the copy of it beside a corpus.
+        suffix: of the copy of it next to a corpus.
         split_pattern: by which tiktoken ranks divide text; empty for files that have their own.
     """
 
@@ -139,7 +139,8 @@ class FileTokenizer(ABC):
                     f"{self._source}: text can spell the token {self._name_of(end)!r} (id {end}), "
                     "so it cannot mark the end of a document; name another one with --end-token"
                 )
-        self.end, self.vocab_size = end, max(self.vocab_size, end + 1)
+        self.end = end
+        self.vocab_size = max(self.vocab_size, end + 1)
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         """int32 [tokens + 1] each, on all cores; see :class:`Tokenizer`."""
@@ -178,7 +179,7 @@ class FileTokenizer(ABC):
 
     @abstractmethod
     def _own_end(self) -> int | None:
-        """What the file itself calls the end."""
+        """The end token by the file itself."""
 
     @abstractmethod
     def _id_of(self, given: str | int) -> int:
@@ -368,7 +369,8 @@ class RanksTokenizer(FileTokenizer):
         except (ValueError, binascii.Error) as error:
             raise DataError(f"{source}: not a file of tiktoken ranks: {error}") from error
         found = cls(content, source, ranks, split_pattern, 0, {})
-        found.suffix, found.split_pattern = _RANKS_SUFFIX, split_pattern
+        found.suffix = _RANKS_SUFFIX
+        found.split_pattern = split_pattern
         return found
 
     @classmethod
@@ -480,7 +482,7 @@ def _of_content(content: bytes, source: str, split_pattern: str) -> FileTokenize
 
 
 def _configured_end(folder: Path, tokenizer: FileTokenizer) -> str | int | None:
-    """What the configuration beside a tokenizer file calls the end."""
+    """The end token by the configuration next to a tokenizer file."""
     for name, field in (
         ("tokenizer_config.json", "eos_token"),
         ("special_tokens_map.json", "eos_token"),

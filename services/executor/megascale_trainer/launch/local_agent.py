@@ -193,7 +193,9 @@ class LocalAgent(threading.Thread):
             self._display.step(message["record"])
         elif message["kind"] == "not_left":
             # It trains on, and takes another order.
-            self._wanted, self._ordered, self._ends_at_s = "", False, None
+            self._wanted = ""
+            self._ordered = False
+            self._ends_at_s = None
             problem = message["problem"]
             self._report(
                 "not_left",

@@ -266,7 +266,7 @@ class SnapshotSteps:
             # What an export cannot see in the parameters' shapes: heads, windows, angles.
             "model": dataclasses.asdict(self._config.model),
             "data": dict(self._position),
-            # An export has it beside the weights: without an end token no text ends.
+            # An export has it with the weights: without an end token no text ends.
             "tokenizer": dataclasses.asdict(self._config.data.tokenizer),
             "schedule": schedule_of(self._config),
             "cpu_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),

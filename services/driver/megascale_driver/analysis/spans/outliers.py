@@ -4,8 +4,8 @@ MegaScale section 5.1: hosts that are a little slower than the rest are found by
 same computation across machines. A node is named where, in three of the last five windows of steps,
 the score of one of its ranks (median over the steps) is at least 5 % above all ranks' and 6 robust
 deviations away. A host that is slow has slow ranks; a median over its ranks would hide one slow
-device among eight. What is noise in one window does not come back in the next ones. Of a job on one
-node no node is named: there is no other to compare it with.
+device among eight. What is noise in one window does not come back in the next ones. A job
+on one node has no slow node: there is no other to compare it with.
 """
 
 from __future__ import annotations
