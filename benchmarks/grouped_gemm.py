@@ -640,7 +640,9 @@ def rest(bench: Bench, shape: Shape) -> None:
     states = torch.zeros(3, size, device=bench.device)
     gradient = torch.randn(size, device=bench.device)
     parameters = torch.empty(size, dtype=torch.bfloat16, device=bench.device)
-    one, update = torch.ones((), device=bench.device), AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
+    one = torch.ones((), device=bench.device)
+    none_skipped = torch.zeros((), dtype=torch.float64, device=bench.device)
+    update = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7, none_skipped)
     bench.time(
         "optimizer",
         {"shape": shape.name, "parameters": size},
