@@ -149,8 +149,11 @@ class _Layout:
     """
 
     def __init__(self, tp_rank: int, tp: int, pp: int, limit: int, bucket_multiple: int) -> None:
-        self._tp_rank, self._tp, self._pp = tp_rank, tp, pp
-        self._limit, self._multiple = limit, bucket_multiple
+        self._tp_rank = tp_rank
+        self._tp = tp
+        self._pp = pp
+        self._limit = limit
+        self._multiple = bucket_multiple
         self._ends = {SHARDED: 0, REPLICATED: 0, TIED: 0}
         self._open: dict[str, list[str]] = {buffer: [] for buffer in self._ends}
         self._buckets: dict[str, list[Bucket]] = {buffer: [] for buffer in self._ends}

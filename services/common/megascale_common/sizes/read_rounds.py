@@ -79,7 +79,8 @@ class Rounds:
     """
 
     def __init__(self, plan: ReadPlan, window_bytes: int) -> None:
-        self._plan, self._world = plan, len(plan.stream_bytes)
+        self._plan = plan
+        self._world = len(plan.stream_bytes)
         self.window_bytes = window_bytes
         while True:
             windows = -(-plan.stream_bytes // self.window_bytes)
@@ -95,7 +96,8 @@ class Rounds:
             self.window_bytes //= 2
         budget = max(SHARE * window_bytes, int(parts[:, 2].max(initial=0)))
         self._round_of, self.count = _schedule(self._first, parts, budget)
-        self._copies, self._round = copies, self._round_of[window]
+        self._copies = copies
+        self._round = self._round_of[window]
         self._exchanged = np.zeros(self.count, bool)
         self._exchanged[self._round[copies[:, FROM] != copies[:, TO]]] = True
 

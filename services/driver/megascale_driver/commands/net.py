@@ -98,8 +98,16 @@ def render_command(
         site = _site_of(site_file, watchdog_s, hang_floor_s)
     else:
         site = _site(
-            *(nccl, nics, fabric, qps, split_ports, traffic_class, gid_index),
-            *(flap_s, watchdog_s, hang_floor_s),
+            nccl,
+            nics,
+            fabric,
+            qps,
+            split_ports,
+            traffic_class,
+            gid_index,
+            flap_s,
+            watchdog_s,
+            hang_floor_s,
         )
     found = _rendered(site)
     if as_json:

@@ -200,9 +200,8 @@ def _faster(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
         found["balanced_stages"] = {**dataclasses.asdict(balance), "largest_rank_bytes": largest}
     schedule = {"pipeline_schedule": "zero_bubble"}
     if gain and fits(**schedule):
-        found["faster_schedule"] = {
-            **schedule, "gain": gain, "largest_rank_bytes": need(**schedule)
-        }  # fmt: skip
+        largest = need(**schedule)
+        found["faster_schedule"] = {**schedule, "gain": gain, "largest_rank_bytes": largest}
     return found
 
 

@@ -29,6 +29,18 @@ from megascale_driver.network.traffic import ORDERS, PHASES, BadJob
 
 USER_MISTAKE_EXIT_CODE = 2
 _TABLE_WIDTH = 150
+_ECMP_COLUMNS = (
+    "order",
+    "phase",
+    "qps",
+    "cross_tor",
+    "mean_rate",
+    "worst_rate",
+    "slowest_hop_mean",
+    "slowdown_p50",
+    "slowdown_p99",
+    "slowdown_max",
+)
 _LOADS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 app = typer.Typer(
@@ -101,12 +113,8 @@ def ecmp(
     if as_json:
         print(json.dumps({"simulated": True, "hosts": hosts, "pp": pp, **shapes, "rows": rows}))
         return
-    _print_rows(
-        f"{counted(hosts, 'host')}, {fabric.tors} ToRs, simulated; mean of {seeds} seeds",
-        means,
-        ("order", "phase", "qps", "cross_tor", "mean_rate", "worst_rate", "slowest_hop_mean",
-         "slowdown_p50", "slowdown_p99", "slowdown_max"),
-    )  # fmt: skip
+    title = f"{counted(hosts, 'host')}, {fabric.tors} ToRs, simulated; mean of {seeds} seeds"
+    _print_rows(title, means, _ECMP_COLUMNS)
 
 
 @app.command("split")

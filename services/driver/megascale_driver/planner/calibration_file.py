@@ -42,7 +42,9 @@ def calibrated(gpu: Gpu, text: str) -> Gpu:
     """
     found = _read(text)
     rates: dict[str, float] = found["rates"]
-    changes = {RATES[name]: _as_gpu(gpu, name, value) for name, value in rates.items()}
+    changes: dict[str, Any] = {
+        RATES[name]: _as_gpu(gpu, name, value) for name, value in rates.items()
+    }
     if "attention_flops" in rates:
         changes["attention_share"] *= _long_sequences(found.get("attention_tokens"))
     device, how = str(found.get("device", "a device")), found.get("how")
@@ -52,7 +54,7 @@ def calibrated(gpu: Gpu, text: str) -> Gpu:
         for name in rates
     }
     sources = tuple((name, replaced.get(name, source)) for name, source in gpu.sources)
-    return replace(gpu, sources=sources, **changes)  # type: ignore[arg-type]
+    return replace(gpu, sources=sources, **changes)
 
 
 def calibrated_alone(text: str) -> Gpu:

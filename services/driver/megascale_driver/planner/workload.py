@@ -20,8 +20,17 @@ _REQUIRED = ("layers", "hidden", "heads")
 _FROM_ZERO = ("window", "bf16_layers")
 _COUNTS = (
     *_REQUIRED,
-    *("kv_heads", "ffn", "sequence", "vocab", "gpus", "tp", "pp", "vpp", "dp"),
-    *("micro_batch", "global_batch"),
+    "kv_heads",
+    "ffn",
+    "sequence",
+    "vocab",
+    "gpus",
+    "tp",
+    "pp",
+    "vpp",
+    "dp",
+    "micro_batch",
+    "global_batch",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "system": tuple(SYSTEMS),
@@ -221,10 +230,25 @@ def point_of(workload: Workload) -> Points:
 def _numbers(w: Workload) -> tuple[float, ...]:
     """The values of the fields of Points, in their order."""
     return (
-        *(w.layers, w.hidden, w.heads, w.kv_heads, w.ffn, w.sequence, w.vocab),
-        *(w.tp, w.pp, w.vpp, w.dp, w.micro_batch, w.global_batch),
-        *(RECOMPUTE[w.recompute], w.window, w.block == "parallel"),
-        *(w.mlp == "swiglu", _fp8_share(w), w.schedule == "zero_bubble"),
+        w.layers,
+        w.hidden,
+        w.heads,
+        w.kv_heads,
+        w.ffn,
+        w.sequence,
+        w.vocab,
+        w.tp,
+        w.pp,
+        w.vpp,
+        w.dp,
+        w.micro_batch,
+        w.global_batch,
+        RECOMPUTE[w.recompute],
+        w.window,
+        w.block == "parallel",
+        w.mlp == "swiglu",
+        _fp8_share(w),
+        w.schedule == "zero_bubble",
         *_end_layers(w),
     )
 

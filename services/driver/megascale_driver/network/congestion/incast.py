@@ -96,10 +96,15 @@ class _Sender:
     """A flow: what is left of it, what is on its way, and its control."""
 
     def __init__(self, run: _Run, flow: int, packets: int, control: Control) -> None:
-        self._run, self._flow, self._left, self._control = run, flow, packets, control
+        self._run = run
+        self._flow = flow
+        self._left = packets
+        self._control = control
         self.delivered = 0
-        self._on_way, self._free_s = 0, 0.0
-        self._asleep, self._stopped = True, False
+        self._on_way = 0
+        self._free_s = 0.0
+        self._asleep = True
+        self._stopped = False
         run.events.later(control.timer_s, self._timer, None)
 
     def wake(self, _: Any = None) -> None:
@@ -135,7 +140,8 @@ class _Sender:
         if not self._may_send():
             return
         run, now_s = self._run, self._run.events.now_s
-        self._left, self._on_way = self._left - 1, self._on_way + 1
+        self._left = self._left - 1
+        self._on_way = self._on_way + 1
         self._free_s = now_s + PACKET_BITS / min(self._control.rate_bps, run.setup.nic_bps)
         run.sent += 1
         wire_s = PACKET_BITS / run.setup.nic_bps + run.hop_s
@@ -154,7 +160,9 @@ class _Run:
     """The two switches and their hosts; the victim is the flow after the senders."""
 
     def __init__(self, setup: Setup, make: MakeControl) -> None:
-        self.setup, self.events, self.sent = setup, Events(), 0
+        self.setup = setup
+        self.events = Events()
+        self.sent = 0
         self.hop_s = setup.rtt_s / _STAGES
         events, xon_bytes = self.events, setup.xon * setup.xoff_bytes
         faster = setup.up_bps / setup.nic_bps
@@ -168,7 +176,8 @@ class _Run:
         self.up = self._port(
             setup.up_bps, self._at_second, lambda packet: self._at_a[packet[0]].went()
         )
-        self._at_b.pause, self._at_b.go_on = self.up.pause, self.up.go_on
+        self._at_b.pause = self.up.pause
+        self._at_b.go_on = self.up.go_on
         self.bottleneck = self._port(setup.nic_bps, self._arrived, lambda _: self._at_b.went())
         self._beside = self._port(setup.nic_bps, self._arrived, lambda _: self._at_b.went())
         packets = -(-setup.total_bytes // PACKET_BYTES)
@@ -180,8 +189,10 @@ class _Run:
             for flow, count in enumerate([*shares, _ENDLESS])
         ]
         for ingress, sender in zip(self._at_a, self.senders, strict=True):
-            ingress.pause, ingress.go_on = sender.pause, sender.go_on
-        self.missing, self.done_s = packets, setup.most_s
+            ingress.pause = sender.pause
+            ingress.go_on = sender.go_on
+        self.missing = packets
+        self.done_s = setup.most_s
         self.half: list[int] = []
         events.later(setup.ideal_s / 2, self._half_way, None)
 

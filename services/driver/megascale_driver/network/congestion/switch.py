@@ -58,7 +58,8 @@ class Marks:
     """Draws marks: by a counter and a seed, so that a run can be repeated."""
 
     def __init__(self, marking: Marking, seed: int) -> None:
-        self._marking, self._state = marking, (seed * 2 + 1) & 0xFFFFFFFF
+        self._marking = marking
+        self._state = (seed * 2 + 1) & 0xFFFFFFFF
         self.count = 0
 
     def draw(self, queue_bytes: int) -> bool:
@@ -81,9 +82,12 @@ class Ingress:
     """PFC of one port in: it pauses who sends while too many bytes of its own are in the switch."""
 
     def __init__(self, events: Events, delay_s: float, xoff_bytes: int, xon_bytes: float) -> None:
-        self._events, self._delay_s = events, delay_s
-        self._xoff, self._xon = xoff_bytes, xon_bytes
-        self._bytes, self._stopped = 0, False
+        self._events = events
+        self._delay_s = delay_s
+        self._xoff = xoff_bytes
+        self._xon = xon_bytes
+        self._bytes = 0
+        self._stopped = False
         self.pause: Callable[[Any], None] = lambda _: None
         self.go_on: Callable[[Any], None] = lambda _: None
 
@@ -118,8 +122,12 @@ class Port:
         sink: Callable[[Packet], None],
         left: Callable[[Packet], None],
     ) -> None:
-        self._events, self._marks, self._packet_s = events, marks, PACKET_BITS / bps
-        self._delay_s, self._sink, self._left = delay_s, sink, left
+        self._events = events
+        self._marks = marks
+        self._packet_s = PACKET_BITS / bps
+        self._delay_s = delay_s
+        self._sink = sink
+        self._left = left
         self._queue: deque[Packet] = deque()
         self._busy = False
         self._stopped_s = -1.0
