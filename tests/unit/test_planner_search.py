@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megascale_job.sizes.checkpoint_interval import best_interval_s
+from megascale_job.sizes.failures import best_interval_s
 from megascale_planner.calibration_file import BadCalibration, calibrated
 from megascale_planner.goodput import goodput
 from megascale_planner.gpus import GPUS

@@ -18,10 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_job.wire": (*PURE, "megascale.v1", "google.protobuf"),
     "megascale_job.sizes": PURE,
     "megascale_common.node": PURE,
-    **{
-        f"megascale_job.sizes.{name}": ("numpy", *PURE)
-        for name in ("piece_runs", "read_plan", "read_rounds")
-    },
+    "megascale_job.sizes.read_plan": ("numpy", *PURE),
     "megascale_kernels": ("megascale_kernels", "torch", "triton"),
     "megascale_client": (
         *("megascale_client", "megascale.v1", "grpc", "grpc_status", "google", "yaml", "xxhash"),

@@ -20,7 +20,7 @@ from megascale_driver.placement.fit import Capacity, warnings
 from megascale_driver.placement.gang import Candidate
 from megascale_job import config as job_config
 from megascale_job.config import CheckpointConfig, JobConfig
-from megascale_job.sizes.spare_count import (
+from megascale_job.sizes.failures import (
     advised_spares,
     away_probability,
     enough_spares,

@@ -14,14 +14,16 @@ from megascale_driver.service.admission import missing_files
 from megascale_job.config import JobConfig
 from megascale_job.corpus_record import data_file_problems
 from megascale_job.problems import JobError, JobProblem
-from megascale_job.sizes.batch_scaling import scaled_batch
-from megascale_job.sizes.bubble import ideal_bubble
-from megascale_job.sizes.checkpoint_interval import best_interval_s, mtbf_s
-from megascale_job.sizes.flops import flops_per_token
-from megascale_job.sizes.memory import RankMemory, largest_rank_memory, rank_memory
+from megascale_job.sizes.failures import advised_spares, best_interval_s, mtbf_s, wanted_spares
+from megascale_job.sizes.flops import flops_per_token, ideal_bubble, scaled_batch
+from megascale_job.sizes.memory import (
+    RankMemory,
+    largest_rank_memory,
+    rank_memory,
+    wanted_replica_slots,
+    wanted_slots,
+)
 from megascale_job.sizes.parameter_table import checkpoint_bytes, parameter_counts
-from megascale_job.sizes.spare_count import advised_spares, wanted_spares
-from megascale_job.sizes.staging import wanted_replica_slots, wanted_slots
 from megascale_job.visible import counted
 from megascale_job.wire import spec as job_spec
 

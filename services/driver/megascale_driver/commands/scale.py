@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megascale_driver.commands.models import MODELS
-from megascale_job.sizes.checkpoint_interval import (
+from megascale_job.sizes.failures import (
     HOUR_S,
     PUBLISHED_DEVICE_HOURS,
+    away_probability,
     best_interval_s,
+    enough_spares,
     mtbf_s,
 )
-from megascale_job.sizes.spare_count import away_probability, enough_spares
 from megascale_job.visible import counted
 from megascale_planner.calibration_file import BadCalibration, calibrated
 from megascale_planner.goodput import goodput
