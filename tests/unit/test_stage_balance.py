@@ -19,10 +19,9 @@ from tests.harness.properties import examples
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_planner.gpus import GPUS
-from megascale_planner.prediction import predict_one
-from megascale_planner.rows import predict_line
-from megascale_planner.stage_balance import (
+from megascale_planner.devices import GPUS
+from megascale_planner.prediction import predict_line, predict_one
+from megascale_planner.search import (
     Balance,
     Split,
     UnitCosts,

@@ -30,9 +30,11 @@ from megascale_planner.network.profile import (
     Site,
     card_settings,
     differences,
+    fabric_named,
+    parse,
     render,
+    version,
 )
-from megascale_planner.network.site_file import fabric_named, parse, version
 
 DIFFERS_EXIT_CODE, USER_MISTAKE_EXIT_CODE = 1, 2
 INFINIBAND = Path("/sys/class/infiniband")

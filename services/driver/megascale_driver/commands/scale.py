@@ -26,12 +26,11 @@ from megascale_job.sizes.failures import (
     mtbf_s,
 )
 from megascale_job.visible import counted
-from megascale_planner.calibration_file import BadCalibration, calibrated
+from megascale_planner.devices import GPUS, BadCalibration, calibrated
 from megascale_planner.goodput import goodput
-from megascale_planner.gpus import GPUS
+from megascale_planner.prediction import with_measured_share
 from megascale_planner.search import BLOCKS, Found, layout, search, sources
 from megascale_planner.systems import SYSTEMS
-from megascale_planner.training_share import with_measured_share
 from megascale_planner.workload import Refused, Workload, from_row
 
 USER_MISTAKE_EXIT_CODE = 2

@@ -20,12 +20,17 @@ from rich.table import Table
 
 from megascale_driver.commands import sim_plots
 from megascale_job.visible import counted
-from megascale_planner.network.congestion.arms import ARMS
-from megascale_planner.network.congestion.incast import Setup, simulate
-from megascale_planner.network.ecmp import conflicts
+from megascale_planner.network.ecmp import (
+    ORDERS,
+    PHASES,
+    BadFabric,
+    BadJob,
+    Fabric,
+    Floats,
+    conflicts,
+)
 from megascale_planner.network.ecmp import simulate as simulate_flows
-from megascale_planner.network.fabric import BadFabric, Fabric, Floats
-from megascale_planner.network.traffic import ORDERS, PHASES, BadJob
+from megascale_planner.network.incast import ARMS, Setup, simulate
 
 USER_MISTAKE_EXIT_CODE = 2
 _TABLE_WIDTH = 150

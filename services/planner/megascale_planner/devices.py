@@ -1,20 +1,122 @@
-"""Rates that `megascale plan calibrate` measured, in place of the datasheet's; pure.
+"""What a GPU and its links can do: datasheet values, and rates measured on large transfers.
 
-The file is one JSON object: ``version``, ``device`` (a name), ``rates`` (a number for each of
-:data:`RATES`, in FLOP/s or bytes/s) and ``how`` (what was measured, by rate). Rates that are absent
-keep the datasheet's value. ``attention_tokens`` is the length that attention was measured at, and
-``training`` a step of this project's trainer (:mod:`megascale_planner.training_share`).
+A calibration, which `megascale plan calibrate` writes, replaces the rates by those that were
+measured on the reader's own devices. The file is one JSON object: ``version``, ``device`` (a name),
+``rates`` (a number for each of :data:`RATES`, in FLOP/s or bytes/s) and ``how`` (what was measured,
+by rate). Rates that are absent keep the datasheet's value. ``attention_tokens`` is the length that
+attention was measured at, and ``training`` a step of this project's trainer
+(:mod:`megascale_planner.prediction`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megascale_planner.gpus import Gpu
-from megascale_planner.step_time import ATTENTION_HALF_LENGTH
+# Attention reaches half of its share at this length: causal rates of cuDNN on H200 at 2,048, 4,096
+# and 8,192 tokens are 336, 455 and 515 TFLOP/s in both directions together (benchmarks/results).
+ATTENTION_HALF_LENGTH = 1500.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One kind of device.
+
+    Attributes:
+        peak_flops, peak_fp8_flops: dense, in FLOP/s; fp8 0: the device has none.
+        gemm_share, gemm_fp8_share: of the peak that a large GEMM sustains while training.
+        attention_share: of the peak that causal attention of long sequences reaches.
+        hbm_bytes_s: what an elementwise kernel reaches.
+        node_bytes_s: bus bandwidth of a collective inside a node, per device and direction.
+        network_bytes_s: bus bandwidth between nodes, per device and direction.
+        sources: where each rate is from.
+    """
+
+    name: str
+    peak_flops: float
+    peak_fp8_flops: float
+    memory_bytes: float
+    gemm_share: float
+    gemm_fp8_share: float
+    attention_share: float
+    hbm_bytes_s: float
+    node_bytes_s: float
+    network_bytes_s: float
+    devices_per_node: int = 8
+    sources: tuple[tuple[str, str], ...] = ()
+
+
+_A100_SOURCES = (
+    ("peak_flops", "NVIDIA A100 80GB SXM data sheet, dense bf16"),
+    (
+        "gemm_share",
+        "assumed: 0.85 for large products; a system's kernel_share is fitted on top of it",
+    ),
+    ("attention_share", "FlashAttention-2 on A100 reaches 50 to 73 % (arXiv 2307.08691, abstract)"),
+    ("hbm_bytes_s", "assumed: 0.85 of the data sheet's 2,039 GB/s"),
+    ("node_bytes_s", "assumed: 77 % of NVLink 3's 300 GB/s a direction"),
+    ("network_bytes_s", "assumed: 90 % of one 200 Gbit/s NIC a device"),
+)
+_HOPPER_SOURCES = (
+    ("peak_flops", "NVIDIA H100 and H200 SXM data sheets, dense bf16; FP8 twice that"),
+    (
+        "gemm_share",
+        "8192^3 in training on H200: 772 TFLOP/s of 989 (benchmarks/results, 2026-11-21)",
+    ),
+    ("gemm_fp8_share", "1,370 to 1,540 of 1,979 TFLOP/s (benchmarks/results, 2026-11-22, FP8)"),
+    ("attention_share", "cuDNN at sequences of 2,048 to 8,192 on H200, both directions together"),
+    ("hbm_bytes_s", "copies on H200: 4.09 of 4.8 TB/s; on H100 the same share of 3.35 TB/s"),
+    ("node_bytes_s", "NCCL on 8 H200, 64 to 256 MB: 241 to 325 GB/s; the middle"),
+    ("network_bytes_s", "assumed: 90 % of one 400 Gbit/s NIC a device"),
+)
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            name="a100-80g",
+            peak_flops=312e12,
+            peak_fp8_flops=0.0,
+            memory_bytes=80 * 2**30,
+            gemm_share=0.85,
+            gemm_fp8_share=0.0,
+            attention_share=0.60,
+            hbm_bytes_s=0.85 * 2.039e12,
+            node_bytes_s=230e9,
+            network_bytes_s=22.5e9,
+            sources=_A100_SOURCES,
+        ),
+        Gpu(
+            name="h100",
+            peak_flops=989.5e12,
+            peak_fp8_flops=1979e12,
+            memory_bytes=80 * 2**30,
+            gemm_share=0.78,
+            gemm_fp8_share=0.74,
+            attention_share=0.60,
+            hbm_bytes_s=0.85 * 3.35e12,
+            node_bytes_s=290e9,
+            network_bytes_s=45e9,
+            sources=_HOPPER_SOURCES,
+        ),
+        Gpu(
+            name="h200",
+            peak_flops=989.5e12,
+            peak_fp8_flops=1979e12,
+            memory_bytes=141e9,
+            gemm_share=0.78,
+            gemm_fp8_share=0.74,
+            attention_share=0.60,
+            hbm_bytes_s=4.09e12,
+            node_bytes_s=290e9,
+            network_bytes_s=45e9,
+            sources=_HOPPER_SOURCES,
+        ),
+    )
+}
+
 
 VERSION = 1
 # Measured rate -> what it replaces. Shares are of the device's peak.
@@ -40,7 +142,7 @@ def calibrated(gpu: Gpu, text: str) -> Gpu:
     Raises:
         BadCalibration: no such file, or a rate that is no positive number.
     """
-    found = _read(text)
+    found = _rates_of(text)
     rates: dict[str, float] = found["rates"]
     changes: dict[str, Any] = {
         RATES[name]: _as_gpu(gpu, name, value) for name, value in rates.items()
@@ -66,7 +168,7 @@ def calibrated_alone(text: str) -> Gpu:
     Raises:
         BadCalibration: as :func:`calibrated`; or a rate is absent that no table can give.
     """
-    found = _read(text)
+    found = _rates_of(text)
     rates: dict[str, float] = found["rates"]
     if missing := [name for name in _ALONE if name not in rates]:
         raise BadCalibration(f"rates: {', '.join(missing)} missing; measure again")
@@ -94,7 +196,7 @@ def device_of(text: str, name: str) -> str:
         BadCalibration: it cannot be used; the message begins with ``name``.
     """
     try:
-        device = _read(text).get("device")
+        device = _rates_of(text).get("device")
     except BadCalibration as error:
         raise BadCalibration(f"{name}: {error}") from None
     if not isinstance(device, str) or not device:
@@ -102,7 +204,7 @@ def device_of(text: str, name: str) -> str:
     return device
 
 
-def _read(text: str) -> dict[str, Any]:
+def _rates_of(text: str) -> dict[str, Any]:
     """The object of a calibration, its rates checked."""
     try:
         found: Any = json.loads(text)
