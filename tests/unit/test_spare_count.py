@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.commands.plan import plan_job
+from megascale_cli.planning import plan_job
 from megascale_driver.core.queue.explain import explain
 from megascale_driver.core.values.events import JobSubmitted
 from megascale_driver.core.values.state import AttemptPhase

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megascale_driver.commands.models import MODELS
+from megascale_job.presets import MODELS
 from megascale_job.sizes.failures import (
     HOUR_S,
     PUBLISHED_DEVICE_HOURS,
