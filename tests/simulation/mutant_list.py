@@ -389,11 +389,11 @@ MUTANTS = (
     ),
     # quotas
     _driver(
-        "ignore the quota", "placement/quota.py",
+        "ignore the quota", "placement/queue_values.py",
         "        return max(0, taken + job.world_size - quota)", "        return 0",
     ),
     _driver(
-        "forget what has started in this decision", "placement/quota.py",
+        "forget what has started in this decision", "placement/queue_values.py",
         "        self._used[job.tenant] += job.world_size\n\n    def promise",
         "        pass\n\n    def promise",
     ),

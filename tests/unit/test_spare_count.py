@@ -16,8 +16,7 @@ from megascale_cli.planning import plan_job
 from megascale_driver.core.queue.explain import explain
 from megascale_driver.core.values.events import JobSubmitted
 from megascale_driver.core.values.state import AttemptPhase
-from megascale_driver.placement.fit import Capacity, warnings
-from megascale_driver.placement.gang import Candidate
+from megascale_driver.placement.gang import Candidate, Capacity, warnings
 from megascale_job import config as job_config
 from megascale_job.config import CheckpointConfig, JobConfig
 from megascale_job.sizes.failures import (

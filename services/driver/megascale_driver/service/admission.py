@@ -15,7 +15,7 @@ from megascale_common.node.incarnation import file_view
 from megascale_driver.core.values.candidates import capacities
 from megascale_driver.core.values.state import Cluster, Liveness
 from megascale_driver.nodes.job_network import JobNetwork
-from megascale_driver.placement import fit
+from megascale_driver.placement.gang import fit_refusals, fit_warnings
 from megascale_job.config import JobConfig
 from megascale_job.corpus_record import data_file_problems
 from megascale_job.named_files import MAX_FILES, local_path, missing_files
@@ -37,12 +37,12 @@ async def examine(
     known = capacities(state.nodes.values())
     # In threads: the parameter table of a large job, and a slow mount, take a while.
     need = await asyncio.to_thread(_rank_bytes, config) if known else 0
-    problems = [*fit.refusals(config, need, known), *_shared_folder(config, state)]
+    problems = [*fit_refusals(config, need, known), *_shared_folder(config, state)]
     if _sees_what_nodes_see(state):
         problems += await asyncio.to_thread(lambda: _of_files(config))
     if problems:
         raise JobError(problems, config)
-    return fit.warnings(config, known)
+    return fit_warnings(config, known)
 
 
 def _shared_folder(config: JobConfig, state: Cluster) -> Iterator[JobProblem]:
