@@ -65,7 +65,8 @@ class ClusterReader:
 
     async def close(self) -> None:
         """Stop following jobs."""
-        followed, self._followed = list(self._followed.values()), OrderedDict()
+        followed = list(self._followed.values())
+        self._followed = OrderedDict()
         for follower in followed:
             await follower.stop()
 

@@ -227,7 +227,8 @@ class Connection:
 
     async def close(self) -> None:
         """Close every channel."""
-        channels, self._channels = self._channels, {}
+        channels = self._channels
+        self._channels = {}
         for channel in channels.values():
             await channel.close()
 

@@ -79,7 +79,8 @@ class EtcdClient:
 
     async def close(self) -> None:
         """Close the connections, after leases and watches. A closed client stays closed."""
-        members, self._members = self._members, None
+        members = self._members
+        self._members = None
         if members is not None:
             await members.close()
 

@@ -56,7 +56,9 @@ class Position:
         if revision < self.revision:
             return False
         if revision > self.revision:
-            self.revision, self.delivered, self.repeated = revision, 0, 0
+            self.revision = revision
+            self.delivered = 0
+            self.repeated = 0
         if self.repeated:
             self.repeated -= 1
             return False
@@ -66,7 +68,9 @@ class Position:
     def complete(self, revision: int) -> None:
         """Everything up to and with `revision` has been delivered."""
         if revision >= self.revision:
-            self.revision, self.delivered, self.repeated = revision + 1, 0, 0
+            self.revision = revision + 1
+            self.delivered = 0
+            self.repeated = 0
 
 
 class Watch:

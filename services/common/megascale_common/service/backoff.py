@@ -15,7 +15,8 @@ class Backoff:
     """
 
     def __init__(self, lowest_s: float, highest_s: float) -> None:
-        self._lowest_s, self._highest_s = lowest_s, highest_s
+        self._lowest_s = lowest_s
+        self._highest_s = highest_s
         self._limit_s = lowest_s
 
     def reset(self) -> None:

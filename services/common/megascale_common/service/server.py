@@ -146,7 +146,8 @@ class RpcServer:
             ("grpc.max_allowed_incoming_connections", most_connections(people is not None)),
         ]
         self.server = grpc.aio.server(interceptors=[gate, RequestReader()], options=options)
-        self._tls, self._insecure_network = tls, insecure_network
+        self._tls = tls
+        self._insecure_network = insecure_network
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 

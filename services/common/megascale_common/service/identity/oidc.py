@@ -88,7 +88,8 @@ class Oidc:
                 "--oidc-issuer: tokens of a provider are checked with the package pyjwt: install "
                 "it with `pip install megascale[oidc]`"
             ) from None
-        self._jwt, self._config = jwt, config
+        self._jwt = jwt
+        self._config = config
         self._keys: Mapping[str, Any] = {}
         self._read_at_s = self._tried_at_s = -KEYS_USABLE_S
         self._turn = asyncio.Lock()

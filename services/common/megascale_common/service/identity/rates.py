@@ -32,7 +32,9 @@ class CallRate:
         burst_calls: float = BURST_CALLS,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._calls_per_s, self._burst_calls, self._now_s = calls_per_s, burst_calls, now_s
+        self._calls_per_s = calls_per_s
+        self._burst_calls = burst_calls
+        self._now_s = now_s
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # calls left, when
 
     def __len__(self) -> int:
