@@ -200,7 +200,7 @@ audit: $(READY) $(VENV)-audit/.ready ## ask OSV for advisories about all that is
 	@$(PY) -m pip --disable-pip-version-check list --format=freeze --exclude-editable | sed -e '/^megascale==/d' -e 's/+.*//' > $(VENV)-audit/installed.txt
 	@$(VENV)-audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off --vulnerability-service osv $(if $(SOURCE),--osv-url $(SOURCE)/v1/query) --requirement $(VENV)-audit/installed.txt
 
-docs: $(READY) $(SITE_READY) ## write the generated parts of pages and of the synchronous client, and build the site (site/)
+docs: $(READY) $(SITE_READY) ## write the generated parts of pages, and build the site (site/)
 	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done
 	$(build_site)
 
