@@ -9,8 +9,8 @@ from typing import Any
 
 from megascale_cli.demo.plan import MIN_COMMITS_BEFORE_KILL, DemoPlan
 from megascale_cli.demo.recording import FIRST, SECOND, Claim, Recording, seconds
-from megascale_cli.visible import counted
 from megascale_client import JobPhase
+from megascale_job.visible import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from megascale_cli.demo.node_loss import NodeLossDemo
 from megascale_cli.demo.plan import MAX_STEPS, DemoPlan, PlanError, Sabotage, choose_plan
 from megascale_cli.exits import FAILED, INTERRUPTED, fail
 from megascale_cli.output import print_json
-from megascale_cli.visible import counted
 from megascale_client import MegascaleError
+from megascale_job.visible import counted
 
 DEFAULT_STEPS = 48
 Size = Annotated[int | None, typer.Option(min=1, help="Default: 2 (dp on GPUs: 1).")]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascale_cli.demo.cluster import ClusterPlan
-from megascale_cli.visible import counted
+from megascale_job.visible import counted
 
 Sabotage = Literal["none", "no-kill", "no-spare", "loss"]
 

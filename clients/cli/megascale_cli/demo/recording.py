@@ -16,9 +16,9 @@ from rich.markup import escape
 from megascale.v1 import types_pb2
 from megascale_cli.demo.cluster import DemoCluster, DemoFailed, Echo, fresh_folder, run_command
 from megascale_cli.demo.plan import DemoPlan, FaultPlan
-from megascale_cli.visible import counted
 from megascale_client import TERMINAL_PHASES, AsyncClient, Job, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
+from megascale_job.visible import counted
 
 CORPUS_BYTES = 2 << 20
 FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes

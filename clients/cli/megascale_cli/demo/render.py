@@ -8,7 +8,7 @@ from pathlib import Path
 from megascale_cli.demo.claims import Kill
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_cli.output import clipped
-from megascale_cli.visible import counted
+from megascale_job.visible import counted
 
 CURVE_WIDTH = 72
 CURVE_HEIGHT = 12

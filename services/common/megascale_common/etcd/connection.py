@@ -22,7 +22,7 @@ from megascale_common.etcd.errors import (
     answer_of,
     refusal,
 )
-from megascale_common.service.backoff import Backoff
+from megascale_common.service.tasks import Backoff
 
 T = TypeVar("T")
 

@@ -28,8 +28,7 @@ import grpc
 
 from megascale_common.etcd import rpc_pb2, rpc_pb2_grpc
 from megascale_common.etcd.connection import CHANNEL_OPTIONS, TlsConfig
-from megascale_common.etcd.keeper import KEEPALIVES_PER_TTL, Renewal
-from megascale_common.etcd.lease import now_s
+from megascale_common.etcd.lease import KEEPALIVES_PER_TTL, Renewal, now_s
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death, child_environment
 from megascale_common.service import logs
