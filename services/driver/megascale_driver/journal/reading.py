@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from megascale_common.etcd.operations import KeyValue
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd, KeyValue
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, ServiceError
 from megascale_driver.core.values import plausible

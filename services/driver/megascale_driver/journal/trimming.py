@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megascale_common.etcd.election import Leadership
 from megascale_common.etcd.errors import EtcdError
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd
 from megascale_common.service import logs
 from megascale_common.service.clock import Clock
 from megascale_common.service.errors import CodecError, NotLeaderError

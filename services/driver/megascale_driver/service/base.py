@@ -29,8 +29,7 @@ from megascale_common.service.errors import (
     UnavailableError,
     invalid,
 )
-from megascale_common.service.identity.gate import caller
-from megascale_common.service.identity.rates import OpenStreams
+from megascale_common.service.identity.gate import OpenStreams, caller
 from megascale_driver.core import machine, unreadable
 from megascale_driver.core.values.events import Mutation, Outcome, PlatformReport, RequestKey
 from megascale_driver.core.values.state import Job, Node

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc
-from megascale_common.service.build import build_version
-from megascale_common.service.handlers import answers
+from megascale_common.service.start import build_version
+from megascale_common.service.status import answers
 from megascale_driver.core.queue.demand import demand
 from megascale_driver.core.queue.explain import explanation
 from megascale_driver.core.values.events import (

@@ -18,7 +18,6 @@ from google.protobuf.message import DecodeError
 from megascale.v1 import link_pb2
 from megascale_common.node.link_limits import BEGINNING_S
 from megascale_common.service import logs
-from megascale_common.service.build import build_version
 from megascale_common.service.errors import (
     ForbiddenError,
     NotFoundError,
@@ -28,6 +27,7 @@ from megascale_common.service.errors import (
     UnavailableError,
 )
 from megascale_common.service.identity.gate import caller
+from megascale_common.service.start import build_version
 from megascale_common.service.status import abort
 from megascale_driver.core import unreadable
 from megascale_driver.core.values.state import Identity

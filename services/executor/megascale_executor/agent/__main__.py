@@ -12,12 +12,11 @@ import uvloop
 from megascale_common.node.addresses import on_route_to, split
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs, tasks
-from megascale_common.service.build import build_version
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.metrics import bind_option
-from megascale_common.service.start import ends_with_a_sentence
+from megascale_common.service.start import build_version, ends_with_a_sentence
 from megascale_executor.agent.config import (
     LOOPBACK,
     AgentConfig,

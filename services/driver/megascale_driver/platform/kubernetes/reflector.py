@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from megascale_common.service import logs
-from megascale_common.service.backoff import Backoff
 from megascale_common.service.errors import ExpiredError, UnavailableError
+from megascale_common.service.tasks import Backoff
 from megascale_driver.platform.kubernetes.api import KubernetesApi
 from megascale_driver.platform.kubernetes.objects import Json
 
