@@ -9,6 +9,7 @@ import stat
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.harness.checkpoint_files import COMMIT, write_checkpoint
 from tests.unit.test_checkpoint_damage import LAYOUTS, VALUES, decided
@@ -180,12 +181,8 @@ def test_what_is_restored_is_what_was_committed(tmp_path: Path) -> None:
     plan = decided(tmp_path).plan
     assert plan.manifest_xxh3 == checksum(Path(uri).read_bytes())
     _, manifest = manifests.load(uri)
-    other = manifests.encode(manifests.Manifest(**{**vars_of(manifest), "created_at": "later"}))
+    other = manifests.encode(msgspec.structs.replace(manifest, created_at="later"))
     Path(uri).write_bytes(other)
     image = memoryview(bytearray(LAYOUTS[0].slot_bytes))
     with pytest.raises(DamagedError, match="is not the manifest that was committed"):
         restore.fill(uri, 10, 0, LAYOUTS[0], image, None, plan.manifest_xxh3)
-
-
-def vars_of(manifest: manifests.Manifest) -> dict[str, object]:
-    return {name: getattr(manifest, name) for name in manifest.__dataclass_fields__}
