@@ -30,7 +30,7 @@ from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.manifest import MAX_MANIFEST_BYTES
 from megascale_checkpoint.commit.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.commit.shard_file import MAX_HEADER_BYTES, Origin, encode_header
-from megascale_checkpoint.restore import restored_state as restore
+from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.storage import FileStorage
 from megascale_cli.exits import FAILED, OK, USAGE
 from megascale_common.service.errors import DamagedError, NotFoundError, RequestError, UnusableError

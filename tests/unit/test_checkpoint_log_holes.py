@@ -19,7 +19,7 @@ from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.restore_decision import SealedStep
-from megascale_checkpoint.restore import restored_state as restore
+from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.opening import Opening
 from megascale_checkpoint.storage import FileStorage
