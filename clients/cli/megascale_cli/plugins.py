@@ -130,7 +130,7 @@ FUNCTIONS = {
     "plan_calibrate": Plugin("", "megascale_trainer.commands.calibrate:app", "executor"),
     "effective": Plugin("", "megascale_driver.commands.effective:effective_job"),
     "storage_problem": Plugin(
-        "", "megascale_checkpoint.storage.reach:storage_problem", "checkpoint"
+        "", "megascale_checkpoint.storage:storage_problem", "checkpoint"
     ),
     "import_model": Plugin("", "megascale_checkpoint.export.commands:import_for_job", "checkpoint"),
     "open_storage": Plugin("", "megascale_checkpoint.storage:open_storage", "checkpoint"),

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from megascale_checkpoint.accepting import accept_all
 from megascale_checkpoint.checksums import MAX_JSON_DEPTH, is_too_deep
+from megascale_checkpoint.concurrency import accept_all
 from megascale_checkpoint.memory.registration import (
     RegisteredRank,
     RegistrationFrames,
