@@ -31,7 +31,7 @@ Worker and checkpoint daemon, over the daemon's unix socket; answers come in the
     connection. Closing it releases what is neither sealed nor being persisted.
 A restore, over the same connection: a worker asks for its own memory first. What is not there is
 read from storage by all ranks together: each opens the checkpoint, reads the index of its share of
-the files, and then its windows, as :mod:`megascale_common.sizes.read_plan` has planned for all.
+the files, and then its windows, as :mod:`megascale_job.sizes.read_plan` has planned for all.
     LookInMemory -> MemoryState, Verify -> Verified, OpenStored -> StoredState | Refused,
     ReadIndex -> StoredIndex | Refused, ReadStored -> DidRead | Refused.
     Release ends the use of a slot that MemoryState or StoredState named.
@@ -168,8 +168,8 @@ class FailureCount(msgspec.Struct, frozen=True):
 class Assignment(LocalMessage, tag="assignment"):
     """Agent to worker: all that a rank needs.
 
-    ``config`` is the value of :func:`megascale_common.job.config.to_mapping`, ``restore`` that of
-    :meth:`megascale_common.job.restore.RestorePlan.to_mapping`.
+    ``config`` is the value of :func:`megascale_job.config.to_mapping`, ``restore`` that of
+    :meth:`megascale_job.restore.RestorePlan.to_mapping`.
     """
 
     version: int
@@ -331,7 +331,7 @@ class Finished(LocalMessage, tag="finished"):
 class Register(LocalMessage, tag="register"):
     """Worker to daemon: who the rank is, and the layout of its slots.
 
-    ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict; of its
+    ``layout`` is the value of megascale_job.sizes.checkpoint_layout.ShardLayout.to_dict; of its
     pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
     leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
     reserved, copied or unsettled at the same time (default 1), and shares its memory between the
@@ -386,7 +386,7 @@ class Restored(LocalMessage, tag="restored"):
     """Daemon to worker: ``slot`` holds the state; release it when it has been read."""
 
     slot: int
-    source: str  # a megascale_common.job.restore.RestoreSource
+    source: str  # a megascale_job.restore.RestoreSource
     small_state: dict[str, Any]
     bytes_read: int
 
@@ -561,7 +561,7 @@ class ReadIndex(LocalMessage, tag="restore_index"):
 
 
 class StoredIndex(LocalMessage, tag="stored_index"):
-    """Daemon to worker: :func:`megascale_common.sizes.piece_runs.encode` of them, in base64.
+    """Daemon to worker: :func:`megascale_job.sizes.piece_runs.encode` of them, in base64.
 
     ``following`` is the next piece to ask for, -1 after the last.
     """
@@ -573,7 +573,7 @@ class StoredIndex(LocalMessage, tag="stored_index"):
 class ReadStored(LocalMessage, tag="restore_read"):
     """Worker to daemon: fill a window, from byte ``at`` of the slot on.
 
-    ``reads`` are the fields of :class:`megascale_common.sizes.read_rounds.Read`, in their order.
+    ``reads`` are the fields of :class:`megascale_job.sizes.read_rounds.Read`, in their order.
     """
 
     at: int
@@ -609,7 +609,7 @@ class OpenAttempt(LocalMessage, tag="open_attempt"):
 class AttemptOpened(LocalMessage, tag="attempt_opened"):
     """Daemon to a run by hand: the attempt's number, and what all its ranks restore.
 
-    ``restore`` is that of :meth:`megascale_common.job.restore.RestorePlan.to_mapping`, ``refused``
+    ``restore`` is that of :meth:`megascale_job.restore.RestorePlan.to_mapping`, ``refused``
     says why newer checkpoints were passed over. ``attempt`` is 0 where none was opened.
     """
 

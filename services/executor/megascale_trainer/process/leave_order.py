@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megascale_common.node.messages import Leave, NotLeft, Stay
-from megascale_trainer.snapshot_schedule import LEAVE
+from megascale_trainer.save.snapshot_schedule import LEAVE
 
 STEPS_AHEAD = 2
 MAX_PROBLEM = 2000  # characters that the agent gets
