@@ -25,11 +25,6 @@ _ACCOUNT = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _NOT_SECRETS = re.compile(r"(PATH|HOME|USER|LOGNAME|(PYTHON|LD_|MEGASCALE_).*)")
 
 
-def is_reference(text: str) -> bool:
-    """Whether ``text`` names a secret of a node: ``file:NAME`` or ``env:NAME``."""
-    return _REFERENCE.fullmatch(text) is not None
-
-
 def code_problems(config: JobConfig) -> Iterator[JobProblem]:
     """Problems of the sections ``code`` and ``environment``."""
     yield from _code(config.code)
@@ -133,7 +128,7 @@ def _secrets(environment: EnvironmentConfig) -> Iterator[JobProblem]:
                 "(PATH, PYTHON..., LD_..., MEGASCALE_...)",
             )
         # The value is not shown: somebody may have given the secret itself.
-        if not is_reference(reference):
+        if not _REFERENCE.fullmatch(reference):
             yield JobProblem(
                 f"environment.secrets.{name[:128]}",
                 "is no reference (its text is not repeated here)",
