@@ -561,7 +561,7 @@ class ReadIndex(LocalMessage, tag="restore_index"):
 
 
 class StoredIndex(LocalMessage, tag="stored_index"):
-    """Daemon to worker: :func:`megascale_job.sizes.piece_runs.encode` of them, in base64.
+    """Daemon to worker: :func:`megascale_job.sizes.read_plan.encode` of them, in base64.
 
     ``following`` is the next piece to ask for, -1 after the last.
     """
@@ -573,7 +573,7 @@ class StoredIndex(LocalMessage, tag="stored_index"):
 class ReadStored(LocalMessage, tag="restore_read"):
     """Worker to daemon: fill a window, from byte ``at`` of the slot on.
 
-    ``reads`` are the fields of :class:`megascale_job.sizes.read_rounds.Read`, in their order.
+    ``reads`` are the fields of :class:`megascale_job.sizes.read_plan.Read`, in their order.
     """
 
     at: int
