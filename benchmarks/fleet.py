@@ -32,7 +32,7 @@ from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.operations import Put
 from megascale_common.etcd.protocol import Etcd
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.node.process import child_environment, stat_fields
 from megascale_common.service.token import read_or_create_token
 from megascale_driver.core.attempt import Attempt, NodeSlot
@@ -227,7 +227,7 @@ def running(nodes: int, log_seq: int) -> Job:
 
 def finished(name: str, dp: int = 1) -> Job:
     """A job that has ended."""
-    config = job_config.from_accepted(
+    config = loading.from_accepted(
         {
             "name": name,
             "model": {"layers": 8, "hidden_size": 64, "heads": 8, "vocab_size": 257,

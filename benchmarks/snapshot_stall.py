@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-from megascale_common.job.config import CheckpointConfig, JobConfig, from_accepted
+from megascale_common.job.config import CheckpointConfig, JobConfig
+from megascale_common.job.loading import from_accepted
 from megascale_common.node.process import child_environment
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece

@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from megascale_checkpoint import restore
-from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.job.config import JobConfig
+from megascale_common.job.loading import from_accepted
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch

@@ -9,7 +9,8 @@ import torch
 from tests.harness import training
 from tests.harness.training import CPU
 
-from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.job.config import JobConfig
+from megascale_common.job.loading import from_accepted
 from megascale_common.sizes.fp8_weights import fp8_buckets, fp8_weights
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.casts import casts

@@ -20,7 +20,8 @@ from tests.harness.lockstep import Ranks, installed
 from tests.harness.training import CPU, micro_batches, tiny_job
 
 from megascale.v1 import link_pb2
-from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.job.config import JobConfig
+from megascale_common.job.loading import from_accepted
 from megascale_common.node.status_page import Phase, StatusPageWriter, read_status_page
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.presence import reports

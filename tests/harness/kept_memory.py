@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.job.config import JobConfig
+from megascale_common.job.loading import from_accepted
 from megascale_common.sizes.memory import rank_memory
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import Operators

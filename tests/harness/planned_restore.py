@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale_common.job.config import from_accepted
+from megascale_common.job.loading import from_accepted
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_common.sizes.piece_runs import Runs, chunk_bytes, decode, encode, join, runs_of

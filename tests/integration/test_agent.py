@@ -30,7 +30,7 @@ from megascale.v1 import (
     link_pb2,
     types_pb2,
 )
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.node.spans.record import SPAN, Span, from_columns
 from megascale_common.service.channel import open_channel
 
@@ -51,7 +51,7 @@ def assignment(
     **labels: str,
 ) -> link_pb2.AttemptAssignment:
     """A small job of two ranks, both on node n0. ``labels`` are for the scripted training side."""
-    config = job_config.from_accepted(
+    config = loading.from_accepted(
         {
             "name": "demo",
             "model": {

@@ -24,14 +24,9 @@ from tests.harness.corpus import data_job, random_documents, write_corpus
 from tests.harness.processes import cpu_ticks, until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, until
 
-from megascale_common.job.config import (
-    DataSource,
-    EvaluationConfig,
-    JobConfig,
-    TokenizerConfig,
-    to_json,
-)
+from megascale_common.job.config import DataSource, EvaluationConfig, JobConfig, TokenizerConfig
 from megascale_common.job.corpus_record import CorpusRecord, record_path
+from megascale_common.job.loading import to_json
 from megascale_common.node import framing
 from megascale_common.node.process import child_environment
 from megascale_trainer.data.client import LoaderClient, MicroBatchArrays, RingRequest

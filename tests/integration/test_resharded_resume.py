@@ -15,7 +15,7 @@ from tests.harness.checkpoint_node import DaemonProcess
 from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import from_accepted
+from megascale_common.job.loading import from_accepted
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 

@@ -17,7 +17,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 from tests.integration.test_checkpoint_daemon import progress
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_common.job.config import from_accepted
+from megascale_common.job.loading import from_accepted
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.status_page import StatusPageWriter

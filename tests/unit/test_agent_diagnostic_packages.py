@@ -17,7 +17,7 @@ from tests.harness.installed_package import install
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.service.channel import open_channel
 from megascale_common.service.server import RpcServer
 from megascale_executor.agent.diagnosis import Diagnosis
@@ -225,7 +225,7 @@ async def test_before_an_attempt_a_check_sees_the_job_and_its_devices(tmp_path: 
     assert [each.name for each in registry.on_demand([])] == ["burns"]
     daemon: Any = SimpleNamespace(serving_endpoint=None, holds_slots=None)
     checks = SelfChecks(registry, DEVICES, tmp_path, daemon)
-    config = job_config.from_accepted(
+    config = loading.from_accepted(
         {
             "name": "j",
             "model": {

@@ -11,6 +11,7 @@ import torch
 
 from megascale.v1 import types_pb2
 from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.node.messages import SelfChecked
 from megascale_common.service.errors import DeviceQueryError
 from megascale_executor.diagnostics import device_present, disk_room, memory_room, rank_checks
@@ -55,7 +56,7 @@ def test_disk_room(tmp_path: Path) -> None:
 
 def _config(uri: str) -> job_config.JobConfig:
     model = {"layers": 2, "hidden_size": 64, "heads": 2, "vocab_size": 256, "sequence_length": 16}
-    return job_config.from_accepted(
+    return loading.from_accepted(
         {
             "name": "j",
             "model": model,

@@ -16,6 +16,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.job.config import CodeConfig
 from megascale_common.job.rank_layout import RankLayout, readers_of
 from megascale_common.node.socket_folder import create_socket_folder
@@ -138,7 +139,7 @@ def test_readers_share_a_data_parallel_rank() -> None:
 
 def _config(dp: int) -> job_config.JobConfig:
     model = {"layers": 1, "hidden_size": 8, "heads": 1, "vocab_size": 8, "sequence_length": 4}
-    return job_config.from_accepted(
+    return loading.from_accepted(
         {
             "name": "j",
             "model": model,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.harness.properties import examples
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import CheckpointConfig, JobConfig, from_accepted, from_mapping
+from megascale_common.job.config import CheckpointConfig, JobConfig
+from megascale_common.job.loading import from_accepted, from_mapping
 from megascale_common.job.problems import JobError
 from megascale_common.sizes import checkpoint_interval
 from megascale_common.sizes.checkpoint_interval import (

@@ -17,7 +17,7 @@ from tests.harness.properties import examples
 
 from megascale_checkpoint import restore
 from megascale_checkpoint.reshard import check_coverage, flat_boxes
-from megascale_common.job.config import from_accepted
+from megascale_common.job.loading import from_accepted
 from megascale_common.service.errors import CoverageError, RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout

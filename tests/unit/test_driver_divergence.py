@@ -11,8 +11,9 @@ from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import types_pb2
-from megascale_common.job.config import DataSkip, JobConfig, to_json
+from megascale_common.job.config import DataSkip, JobConfig
 from megascale_common.job.data_config import skipping
+from megascale_common.job.loading import to_json
 from megascale_driver import wire
 from megascale_driver.analysis.divergence import (
     Divergence,

@@ -10,7 +10,7 @@ from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import types_pb2
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.job.code_config import CodeConfig, EnvironmentConfig
 from megascale_common.service.errors import AssignmentError
 from megascale_driver import orders
@@ -35,11 +35,11 @@ MIB = 1 << 20
 
 def fleet(nodes: int = NODES) -> Cluster:
     """A job that starts on all nodes, each with eight ranks."""
-    values = job_config.to_mapping(demo_job("a"))
+    values = loading.to_mapping(demo_job("a"))
     values["parallelism"] |= {"tp": RANKS, "pp": 1, "dp": nodes}
     values["model"] |= {"heads": RANKS}
     values["training"] |= {"global_batch_size": nodes}
-    config = job_config.from_accepted(values)
+    config = loading.from_accepted(values)
     slots = tuple(
         NodeSlot(
             f"node-{n:05d}", tuple(range(RANKS * n, RANKS * n + RANKS)), tuple(range(RANKS)), "i"

@@ -20,7 +20,7 @@ from tests.harness.wheel import one_module_wheel
 from tests.unit.test_job_validation import values_of
 
 from megascale_checkpoint.artifacts import packing, storing
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.job.code_config import CodeConfig, EnvironmentConfig
 from megascale_common.job.config import JobConfig
 from megascale_common.node.account import Account
@@ -41,7 +41,7 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become a
 
 
 def job(code: CodeConfig = CodeConfig(), **environment: Any) -> JobConfig:
-    made = job_config.from_mapping(values_of())
+    made = loading.from_mapping(values_of())
     return replace(made, code=code, environment=EnvironmentConfig(**environment))
 
 

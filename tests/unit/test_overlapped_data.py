@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.harness.properties import examples
 from tests.harness.training import CPU, micro_batches, tiny_job
 
-from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.job.config import JobConfig
+from megascale_common.job.loading import from_accepted
 from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators

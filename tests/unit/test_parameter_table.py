@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
-from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.job.config import JobConfig
+from megascale_common.job.loading import from_accepted
 from megascale_common.sizes import memory as memory_module
 from megascale_common.sizes import parameter_table as table_module
 from megascale_common.sizes.block import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.harness import planner_rows as rows
 
-from megascale_common.job.config import from_accepted
+from megascale_common.job.loading import from_accepted
 from megascale_common.sizes.memory import largest_rank_memory
 from megascale_driver.planner.device_memory import device_memory
 from megascale_driver.planner.systems import SYSTEMS

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import from_accepted
+from megascale_common.job.loading import from_accepted
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.replica_rounds import ReplicaRounds

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import from_accepted
+from megascale_common.job.loading import from_accepted
 from megascale_common.job.problems import JobError
 from megascale_driver.update_request import changed_fields
 

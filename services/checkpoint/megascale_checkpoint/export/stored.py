@@ -25,7 +25,8 @@ from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.manifest import Manifest
 from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
 from megascale_checkpoint.storage import Storage, join, open_storage
-from megascale_common.job.config import JobConfig, ModelConfig, from_accepted
+from megascale_common.job.config import JobConfig, ModelConfig
+from megascale_common.job.loading import from_accepted
 from megascale_common.job.problems import JobError
 from megascale_common.node.visible import counted
 from megascale_common.service.errors import (

@@ -103,7 +103,7 @@ class FailureCount(TypedDict):
 class Assignment(TypedDict):
     """Agent to worker: all that a rank needs.
 
-    ``config`` is the value of :func:`megascale_common.job.config.to_mapping`, ``restore`` that of
+    ``config`` is the value of :func:`megascale_common.job.loading.to_mapping`, ``restore`` that of
     :meth:`megascale_common.job.restore.RestorePlan.to_mapping`.
     """
 

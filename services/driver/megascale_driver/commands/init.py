@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from megascale_common.job.config import JobConfig, ParallelismConfig, from_accepted
+from megascale_common.job.config import JobConfig, ParallelismConfig
+from megascale_common.job.loading import from_accepted
 from megascale_common.job.names import is_dns_label
 from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 from megascale_common.sizes.parameter_table import parameter_table

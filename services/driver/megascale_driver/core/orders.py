@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_driver.core import breaker, jobs, leaving, nodes, rolling_back, updating
 from megascale_driver.core.attempt import LeaveKind
 from megascale_driver.core.draft import Draft
@@ -111,7 +111,7 @@ def update(draft: Draft, event: UpdateRequested) -> None:
         subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
         outcome=update_consequence(job, now=event.restart),
     )  # fmt: skip
-    job = draft.job(job.name, pending_spec=job_config.to_json(event.config))
+    job = draft.job(job.name, pending_spec=loading.to_json(event.config))
     if not job.active:
         updating.apply(draft, job)
     elif event.restart:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.state import Job
 
@@ -11,5 +11,5 @@ def apply(draft: Draft, job: Job) -> Job:
     """No attempt runs: the configuration that waits, if one does, becomes the job's."""
     if not job.pending_spec:
         return job
-    config = job_config.from_json(job.pending_spec)
+    config = loading.from_json(job.pending_spec)
     return draft.job(job.name, config=config, spec_revision=job.spec_revision + 1, pending_spec="")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from megascale_common.etcd.operations import KeyValue
 from megascale_common.etcd.protocol import Etcd
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.job.names import is_dns_label
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, ServiceError
@@ -165,7 +165,7 @@ class Reader:
             job = codec.build(
                 Job,
                 joined(values, chunks),
-                config=job_config.from_accepted(spec),
+                config=loading.from_accepted(spec),
                 attempts=(),
             )
             job = replace(job, attempts=self._attempts(job, rows, chunks))

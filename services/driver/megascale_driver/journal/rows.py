@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_driver.core.events import Audit
 from megascale_driver.core.overlay import changed_keys
 from megascale_driver.core.state import Cluster, Job
@@ -144,7 +144,7 @@ class Rows:
         if before is None:
             batch.changes.append(Change(f"{INDEX}{name}", b"{}"))
         if before is None or before.config is not job.config:
-            spec = job_config.to_json(job.config).encode()
+            spec = loading.to_json(job.config).encode()
             batch.changes.append(Change(f"jobs/{name}/specs/{job.spec_revision}", spec))
         known = {record.number for record in before.attempts} if before is not None else set()
         for record in job.attempts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.v1 import link_pb2
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.job.config import JobConfig
 from megascale_common.job.rank_layout import readers_of
 from megascale_common.job.wire import restore
@@ -121,7 +121,7 @@ def worker_assignments(
         raise AssignmentError(f"store_endpoint {error}") from None
     ranks = list(assignment.ranks)
     readers = readers_of(ranks, config.layout)
-    values = job_config.to_mapping(config)
+    values = loading.to_mapping(config)
     sources = {source.rank: source.endpoint for source in assignment.replica_sources}
     rate = int(config.checkpoint.max_replicate_mib_per_s * (1 << 20))
     messages: list[tuple[Assignment, Path]] = []

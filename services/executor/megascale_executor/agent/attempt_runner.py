@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.v1 import link_pb2
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire.spec import from_accepted_proto
@@ -283,7 +283,7 @@ class AttemptRunner:
         self._close_store()
 
     async def _start_loader(self, config: JobConfig, folder: AttemptFolder, path: Path) -> None:
-        folder.config.write_text(job_config.to_json(config))
+        folder.config.write_text(loading.to_json(config))
         path.unlink(missing_ok=True)
         options = ("--socket", str(path), "--config", str(folder.config))
         command = self._processes.command("-m", "megascale_trainer.data.loader", *options)

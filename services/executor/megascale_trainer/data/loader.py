@@ -18,8 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megascale_common.job.config import JobConfig, from_json
+from megascale_common.job.config import JobConfig
 from megascale_common.job.corpus_record import data_file_problems
+from megascale_common.job.loading import from_json
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death
 from megascale_common.node.redaction import redact_streams

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.job.config import JobConfig
 from megascale_common.node import framing
 from megascale_common.node.addresses import is_loopback
@@ -97,7 +97,7 @@ class HostServices:
     def start_loader(self) -> None:
         """Start the data loader; the ranks wait for its socket."""
         config = self.sockets / "config.json"
-        config.write_text(job_config.to_json(self.config))
+        config.write_text(loading.to_json(self.config))
         command = ["megascale_trainer.data.loader", "--socket", str(self.loader_socket)]
         self._spawn("data loader", [*command, "--config", str(config)], "loader")
 

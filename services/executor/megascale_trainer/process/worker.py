@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from megascale_common.job import config as job_config
+from megascale_common.job import loading
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
@@ -126,7 +126,7 @@ class _Worker:
         self, agent: socket.socket, assignment: Assignment, store_listen: int | None
     ) -> None:
         self._agent, self._assignment, self._store_listen = agent, assignment, store_listen
-        self._config: JobConfig = job_config.from_accepted(assignment["config"])
+        self._config: JobConfig = loading.from_accepted(assignment["config"])
         self._plan = RestorePlan.from_mapping(assignment["restore"])
         self._device = _device(assignment)
         self._status = StatusPageWriter(
