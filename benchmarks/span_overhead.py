@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from benchmarks.loop_overhead import overhead
 
-from megascale_common.job.config import JobConfig
-from megascale_common.job.loading import from_accepted
 from megascale_common.node.spans.ring import SpanRingReader, SpanRingWriter
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.telemetry.timer import StepTimer, step_timer

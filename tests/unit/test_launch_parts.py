@@ -16,10 +16,10 @@ import pytest
 from tests.harness.by_hand import small_job, write_job
 from tests.harness.waiting import until
 
-from megascale_common.job.config import JobConfig
-from megascale_common.job.job_file import load_config
-from megascale_common.job.problems import JobError
 from megascale_common.node import framing
+from megascale_job.config import JobConfig
+from megascale_job.job_file import load_config
+from megascale_job.problems import JobError
 from megascale_trainer.launch import command, host_services, meeting
 from megascale_trainer.launch.display import Display, duration
 from megascale_trainer.launch.host_services import HostServices, ServiceFailed
@@ -90,7 +90,7 @@ def test_yaml_without_pyyaml_names_the_remedy(tmp_path: Path) -> None:
     write_job(tmp_path, small_job(tmp_path), "job.yaml")
     code = (
         "import sys; sys.modules['yaml'] = None; "
-        "from megascale_common.job.job_file import load_config; load_config(sys.argv[1])"
+        "from megascale_job.job_file import load_config; load_config(sys.argv[1])"
     )
     found = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "job.yaml")],

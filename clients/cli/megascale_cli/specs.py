@@ -96,7 +96,7 @@ async def _free_name(client: AsyncClient, name: str) -> str:
 
 def _copy(spec: job_pb2.JobSpec, name: str, settings: list[str]) -> job_pb2.JobSpec:
     """``spec`` under another name and with a checkpoint folder of its own, then ``settings``."""
-    from megascale_common.job.job_file import anchor  # loads the tree of a job
+    from megascale_job.job_file import anchor  # loads the tree of a job
 
     values = job_values(spec)
     values["name"] = name

@@ -1,6 +1,6 @@
 """A job as a message: from a job file or plain values, and back to them.
 
-What a job is, and the reading of files, is :mod:`megascale_common.job`; it is loaded when a job is
+What a job is, and the reading of files, is :mod:`megascale_job`; it is loaded when a job is
 first read, because its tree is a tenth of the start of the command line. Whether values fit
 together is checked by the driver.
 """
@@ -18,7 +18,7 @@ from megascale.v1 import job_pb2
 from megascale_client.errors import FieldProblem, InvalidJob, InvalidRequest
 
 if TYPE_CHECKING:
-    from megascale_common.job.problems import JobError
+    from megascale_job.problems import JobError
 
 _PART = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
@@ -29,8 +29,8 @@ def load_job(path: str | Path) -> job_pb2.JobSpec:
     Raises:
         InvalidJob: no such file, not YAML, or refused fields; names the file and each dotted path.
     """
-    from megascale_common.job.job_file import read_values
-    from megascale_common.job.problems import JobError
+    from megascale_job.job_file import read_values
+    from megascale_job.problems import JobError
 
     try:
         return _parse(read_values(path))
@@ -44,7 +44,7 @@ def parse_job(values: Any) -> job_pb2.JobSpec:
     Raises:
         InvalidJob: unknown fields, with a suggestion, and values of the wrong type, by dotted path.
     """
-    from megascale_common.job.problems import JobError
+    from megascale_job.problems import JobError
 
     try:
         return _parse(values)
@@ -53,8 +53,8 @@ def parse_job(values: Any) -> job_pb2.JobSpec:
 
 
 def _parse(values: Any) -> job_pb2.JobSpec:
-    from megascale_common.job import loading
-    from megascale_common.job.wire import spec
+    from megascale_job import loading
+    from megascale_job.wire import spec
 
     return spec.from_given(loading.given(values))
 
@@ -69,7 +69,7 @@ def job_values(spec: job_pb2.JobSpec, *, all_fields: bool = False) -> dict[str, 
 
     ``all_fields`` adds empty texts and lists and zeros.
     """
-    from megascale_common.job.wire.spec import to_mapping
+    from megascale_job.wire.spec import to_mapping
 
     return to_mapping(spec, all_fields=all_fields)
 

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from megascale_common.job.problems import JobError
-from megascale_common.node.visible import visible
+from megascale_job.problems import JobError
+from megascale_job.visible import visible
 from megascale_trainer.data.errors import DataError
 
 app = typer.Typer(help="A sample of text from a job's newest checkpoint.", add_completion=False)
@@ -60,10 +60,10 @@ def generate(
     if not (math.isfinite(temperature) and temperature >= 0):
         raise typer.BadParameter("give 0 or more", param_hint="--temperature")
     # Imports torch: only a sample needs it, not the help.
-    from megascale_common.job.job_file import load_config
+    from megascale_job.job_file import load_config
     from megascale_trainer.launch.host_services import ServiceFailed
     from megascale_trainer.library import Trainer
-    from megascale_trainer.restore import RestoreRefused
+    from megascale_trainer.save.restore import RestoreRefused
 
     try:
         _refuse_name(job)
