@@ -242,7 +242,7 @@ def test_after_a_reader_died_the_others_read_on_and_a_new_ring_can_open(
         program = (
             "import sys, os, signal\n"
             "from pathlib import Path\n"
-            "from megascale_job.config import from_json\n"
+            "from megascale_job.loading import from_json\n"
             "from megascale_trainer.data.client import LoaderClient, RingRequest\n"
             "job = from_json(Path(sys.argv[2]).read_text())\n"
             "client = LoaderClient(sys.argv[1], job, RingRequest(0, 1, 2, 0), 120.0)\n"
