@@ -20,6 +20,7 @@ from megascale_job.config import JobConfig
 from megascale_job.layout import readers_of
 from megascale_job.visible import counted
 from megascale_job.wire import restore
+from megascale_job.wire.spec import from_accepted_proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,23 @@ class Sockets:
 
     loader: Path
     checkpoint: Path
+
+
+def job_of(assignment: link_pb2.AttemptAssignment) -> JobConfig:
+    """The job of an assignment: its canonical bytes, or the message of an older driver.
+
+    Raises:
+        AssignmentError: the bytes are not those of their digest.
+        JobError: fields that this version cannot read.
+    """
+    if not assignment.job_json:
+        return from_accepted_proto(assignment.spec)
+    digest = loading.digest_of(assignment.job_json)
+    if digest != assignment.job_sha256:
+        raise AssignmentError(
+            f"job_json has the SHA-256 {digest}, and job_sha256 is {assignment.job_sha256!r}"
+        )
+    return loading.from_json(assignment.job_json)
 
 
 def check_assignment(

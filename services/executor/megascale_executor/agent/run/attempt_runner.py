@@ -36,6 +36,7 @@ from megascale_executor.agent.run.assignment import (
     Sockets,
     check_assignment,
     hosts_of,
+    job_of,
     wanted_network,
     worker_assignments,
 )
@@ -49,7 +50,6 @@ from megascale_executor.diagnostics.registry import load_registry
 from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.problems import JobError
-from megascale_job.wire.spec import from_accepted_proto
 
 _log = logs.get(__name__)
 
@@ -201,7 +201,7 @@ class AttemptRunner:
         self._wake_and_report()
 
     async def _prepare(self, assignment: link_pb2.AttemptAssignment) -> None:
-        config = from_accepted_proto(assignment.spec)
+        config = job_of(assignment)
         check_assignment(assignment, config, self._config.node, self._devices)
         self._job = config
         self._processes = await self._preparation.processes(config)
