@@ -46,7 +46,7 @@ from megascale_driver.core.values.state import (
 )
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.store import LEADER_KEY, Store
-from megascale_job import config as job_config
+from megascale_job import loading
 
 LIMIT_S = 5.0
 PREFIX = "/megascale/fleet/v1"
@@ -226,7 +226,7 @@ def running(nodes: int, log_seq: int) -> Job:
 
 def finished(name: str, dp: int = 1) -> Job:
     """A job that has ended."""
-    config = job_config.from_accepted(
+    config = loading.from_accepted(
         {
             "name": name,
             "model": {"layers": 8, "hidden_size": 64, "heads": 8, "vocab_size": 257,

@@ -16,6 +16,7 @@ from megascale_executor.diagnostics import device_present, disk_room, memory_roo
 from megascale_executor.diagnostics.devices import DeviceFacts, parse_gpus
 from megascale_executor.diagnostics.finding import Finding, failures, verdict_of
 from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_trainer.process import self_check
 
 _SMI = "0, GPU-aa, NVIDIA H200, 143771\n1, GPU-bb, NVIDIA H200, 143771\n"
@@ -55,7 +56,7 @@ def test_disk_room(tmp_path: Path) -> None:
 
 def _config(uri: str) -> job_config.JobConfig:
     model = {"layers": 2, "hidden_size": 64, "heads": 2, "vocab_size": 256, "sequence_length": 16}
-    return job_config.from_accepted(
+    return loading.from_accepted(
         {
             "name": "j",
             "model": model,

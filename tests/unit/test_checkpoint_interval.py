@@ -18,7 +18,8 @@ from megascale_driver.core.values.attempt import FailureCount
 from megascale_driver.core.values.goodput import Ledger
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.state import Cluster, Job, JobPhase
-from megascale_job.config import CheckpointConfig, JobConfig, from_accepted, from_mapping
+from megascale_job.config import CheckpointConfig, JobConfig
+from megascale_job.loading import from_accepted, from_mapping
 from megascale_job.problems import JobError
 from megascale_job.sizes import failures
 from megascale_job.sizes.failures import (

@@ -32,7 +32,7 @@ from megascale_executor.agent.processes.job_processes import (
     Preparation,
     offered_accounts,
 )
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.code_config import CodeConfig, EnvironmentConfig
 from megascale_job.config import JobConfig
 
@@ -41,7 +41,7 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become a
 
 
 def job(code: CodeConfig = CodeConfig(), **environment: Any) -> JobConfig:
-    made = job_config.from_mapping(values_of())
+    made = loading.from_mapping(values_of())
     return replace(made, code=code, environment=EnvironmentConfig(**environment))
 
 

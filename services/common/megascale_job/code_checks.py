@@ -5,13 +5,10 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megascale_job.code_config import CodeConfig, EnvironmentConfig
+from megascale_job.config import JobConfig
 from megascale_job.problems import JobProblem
-
-if TYPE_CHECKING:  # config imports what imports this module
-    from megascale_job.code_config import CodeConfig, EnvironmentConfig
-    from megascale_job.config import JobConfig
 
 ARTIFACT_ENDS = (".whl", ".tar.gz")
 MAX_SECRETS = 32  # of one job: they are resolved at every start

@@ -168,7 +168,7 @@ class FailureCount(msgspec.Struct, frozen=True):
 class Assignment(LocalMessage, tag="assignment"):
     """Agent to worker: all that a rank needs.
 
-    ``config`` is the value of :func:`megascale_job.config.to_mapping`, ``restore`` that of
+    ``config`` is the value of :func:`megascale_job.loading.to_mapping`, ``restore`` that of
     :meth:`megascale_job.restore.RestorePlan.to_mapping`.
     """
 

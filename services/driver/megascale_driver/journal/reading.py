@@ -30,7 +30,7 @@ from megascale_driver.core.values.state import (
 from megascale_driver.journal import codec, ranges, records
 from megascale_driver.journal.parts import PARTS, joined, named
 from megascale_driver.journal.rows import INDEX, Rows, attempt_key
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.names import is_dns_label
 
 CLUSTER_LINES = 5_000  # newest lines of the cluster's log that a new leader holds
@@ -164,7 +164,7 @@ class Reader:
             job = codec.build(
                 Job,
                 joined(values, chunks),
-                config=job_config.from_accepted(spec),
+                config=loading.from_accepted(spec),
                 attempts=(),
             )
             job = replace(job, attempts=self._attempts(job, rows, chunks))

@@ -35,7 +35,7 @@ from megascale_common.node.messages import (
 )
 from megascale_common.node.process import child_environment
 from megascale_common.node.socket_folder import create_socket_folder
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_trainer.launch.place import LOOPBACK
 
@@ -110,7 +110,7 @@ class HostServices:
     def start_loader(self) -> None:
         """Start the data loader; the ranks wait for its socket."""
         config = self.sockets / "config.json"
-        config.write_text(job_config.to_json(self.config))
+        config.write_text(loading.to_json(self.config))
         command = ["megascale_trainer.data.loader", "--socket", str(self.loader_socket)]
         self._spawn("data loader", [*command, "--config", str(config)], "loader")
 

@@ -21,7 +21,7 @@ from megascale_common.node.addresses import is_loopback, listen
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
 from megascale_common.node.incarnation import network_view
 from megascale_common.node.messages import NO_REPLICAS, Assignment
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.layout import readers_of
 from megascale_job.restore import RestorePlan, RestoreSource
@@ -149,7 +149,7 @@ class Run:
         if self._services is not None and self._config.checkpoint.uri:
             self._services.start_daemon(str(meeting.read("token")["token"]))
         opened = meeting.read("opened")
-        if opened["job"] != job_config.to_json(self._config):
+        if opened["job"] != loading.to_json(self._config):
             raise MeetingFailed(
                 f"rank {self._place.rank} has read another job file than rank 0: "
                 "give every host the same"
@@ -176,7 +176,7 @@ class Run:
         host = own_address(self._place)
         self._store_socket = listen(host, backlog=_STORE_BACKLOG)
         store = [host, self._store_socket.getsockname()[1]]
-        job = job_config.to_json(self._config)
+        job = loading.to_json(self._config)
         return {**opened, "job": job, "store": store, "network": network_view()}
 
     def _sockets(self, meeting: Meeting) -> dict[str, str]:
@@ -230,7 +230,7 @@ class Run:
             local_rank=place.local_rank,
             device_kind="cuda" if device == "cuda" else "cpu",
             device_index=place.local_rank,
-            config=job_config.to_mapping(config),
+            config=loading.to_mapping(config),
             store_host=host,
             store_port=port,
             status_page=str(folder.status_page(place.rank)),

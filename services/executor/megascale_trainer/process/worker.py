@@ -34,7 +34,7 @@ from megascale_common.node.messages import (
 )
 from megascale_common.node.spans.ring import SpanRingWriter
 from megascale_common.node.status_page import Phase, StatusPageWriter
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.failures import device_hours_per_failure
@@ -123,7 +123,7 @@ class _Worker:
         self, agent: socket.socket, assignment: Assignment, store_listen: int | None
     ) -> None:
         self._agent, self._assignment, self._store_listen = agent, assignment, store_listen
-        self._config: JobConfig = job_config.from_accepted(assignment.config)
+        self._config: JobConfig = loading.from_accepted(assignment.config)
         self._plan = RestorePlan.from_mapping(assignment.restore)
         self._device = _device(assignment)
         self._status = StatusPageWriter(

@@ -26,7 +26,7 @@ from megascale_driver.core.values.events import (
 )
 from megascale_driver.core.values.rules import RULES, mode_of
 from megascale_driver.core.values.state import Cluster, Disposition, Job, JobPhase
-from megascale_job import config as job_config
+from megascale_job import loading
 
 _RESTARTS = frozenset({JobPhase.FAILED, JobPhase.CANCELLED})
 
@@ -114,7 +114,7 @@ def update(draft: Draft, event: UpdateRequested) -> None:
         subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
         outcome=update_consequence(job, now=event.restart),
     )  # fmt: skip
-    job = draft.job(job.name, pending_spec=job_config.to_json(event.config))
+    job = draft.job(job.name, pending_spec=loading.to_json(event.config))
     if not job.active:
         updating.apply(draft, job)
     elif event.restart:

@@ -1,26 +1,14 @@
-"""Reads a job file; whatever is wrong with the file itself is reported with its line and remedy."""
+"""YAML to plain values: safe, bounded, no key given twice; errors have place and remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megascale.v1 import job_pb2
-from megascale_client.errors import FieldProblem, InvalidJob
-from megascale_client.spec import anchor_paths, parse_job
-
-MAX_FILE_BYTES = 1 << 20
 MAX_BRACKETS = 64  # within each other; PyYAML's time grows with their square
 
-_GIVE_FILE = "give the path of a job file"
-_FILE_REMEDIES: tuple[tuple[type[OSError], str], ...] = (
-    (IsADirectoryError, "give the job file in it"),
-    (FileNotFoundError, "give the path of a job file, or write one with `megascale init`"),
-    (PermissionError, "change its permissions or its owner"),
-)
 _MERGE = "tag:yaml.org,2002:merge"
 _REMEDY = "correct that line; text with : # @ { or [ goes in quotes"
 # What PyYAML reports, and the remedy.
@@ -35,47 +23,28 @@ _REMEDIES = {
 }
 
 
-def load_job(path: str | Path) -> job_pb2.JobSpec:
-    """The job in a YAML (or JSON) file; relative paths in it start at the file's folder.
+class NotYaml(ValueError):
+    """Text that is refused; ``place`` is a line and column, or empty."""
+
+    def __init__(self, problem: str, remedy: str, place: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+        self.place = place
+
+
+def load(text: str) -> Any:
+    """The plain values of one document; None if it is empty.
 
     Raises:
-        InvalidJob: no such file, not YAML, or refused fields; names the file and each dotted path.
+        NotYaml: what is wrong, with place and remedy.
     """
-    file = Path(path)
     try:
-        values = yaml.load(_text(file), Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise _refused(file, *_described(error)) from None
+        raise _described(error) from None
     except RecursionError:
-        raise _refused(file, "nests far too deeply", "a job has five levels") from None
-    if values is None:
-        raise _refused(file, "is empty", "write a job with `megascale init`")
-    try:
-        spec = parse_job(values)
-    except InvalidJob as error:
-        raise InvalidJob(error.problems, source=str(file)) from None
-    anchor_paths(spec, file.resolve().parent)
-    return spec
-
-
-def _text(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
-        why = getattr(error, "strerror", None) or str(error)
-        remedy = next((fix for kind, fix in _FILE_REMEDIES if isinstance(error, kind)), _GIVE_FILE)
-        raise _refused(file, f"cannot be read: {why}", remedy) from None
-    if len(data) > MAX_FILE_BYTES:
-        problem = f"is larger than {MAX_FILE_BYTES} bytes, the limit of a job file"
-        raise _refused(file, problem, _GIVE_FILE)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        problem = "is not text in UTF-8"
-        remedy = "give a job file, saved as UTF-8"
-        raise _refused(file, problem, remedy, f"line {line}") from None
+        raise NotYaml("nests far too deeply", "a job has five levels") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -110,7 +79,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _described(error: yaml.YAMLError) -> tuple[str, str, str]:
+def _described(error: yaml.YAMLError) -> NotYaml:
     """Problem, remedy and place of what PyYAML found."""
     if isinstance(error, yaml.MarkedYAMLError):
         problem = " ".join(filter(None, (error.context, error.problem)))
@@ -120,8 +89,4 @@ def _described(error: yaml.YAMLError) -> tuple[str, str, str]:
         mark = None
     place = f"line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
     remedy = next((fix for found, fix in _REMEDIES.items() if found in problem), _REMEDY)
-    return f"is not valid YAML: {problem}", remedy, place
-
-
-def _refused(file: Path, problem: str, remedy: str, place: str = "") -> InvalidJob:
-    return InvalidJob([FieldProblem(place or "file", problem, remedy)], source=str(file))
+    return NotYaml(f"is not valid YAML: {problem}", remedy, place)
