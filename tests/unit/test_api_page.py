@@ -38,7 +38,7 @@ INNER = (
     "/alerting/opening.py",
     "/telemetry/opening.py",
     "/tracing/opening.py",
-    "/megascale_checkpoint/sidecar.py",
+    "/megascale_checkpoint/serve/sidecar.py",
     "/people_port.py",
     "/executor/",
     "/reshard",

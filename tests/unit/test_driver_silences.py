@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from megascale_cli.app import build_app
 from megascale_cli.silencing import duration_s
 from megascale_common.service.errors import LimitError
-from megascale_driver.core import silencing
-from megascale_driver.core.events import SilenceRequested
-from megascale_driver.core.silencing import MAX_SILENCES
-from megascale_driver.core.standing import in_force
-from megascale_driver.service_base import raise_refusal
+from megascale_driver.core.orders import silencing
+from megascale_driver.core.orders.silencing import MAX_SILENCES
+from megascale_driver.core.values.events import SilenceRequested
+from megascale_driver.core.values.standing import in_force
+from megascale_driver.service.base import raise_refusal
 
 
 def order(desk: Desk, subject: str, duration_s: float) -> str:

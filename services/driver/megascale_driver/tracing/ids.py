@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
-from megascale_driver.core.events import Audit
+from megascale_driver.core.values.events import Audit
 
 
 def trace_id(generation: int, line: Audit) -> str:
