@@ -14,20 +14,19 @@ from tests.harness.simulated_cluster import demo_job
 
 from megascale_driver.core import changes, machine
 from megascale_driver.core.values.attempt import Attempt, FaultKind
-from megascale_driver.core.values.copies import changed
-from megascale_driver.core.values.events import Event, NodeHello, NodeReport, StreamReset
-from megascale_driver.core.values.overlay import LAYER, Layers, Working, changed_keys
-from megascale_driver.core.values.state import (
+from megascale_driver.core.values.cluster import (
     AttemptPhase,
     Cluster,
     Identity,
-    Job,
-    JobPhase,
     Liveness,
     Node,
     Report,
 )
-from megascale_driver.core.values.storing import differs
+from megascale_driver.core.values.copies import changed
+from megascale_driver.core.values.events import Event, NodeHello, NodeReport, StreamReset
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.overlay import LAYER, Layers, Working, changed_keys
+from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec
 from megascale_job.restore import RestorePlan, RestoreSource
 

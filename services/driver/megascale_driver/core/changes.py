@@ -11,36 +11,34 @@ from typing import TypedDict
 
 from megascale_driver.core.values.attempt import (
     Attempt,
+    FailedCopies,
     FailureCount,
     Fault,
     Leaving,
     PlanVerdict,
+    ReplicaOrders,
     Searching,
     SearchLog,
     TrafficSeen,
 )
-from megascale_driver.core.values.conditions import Condition, SlowCheck
-from megascale_driver.core.values.goodput import Ledger
-from megascale_driver.core.values.platform_sign import PlatformSign
-from megascale_driver.core.values.replica_orders import FailedCopies, ReplicaOrders
-from megascale_driver.core.values.state import (
-    AttemptRecord,
+from megascale_driver.core.values.cluster import (
     Check,
     Desired,
     Disposition,
     Identity,
-    JobPhase,
     Liveness,
-    Profile,
+    PlatformSign,
     Report,
-    Rollback,
+    SlowCheck,
 )
+from megascale_driver.core.values.goodput import Ledger
+from megascale_driver.core.values.job import AttemptRecord, Condition, JobPhase, Profile, Rollback
 from megascale_job.config import JobConfig
 from megascale_job.restore import RestorePlan
 
 
 class NodeChanges(TypedDict, total=False):
-    """Fields of :class:`megascale_driver.core.values.state.Node`; a node keeps its name."""
+    """Fields of :class:`megascale_driver.core.values.cluster.Node`; a node keeps its name."""
 
     identity: Identity
     disposition: Disposition
@@ -65,7 +63,7 @@ class NodeChanges(TypedDict, total=False):
 
 
 class JobChanges(TypedDict, total=False):
-    """Fields of :class:`megascale_driver.core.values.state.Job`; a job keeps its name."""
+    """Fields of :class:`megascale_driver.core.values.job.Job`; a job keeps its name."""
 
     config: JobConfig
     spec_revision: int

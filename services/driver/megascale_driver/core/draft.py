@@ -2,26 +2,42 @@
 
 The functions of the core take a draft and change it; :meth:`Draft.finish` freezes it again. So a
 state is replaced as a whole or not at all.
+
+Jobs whose stored rows this build cannot read: they are left as they are, in etcd and on nodes.
+
+A later build may have written the rows, or a disk has damaged them. The job may be in training, and
+its workers need no driver: they go on, and their nodes get no other work and no order, until
+somebody starts a build that reads the rows, restores them, or deletes the job. Which nodes these
+are is known from their own reports, since the rows may not say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Unpack
 
-from megascale_driver.core import unreadable
 from megascale_driver.core.changes import AttemptChanges, JobChanges, NodeChanges
 from megascale_driver.core.values import accounting
 from megascale_driver.core.values.attempt import Fault
+from megascale_driver.core.values.cluster import (
+    AttemptPhase,
+    Breaker,
+    Cluster,
+    Disposition,
+    Node,
+    Request,
+    Root,
+    Silence,
+    Tenant,
+    desired_of,
+)
 from megascale_driver.core.values.copies import changed
-from megascale_driver.core.values.desired import desired_of
 from megascale_driver.core.values.events import Audit, Effect, Evidence, Outcome
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.overlay import Working
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.rules import mode_of
-from megascale_driver.core.values.standing import Silence, Tenant
-from megascale_driver.core.values.state import Breaker, Cluster, Job, Node, Request, Root
+from megascale_driver.core.values.reasons import Reason, mode_of
 
 DRIVER = "driver"
 MANY = 64  # nodes that an event has changed something for
@@ -88,7 +104,7 @@ class Draft:
         )
 
     def enforced(self, rule: str) -> bool:
-        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.values.rules`)."""
+        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.values.reasons`)."""
         return mode_of(self.breaker.modes, rule) == "ENFORCE"
 
     def remember_roots(self, roots: tuple[Root, ...]) -> None:
@@ -116,11 +132,11 @@ class Draft:
 
     def refuse_unknown_job(self, name: str) -> None:
         """Refuse the request for a job that is not in the state."""
-        problem = self.unreadable.get(unreadable.key_of(name))
+        problem = self.unreadable.get(unreadable_key(name))
         if problem is None:
             self.refuse("JOB_NOT_FOUND")
         else:
-            self.refuse("JOB_UNREADABLE", unreadable.sentence(name, problem))
+            self.refuse("JOB_UNREADABLE", unreadable_sentence(name, problem))
 
     def ask(self, effect: Effect) -> None:
         """Have an effect performed after the commit."""
@@ -193,7 +209,7 @@ class Draft:
         node = self.nodes.get(name)
         return (
             node is not None
-            and unreadable.withheld(self.unreadable, node)
+            and order_withheld(self.unreadable, node)
             and self.holder_of(name) is None
         )
 
@@ -240,3 +256,46 @@ def _role(job: Job) -> tuple[object, ...]:
         job.profile,
         job.current.leaving,
     )
+
+
+_JOBS = "jobs/"
+_MANUAL = "manual"  # the policy of what operators order
+
+
+def unreadable_key(job: str) -> str:
+    """The key of a job among the rows that cannot be read."""
+    return f"{_JOBS}{job}"
+
+
+def unreadable_sentence(job: str, problem: str) -> str:
+    """What is wrong with the job, what the driver does about it, and what its operator may do."""
+    return (
+        f"the stored rows of job {job} cannot be read by this build, so its workers go on and "
+        f"nothing is ordered: {problem}; start the build that wrote them, or restore them from a "
+        f"backup, or stop its workers and remove its rows with `megascale delete {job}`"
+    )
+
+
+def unreadable_job_on(unreadable: Mapping[str, str], node: Node) -> str:
+    """The unreadable job that the node runs by its own report; "" if it runs none."""
+    report = node.report
+    if (
+        report is None
+        or report.phase is AttemptPhase.IDLE
+        or unreadable_key(report.job) not in unreadable
+    ):
+        return ""
+    return report.job
+
+
+def order_withheld(unreadable: Mapping[str, str], node: Node) -> bool:
+    """Whether a node that no job holds gets no order now.
+
+    It runs such a job, or has not said yet what it runs. One that an operator has evicted gets its
+    order: to stop.
+    """
+    if not any(key.startswith(_JOBS) for key in unreadable):
+        return False
+    if node.disposition is Disposition.QUARANTINED and node.disposition_policy == _MANUAL:
+        return False
+    return node.report is None or bool(unreadable_job_on(unreadable, node))

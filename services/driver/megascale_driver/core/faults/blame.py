@@ -14,10 +14,10 @@ from megascale_common.node.logs.templates import fingerprint
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import job_faults
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.candidates import usable
+from megascale_driver.core.values.cluster import Root, usable
 from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Job, Root
 from megascale_job.visible import counted
 
 MAX_ROOTS = 8  # of a job; the oldest are forgotten

@@ -20,8 +20,8 @@ from collections import Counter
 from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import Liveness, Node, SwitchTrip
 from megascale_driver.core.values.events import Evidence
-from megascale_driver.core.values.state import Liveness, Node, SwitchTrip
 from megascale_job.visible import agreed, counted
 
 MAX_NAMED = 16

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import blame
 from megascale_driver.core.values.attempt import Fault, FaultKind
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Job, JobPhase
 from megascale_job.visible import counted
 
 # Faults that the job has no part in: they do not count against its restart budgets.

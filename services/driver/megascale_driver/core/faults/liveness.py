@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import breaker
+from megascale_driver.core.values.cluster import REACHED, AttemptPhase, Liveness, Node, PlatformSign
 from megascale_driver.core.values.events import (
     Evidence,
     PlatformReport,
@@ -26,8 +27,7 @@ from megascale_driver.core.values.events import (
     Silence,
     StreamReset,
 )
-from megascale_driver.core.values.platform_sign import REACHED, PlatformSign
-from megascale_driver.core.values.state import AttemptPhase, Job, JobPhase, Liveness, Node
+from megascale_driver.core.values.job import Job, JobPhase
 
 _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 

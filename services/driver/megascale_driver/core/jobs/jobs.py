@@ -12,6 +12,8 @@ checkpoints has no commit log and starts as soon as all nodes are prepared.
 
 Attempts never overlap: the next one is placed when every node of the last one has reported that it
 is idle, is dead, or has been given up.
+
+A configuration that waits for the job's next attempt: a running attempt never changes.
 """
 
 from __future__ import annotations
@@ -19,18 +21,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megascale_driver.core import unreadable
-from megascale_driver.core.checkpoints import replicas, rolling_back, saving
-from megascale_driver.core.checkpoints.restore import sealed_everywhere
-from megascale_driver.core.draft import Draft
+from megascale_driver.core.checkpoints import replicas, roll_back, save
+from megascale_driver.core.checkpoints.replicas import sealed_everywhere
+from megascale_driver.core.draft import Draft, unreadable_key
 from megascale_driver.core.faults import blame, budgets, job_faults
-from megascale_driver.core.jobs import updating
-from megascale_driver.core.nodes import leaving, nodes, profiles
+from megascale_driver.core.nodes import departures, nodes, profiles
 from megascale_driver.core.queue import quotas
-from megascale_driver.core.recovery import recovery, searching
-from megascale_driver.core.signs import hang, hang_records
-from megascale_driver.core.values import accounting, failure_rate, goodput
-from megascale_driver.core.values.attempt import FailureCount, Fault, FaultKind, NodeSlot
+from megascale_driver.core.recovery import recovery, search
+from megascale_driver.core.signs import hang
+from megascale_driver.core.values import accounting, goodput
+from megascale_driver.core.values.attempt import (
+    FailureCount,
+    Fault,
+    FaultKind,
+    NodeSlot,
+    ReplicaOrders,
+    ReplicaSource,
+)
+from megascale_driver.core.values.bounds import MAX_ATTEMPT
+from megascale_driver.core.values.cluster import AttemptPhase, Liveness, Node
 from megascale_driver.core.values.events import (
     AttemptOpened,
     CancelRequested,
@@ -39,16 +48,9 @@ from megascale_driver.core.values.events import (
     OpenAttempt,
     OpenFailed,
 )
-from megascale_driver.core.values.plausible import MAX_ATTEMPT
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.replica_orders import ReplicaOrders, ReplicaSource
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Job,
-    JobPhase,
-    Liveness,
-    Node,
-)
+from megascale_job import config as job_config
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted
 
@@ -65,7 +67,7 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
     if name in draft.jobs:
         draft.refuse("JOB_EXISTS", _exists(draft.jobs[name]))
         return
-    if unreadable.key_of(name) in draft.unreadable:
+    if unreadable_key(name) in draft.unreadable:
         draft.refuse_unknown_job(name)
         return
     if quotas.too_many(draft, event.config.tenant):
@@ -156,8 +158,8 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
             outcome="an older one is restored",
         )  # fmt: skip
-    if (lost := saving.went_back(job, event.restore, event.refused)) is not None:
-        if rolling_back.refuse_late(draft, job, event.restore):
+    if (lost := save.went_back(job, event.restore, event.refused)) is not None:
+        if roll_back.refuse_late(draft, job, event.restore):
             stop(draft, draft.jobs[job.name], JobPhase.QUEUED, lost)
         else:
             _not_opened(draft, job, lost)
@@ -165,8 +167,8 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
     sources = replicas.sources(job, draft.nodes, event.restore)
     what = f"restores step {event.restore.step} from {event.restore.source}"
     what += replicas.describe(sources)
-    if saving.is_earlier(job, event.restore):
-        what += f", which {saving.EARLIER} wrote"
+    if save.is_earlier(job, event.restore):
+        what += f", which {save.EARLIER} wrote"
     if event.restore.source is RestoreSource.NONE:
         what = "starts from step 0"
     draft.log(
@@ -175,7 +177,7 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
         evidence=tuple(Evidence("refused", "commit-log", item[:300])
                        for item in event.refused[:MAX_REFUSALS]),
     )  # fmt: skip
-    end = saving.ending_of_restored(draft, job, event.restore)
+    end = save.ending_of_restored(draft, job, event.restore)
     if end is not None:
         stop(draft, draft.jobs[job.name], *end)
     else:
@@ -292,7 +294,7 @@ def _start(
             store_endpoint=store,
             committer_endpoint=committer_endpoint,
             replica_orders=ReplicaOrders(peers, targets, sources),
-            failure_count=failure_rate.count(draft.jobs.values())
+            failure_count=accounting.failure_count(draft.jobs.values())
             if "auto" in (job.config.checkpoint.interval, job.config.recovery.spares)
             else FailureCount(),
         ),
@@ -317,14 +319,14 @@ def _advance_starting(draft: Draft, job: Job) -> None:
 
 def _advance_running(draft: Draft, job: Job) -> None:
     if _all_in(draft, job, _FINISHED):
-        early = leaving.ended_early(draft, job)
+        early = departures.ended_early(draft, job)
         if early:
             stop(draft, draft.jobs[job.name], JobPhase.QUEUED, early)
-        end = saving.ending(draft, job) if early is None else None
+        end = save.ending(draft, job) if early is None else None
         if end is not None:
             _end(draft, draft.jobs[job.name], *end)
     else:
-        leaving.expire(draft, job)
+        departures.expire(draft, job)
 
 
 def _check_deadline(draft: Draft, job: Job) -> Job:
@@ -390,7 +392,7 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         _wait_for(draft, job, running)
         return
     if job.after_stop is JobPhase.QUEUED:
-        job = hang_records.complete(draft, job)
+        job = hang.blame_by_records(draft, job)
         # A symptom may have started the stop; the culprit may have been reported since then.
         job = draft.job(job.name, stop_reason=_why(job))
     for slot in waiting:
@@ -409,18 +411,18 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
                 subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt,
                 policy="stop-deadline", outcome="it gets no work until it reports idle",
             )  # fmt: skip
-    if not waiting and searching.goes_on(draft, draft.jobs[job.name]):
+    if not waiting and search.goes_on(draft, draft.jobs[job.name]):
         return
     job = draft.jobs[job.name]
     draft.log(
         "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
     )  # fmt: skip
-    job = updating.apply(draft, draft.jobs[job.name])
+    job = apply_update(draft, draft.jobs[job.name])
     if job.after_stop is JobPhase.QUEUED and job.current.faults:
         job = recovery.settle(draft, job)
     if job.current.leaving is not None and not job.after_stop_ends:
-        leaving.left(draft, job)
+        departures.left(draft, job)
     elif job.after_stop is JobPhase.QUEUED:
         draft.job(job.name, phase=JobPhase.QUEUED, reason=budgets.why_queued(job, draft.now_s))
     else:
@@ -469,7 +471,7 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
         JobPhase.CANCELLED: "JOB_CANCELLED",
     }
     profiles.attempt_ends(draft, job)
-    leaving.empty(draft, job)
+    departures.empty(draft, job)
     draft.job(job.name, phase=phase, reason=why, spares=())
     draft.log(
         reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
@@ -515,3 +517,11 @@ def restart_timers(draft: Draft) -> None:
             current=replace(job.current, open_asked=False, open_since_s=0.0),
             goodput=accounting.adopted(job, draft.now_s),
         )
+
+
+def apply_update(draft: Draft, job: Job) -> Job:
+    """No attempt runs: the configuration that waits, if one does, becomes the job's."""
+    if not job.pending_spec:
+        return job
+    config = job_config.from_json(job.pending_spec)
+    return draft.job(job.name, config=config, spec_revision=job.spec_revision + 1, pending_spec="")

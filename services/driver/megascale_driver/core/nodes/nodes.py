@@ -1,23 +1,48 @@
-"""Nodes: hello, heartbeat, and their disposition (cordon, quarantine, back to schedulable)."""
+"""Nodes: hello, heartbeat, and their disposition (cordon, quarantine, back to schedulable).
+
+A node that fails a check by comparison with the fleet twice in a row: what is advised.
+
+One slow measurement condemns no node, because another process may have used the device. The second
+one in a row of the same target is evidence, and still a comparison: it is observed unless an
+operator has the rule enforced. Then the node is quarantined, within the breaker's limits. How often
+it was is stored with the node, so a new leader counts on.
+
+Forgets nodes that have left: dead for long, held by no job, and nobody has decided about them.
+
+A fleet that replaces machines would else keep every name for ever, in memory and in etcd. A node
+that was cordoned, drained or quarantined stays until somebody puts it back: forgotten, it could
+come back as one that gets work. A forgotten node that comes back after all joins as a new one.
+"""
 
 from __future__ import annotations
 
-from megascale_driver.core import unreadable
-from megascale_driver.core.checkpoints import restored, saving
-from megascale_driver.core.draft import Draft
+from typing import Final
+
+from megascale_driver.analysis.baselines import REPEATS
+from megascale_driver.core.checkpoints import roll_back, save
+from megascale_driver.core.draft import Draft, unreadable_job_on
 from megascale_driver.core.faults import breaker
 from megascale_driver.core.nodes import profiles
-from megascale_driver.core.signs import kernel_faults
-from megascale_driver.core.values import plausible
-from megascale_driver.core.values.checkpoint_progress import Progress
+from megascale_driver.core.signs import kernel
+from megascale_driver.core.values import bounds
+from megascale_driver.core.values.cluster import (
+    MAX_SLOW,
+    Disposition,
+    Liveness,
+    Node,
+    Progress,
+    Report,
+    SlowCheck,
+)
 from megascale_driver.core.values.events import (
+    CheckCompared,
     CordonRequested,
     Evidence,
     NodeHello,
     NodeReport,
     UncordonRequested,
 )
-from megascale_driver.core.values.state import Disposition, Job, Liveness, Node, Report
+from megascale_driver.core.values.job import Job
 from megascale_job.visible import counted
 
 SELF_CHECK = "self-check"  # the policy of a quarantine after a failed self-check
@@ -99,7 +124,7 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     # has broken since.
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return None
-    if problem := plausible.report(draft.jobs, event.report):
+    if problem := bounds.report(draft.jobs, event.report):
         message_refused(draft, f"nodes/{node.name}", problem)
         return None
     draft.node(
@@ -117,9 +142,9 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
         draft.command(node.name)  # withheld until it was known what the node runs
     for progress in event.report.progress:
         _committed(draft, node.name, progress)
-    restored.report(draft, node.name, event.report)
-    restored.differs(draft, node.name, node.report, event.report)
-    saving.report(draft, node, event.report)
+    roll_back.report_restored(draft, node.name, event.report)
+    roll_back.report_differences(draft, node.name, node.report, event.report)
+    save.report(draft, node, event.report)
     profiles.report(draft, node.name, event.report)
     before = node.report
     if (
@@ -152,7 +177,7 @@ def _relevant(report: Report) -> tuple[object, ...]:
         report.checks,
         report.store_endpoint,
         report.leave_failed,
-        tuple((report.logs_of, one.finding.fingerprint) for one in kernel_faults.fatal(report)),
+        tuple((report.logs_of, one.finding.fingerprint) for one in kernel.fatal(report)),
     )
 
 
@@ -186,7 +211,7 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
         committed_by_attempt=progress.committed_by_attempt,
         committed_at_s=draft.now_s,
         manifest_uri=progress.manifest_uri,
-        conditions=saving.without_failing(job),
+        conditions=save.without_failing(job),
     )
     draft.log(
         "CHECKPOINT_COMMITTED",
@@ -275,7 +300,7 @@ def quarantine(
         breaker.count(draft, name)
     if job is not None and name not in job.evicted:
         draft.job(job.name, evicted=(*job.evicted, name))
-    if unread := unreadable.job_on(draft.unreadable, draft.nodes[name]):
+    if unread := unreadable_job_on(draft.unreadable, draft.nodes[name]):
         draft.command(name)  # to stop, if an operator says so
     draft.log(
         "NODE_EVICTED",
@@ -293,3 +318,106 @@ def quarantine(
 def _left_behind(unread: str) -> str:
     """What was on a node that no readable job held."""
     return f"it ran job {unread}, which cannot be read" if unread else "it ran nothing"
+
+
+REPEATED_CHECK: Final = "repeated-check"
+_MAX_DETAIL = 400
+
+
+def check_compared(draft: Draft, event: CheckCompared) -> None:
+    """Count what FAILS in a row; write down what is advised, or quarantine where enforced."""
+    node = draft.nodes.get(event.node)
+    if node is None:
+        return
+    others = tuple(
+        each
+        for each in node.slow_checks
+        if (each.check, each.target) != (event.check, event.target)
+    )
+    if not event.failed:
+        if others != node.slow_checks:
+            draft.node(event.node, slow_checks=others)
+        return
+    before = next((each for each in node.slow_checks if each not in others), None)
+    if before is not None and event.origin and before.origin == event.origin:
+        return  # the same measurement, told to another leader
+    times = before.times + 1 if before is not None else 1
+    newest = SlowCheck(event.check, event.target, times, event.origin)
+    draft.node(event.node, slow_checks=(*others, newest)[-MAX_SLOW:])
+    if times >= REPEATS and node.disposition is not Disposition.QUARANTINED:
+        _advise(draft, event, times)
+
+
+def _advise(draft: Draft, event: CheckCompared, times: int) -> None:
+    detail = event.detail[:_MAX_DETAIL]
+    reason = (
+        f"check {event.check} of {event.target} failed {counted(times, 'time')} in a row: {detail}"
+    )
+    evidence = (Evidence("check", f"nodes/{event.node}", event.check),)
+    enforced = draft.enforced(REPEATED_CHECK)
+    if enforced and breaker.allows(draft, event.node, REPEATED_CHECK):
+        quarantine(draft, event.node, reason, policy=REPEATED_CHECK, evidence=evidence)
+        return
+    draft.log(
+        "CHECK_REPEATED", f"node {event.node}: {reason}", subject=f"nodes/{event.node}",
+        policy=REPEATED_CHECK, mode="OBSERVE", evidence=evidence,
+        outcome="too many nodes were evicted recently: it keeps its work" if enforced
+        else "the rule is observed: evicting the node is advised",
+    )  # fmt: skip
+
+
+# How often it is looked for such nodes: it goes through all of them.
+LOOK_S = 3600.0
+LOOK_MIN_S = 60.0
+MAX_AT_ONCE = 64  # nodes in one decision; their keys are deleted together
+AGAIN_S = 1.0
+MAX_NAMED = 8
+
+
+def forget_dead(draft: Draft) -> None:
+    """Forget what the policy keeps no longer, the longest dead first, a few at a time."""
+    if draft.now_s < draft.forget_due_s:
+        return
+    limit_s = draft.policy.forget_dead_s
+    draft.forget_due_s = draft.now_s + max(LOOK_MIN_S, min(LOOK_S, limit_s / 4))
+    oldest_s = draft.now_s - limit_s
+    gone = [node for node in draft.nodes.values() if _may_go(node) and node.last_seen_s < oldest_s]
+    if not gone:
+        return
+    wanted = {
+        name
+        for job in draft.jobs.values()
+        if not job.terminal
+        for name in (*(slot.node for slot in job.slots), *job.spares)
+    }
+    gone = [node for node in gone if node.name not in wanted]
+    gone.sort(key=lambda node: (node.last_seen_s, node.name))
+    if len(gone) > MAX_AT_ONCE:
+        draft.forget_due_s = draft.now_s + AGAIN_S
+    if gone:
+        _forget(draft, [node.name for node in gone[:MAX_AT_ONCE]], limit_s)
+
+
+def _may_go(node: Node) -> bool:
+    return (
+        node.liveness is Liveness.DEAD
+        and not node.connected
+        and node.disposition is Disposition.SCHEDULABLE
+    )
+
+
+def _forget(draft: Draft, names: list[str], limit_s: float) -> None:
+    for name in names:
+        del draft.nodes[name]
+    one = len(names) == 1
+    shown = ", ".join(names[:MAX_NAMED])
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    what = f"node {shown} is" if one else f"nodes {shown}{more} are"
+    draft.log(
+        "NODE_FORGOTTEN",
+        f"{what} forgotten: dead for more than {counted(limit_s / 3600, 'hour')}, and no job needs "
+        f"{'it' if one else 'them'}",
+        subject=f"nodes/{names[0]}" if one else "cluster", policy="retention",
+        evidence=tuple(Evidence("silence", f"nodes/{name}", "dead") for name in names),
+        outcome="a node that comes back joins as a new one",
+    )  # fmt: skip

@@ -16,16 +16,9 @@ from pathlib import PurePosixPath
 
 from megascale_common.node.attempt_files import trace_file
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import Report, TraceReport
 from megascale_driver.core.values.events import Evidence, ProfileCancelRequested, ProfileRequested
-from megascale_driver.core.values.state import (
-    Job,
-    JobPhase,
-    Profile,
-    Report,
-    Trace,
-    TraceReport,
-    TraceState,
-)
+from megascale_driver.core.values.job import Job, JobPhase, Profile, Trace, TraceState
 from megascale_job.visible import counted
 
 # The newest record is of the step before the one in progress, and on GPUs the kernels of the step

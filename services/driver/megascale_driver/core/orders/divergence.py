@@ -10,14 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megascale_driver.analysis.divergence import Divergence, DivergenceKind
-from megascale_driver.core.checkpoints import rolling_back
+from megascale_driver.core.checkpoints import roll_back
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.jobs import jobs
-from megascale_driver.core.values.analysis_events import LossDiverged
-from megascale_driver.core.values.events import (
-    Evidence,
-)
-from megascale_driver.core.values.state import Job, JobPhase
+from megascale_driver.core.values.events import Evidence, LossDiverged
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job import config as job_config
 from megascale_job.data_config import skipping
 from megascale_job.visible import counted
@@ -98,7 +95,7 @@ def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
     config = job_config.from_json(job.pending_spec) if job.pending_spec else job.config
     skips = skipping(config.data.skips, back_to, found.sample.step)
     config = replace(config, data=replace(config.data, skips=skips))
-    rolling_back.roll_back(
+    roll_back.roll_back(
         *(draft, job, before),
         written_by=0,
         later=_committed_since(job, found),
@@ -110,7 +107,7 @@ def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
 def _committed_since(job: Job, found: Divergence) -> tuple[int, ...]:
     """Steps of the divergence of which there may be a checkpoint, heard of or not.
 
-    One that is committed even later is refused when offered (:func:`rolling_back.refuse_late`).
+    One that is committed even later is refused when offered (:func:`roll_back.refuse_late`).
     """
     interval = job.config.checkpoint.interval_steps or found.sample.step
     ahead = range(found.first_step, found.sample.step + interval + 1)

@@ -1,32 +1,38 @@
 """Orders of operators that move running work: restart, drain, evict, update; rules and breaker.
 
 A job that can still step saves first: its workers take a snapshot after the same step, and leave
-when it is committed (:mod:`megascale_driver.core.nodes.leaving`). If it cannot save in time, the
+when it is committed (:mod:`megascale_driver.core.nodes.departures`). If it cannot save in time, the
 order is carried out all the same.
+
+Orders of people about where a job stands: suspend it, resume it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megascale_driver.core.checkpoints import rolling_back
+from megascale_driver.core.checkpoints import roll_back
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import breaker
-from megascale_driver.core.jobs import jobs, updating
-from megascale_driver.core.nodes import leaving, nodes
+from megascale_driver.core.jobs import jobs
+from megascale_driver.core.nodes import departures, nodes
 from megascale_driver.core.values.attempt import LeaveKind
+from megascale_driver.core.values.cluster import Cluster, Disposition
 from megascale_driver.core.values.events import (
     BreakerResetRequested,
     DrainRequested,
     EvictRequested,
     PolicyRequested,
     RestartRequested,
+    ResumeRequested,
+    SuspendRequested,
     UncordonRequested,
     UpdateRequested,
 )
-from megascale_driver.core.values.rules import RULES, mode_of
-from megascale_driver.core.values.state import Cluster, Disposition, Job, JobPhase
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.reasons import RULES, mode_of
 from megascale_job import config as job_config
+from megascale_job.visible import counted
 
 _RESTARTS = frozenset({JobPhase.FAILED, JobPhase.CANCELLED})
 
@@ -54,14 +60,14 @@ def restart(draft: Draft, event: RestartRequested) -> None:
     )  # fmt: skip
     job = _budgets_anew(draft, draft.jobs[job.name])
     if event.from_step is not None:
-        job = rolling_back.roll_back(
+        job = roll_back.roll_back(
             *(draft, job, event.from_step), written_by=event.from_attempt, later=event.later_steps
         )
     why = f"restarted by {event.actor}: {event.reason}"
     if job.active:
         _stop(draft, job, LeaveKind.RESTART, event.actor, why, now=event.now or back)
     elif job.phase is not JobPhase.SUSPENDED:
-        _queue(draft, updating.apply(draft, job), why)
+        _queue(draft, jobs.apply_update(draft, job), why)
 
 
 def restart_consequence(job: Job, from_step: int | None, *, now: bool) -> str:
@@ -116,7 +122,7 @@ def update(draft: Draft, event: UpdateRequested) -> None:
     )  # fmt: skip
     job = draft.job(job.name, pending_spec=job_config.to_json(event.config))
     if not job.active:
-        updating.apply(draft, job)
+        jobs.apply_update(draft, job)
     elif event.restart:
         why = f"updated by {event.actor}: {event.reason}"
         _stop(draft, job, LeaveKind.RESTART, event.actor, why, now=False)
@@ -160,7 +166,7 @@ def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
     job = draft.jobs[job.name]
     order = job.current.leaving
     if order is None:
-        job = leaving.order(draft, job, LeaveKind.DRAIN, reason=event.reason, actor=event.actor)
+        job = departures.order(draft, job, LeaveKind.DRAIN, reason=event.reason, actor=event.actor)
         order = job.current.leaving
         assert order is not None
     draft.attempt(job.name, leaving=replace(order, nodes=(*order.nodes, node.name)))
@@ -170,7 +176,7 @@ def uncordon(draft: Draft, event: UncordonRequested) -> None:
     """Let a node have work again; a job that would save to leave it need not."""
     nodes.set_disposition(draft, event)
     if not draft.refusal:
-        leaving.stay(draft, event.node, event.reason)
+        departures.stay(draft, event.node, event.reason)
 
 
 def drain_consequence(job: Job) -> str:
@@ -208,7 +214,7 @@ def _stop(draft: Draft, job: Job, kind: LeaveKind, actor: str, why: str, *, now:
     if not now and leaving_saves(job):
         order = job.current.leaving
         if order is None or order.kind is LeaveKind.DRAIN:  # which an uncordon may withdraw
-            leaving.order(draft, job, kind, reason=why, actor=actor)
+            departures.order(draft, job, kind, reason=why, actor=actor)
         return
     jobs.stop(draft, job, JobPhase.QUEUED, why)
 
@@ -226,3 +232,96 @@ def _queue(draft: Draft, job: Job, why: str) -> None:
         reason="waiting for nodes", stop_reason=why,
         current=replace(job.current, faults=()),
     )  # fmt: skip
+
+
+def suspend_refusal(job: Job) -> tuple[str, str]:
+    """Why the job cannot be suspended, and in a sentence; ("", "") if it can."""
+    if job.terminal or (job.phase is JobPhase.STOPPING and job.after_stop_ends):
+        return "JOB_ENDED", ""
+    if job.phase is JobPhase.RUNNING and not job.config.checkpoint.uri:
+        return (
+            "JOB_CANNOT_SAVE",
+            f"job {job.name} runs without checkpoints (checkpoint.uri), so its "
+            f"{counted(job.current.step, 'step')} would be lost; let it end, or cancel it",
+        )
+    return "", ""
+
+
+def suspend_consequence(job: Job) -> str:
+    """What SuspendJob does to the job, in one sentence."""
+    if job.phase is JobPhase.SUSPENDED:
+        return f"job {job.name} is suspended already"
+    if job.phase is JobPhase.RUNNING:
+        return (
+            f"job {job.name} saves its state after its next steps, then stops and frees its nodes"
+        )
+    if job.active:
+        return f"attempt {job.attempt} of job {job.name} has not started to train: it stops at once"
+    return f"job {job.name} is not placed before it is resumed"
+
+
+def suspend(draft: Draft, event: SuspendRequested) -> None:
+    """Save, stop and free the nodes; nothing happens to a job that is suspended already."""
+    job = draft.jobs.get(event.job)
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    reason, detail = suspend_refusal(job)
+    if reason:
+        draft.refuse(reason, detail)
+        return
+    order = job.current.leaving
+    wanted = order is not None and order.kind is LeaveKind.SUSPEND
+    if job.phase is JobPhase.SUSPENDED or (job.active and wanted):
+        return
+    draft.log(
+        "SUSPEND_REQUESTED", f"{event.actor} asked to suspend the job: {event.reason}",
+        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+        outcome=suspend_consequence(job),
+    )  # fmt: skip
+    job = draft.jobs[job.name]
+    if job.phase is JobPhase.QUEUED:
+        departures.suspended(draft, job, event.actor, event.reason)
+        return
+    job = departures.order(draft, job, LeaveKind.SUSPEND, reason=event.reason, actor=event.actor)
+    if job.phase is not JobPhase.RUNNING:
+        why = f"suspended by {event.actor}: {event.reason}"
+        jobs.stop(draft, job, JobPhase.SUSPENDED, why)
+
+
+def _resume_consequence(job: Job) -> str:
+    if job.phase is JobPhase.RUNNING:
+        return f"job {job.name} stays on its nodes, unless its workers have saved and ended already"
+    step = f"restores step {job.committed_step}" if job.committed_step else "starts from step 0"
+    return f"job {job.name} waits for nodes, and {step}"
+
+
+def resume(draft: Draft, event: ResumeRequested) -> None:
+    """Let the job have nodes again; nothing happens to one that is not suspended."""
+    job = draft.jobs.get(event.job)
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    if job.terminal:
+        draft.refuse("JOB_ENDED")
+        return
+    order = job.current.leaving
+    wanted = order is not None and order.kind is LeaveKind.SUSPEND
+    if job.phase is not JobPhase.SUSPENDED and not (job.active and wanted):
+        return
+    draft.log(
+        "JOB_RESUMED", f"{event.actor} asked to resume the job: {event.reason}",
+        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+        outcome=_resume_consequence(job),
+    )  # fmt: skip
+    job = draft.jobs[job.name]
+    if job.phase is JobPhase.SUSPENDED:
+        draft.job(
+            job.name, phase=JobPhase.QUEUED, reason="waiting for nodes", stop_reason="",
+            waits_as="",
+        )  # fmt: skip
+    elif job.phase is JobPhase.RUNNING:
+        departures.withdraw(draft, job, f"{event.actor} resumed it before it had stopped")
+    else:  # it stops already, and starts again after that
+        draft.job(job.name, after_stop=JobPhase.QUEUED)
+        draft.attempt(job.name, leaving=None)

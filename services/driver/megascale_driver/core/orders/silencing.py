@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import Silence
 from megascale_driver.core.values.events import Audit, SilenceRequested
-from megascale_driver.core.values.standing import Silence
 from megascale_job.visible import counted
 
 MAX_SILENCES: Final = 256  # every alert asks them

@@ -12,14 +12,11 @@ from typing import Final
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.faults import job_faults
 from megascale_driver.core.jobs import jobs
-from megascale_driver.core.nodes import leaving
+from megascale_driver.core.nodes import departures
 from megascale_driver.core.orders.orders import leaving_saves
-from megascale_driver.core.values.analysis_events import StragglerFound
 from megascale_driver.core.values.attempt import Fault, FaultKind, LeaveKind
-from megascale_driver.core.values.events import (
-    Evidence,
-)
-from megascale_driver.core.values.state import Job, JobPhase
+from megascale_driver.core.values.events import Evidence, StragglerFound
+from megascale_driver.core.values.job import Job, JobPhase
 
 STRAGGLER: Final = "straggler"
 MAX_NAMED = 8  # in an attempt; that many slow nodes say more about the rule than about nodes
@@ -53,7 +50,7 @@ def found(draft: Draft, event: StragglerFound) -> None:
     if not leaving_saves(job):
         jobs.stop(draft, job, JobPhase.QUEUED, event.sentence)
     elif job.current.leaving is None:
-        leaving.order(draft, job, LeaveKind.RESTART, reason=event.sentence, actor=DRIVER)
+        departures.order(draft, job, LeaveKind.RESTART, reason=event.sentence, actor=DRIVER)
 
 
 def _outcome(job: Job, *, enforced: bool) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import Tenant
 from megascale_driver.core.values.events import QuotaRequested
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.standing import Tenant
-from megascale_driver.core.values.state import Job
 from megascale_job.visible import counted
 
 # Of the jobs that are kept and of all quotas. A tenant is a team: a name for each job would make

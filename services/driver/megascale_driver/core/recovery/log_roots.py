@@ -16,14 +16,14 @@ from megascale_driver.analysis.logs.correlation import Verdict, verdict
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import blame, breaker, job_faults
 from megascale_driver.core.nodes import nodes
-from megascale_driver.core.signs import kernel_faults
+from megascale_driver.core.signs import kernel
 from megascale_driver.core.values.attempt import Fault, FaultKind
 from megascale_driver.core.values.events import Audit, Evidence
-from megascale_driver.core.values.state import Job
+from megascale_driver.core.values.job import Job
 from megascale_job.visible import agreed, counted
 
-REASON: Final = kernel_faults.REASON
-KERNEL_LOG: Final = kernel_faults.KERNEL_LOG
+REASON: Final = kernel.REASON
+KERNEL_LOG: Final = kernel.KERNEL_LOG
 LOG_ROOT = "log-root"
 MAX_NAMED = 8
 _MAX_LINE = 400
@@ -91,7 +91,7 @@ def decide(draft: Draft, job: Job, root: Verdict | None) -> bool:
         return False
     if not root.shared and root.action != "evict_restart":
         return False
-    fault, name_of_root = _fault(draft, root), kernel_faults.known_as(root.fingerprint)
+    fault, name_of_root = _fault(draft, root), kernel.known_as(root.fingerprint)
     if root.shared:
         for name in root.nodes:
             blame.is_software(draft, draft.jobs[job.name], replace(fault, node=name), name_of_root)

@@ -13,24 +13,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.faults import blame, breaker, budgets, fault_checks, job_faults
+from megascale_driver.core.faults import blame, breaker, budgets, job_faults
 from megascale_driver.core.nodes import nodes
 from megascale_driver.core.recovery import log_roots
-from megascale_driver.core.signs import hang_stacks, kernel_faults
+from megascale_driver.core.signs import hang, kernel
 from megascale_driver.core.values.attempt import Fault, FaultKind, NodeSlot
-from megascale_driver.core.values.events import Evidence
-from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.state import (
+from megascale_driver.core.values.cluster import (
     AttemptPhase,
     Disposition,
-    Job,
-    JobPhase,
     Liveness,
     Node,
     StoppedReport,
     WorkerReport,
 )
+from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.reasons import Reason
 
 SIGNALS = {6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 MAX_ERROR = 600  # characters of a worker's error that a message shows
@@ -87,9 +86,9 @@ def settle(draft: Draft, job: Job) -> Job:
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
     faults = job.current.faults
-    hang_stacks.write(draft, job)
+    hang.write_stacks(draft, job)
     root = log_roots.write(draft, draft.jobs[job.name])
-    job = draft.attempt(job.name, next_checks=fault_checks.after(draft.jobs[job.name], root))
+    job = draft.attempt(job.name, next_checks=job_faults.checks_after(draft.jobs[job.name], root))
     if (final := job_faults.never_runs(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)
     job = budgets.charge(draft, job)
@@ -107,7 +106,7 @@ def settle(draft: Draft, job: Job) -> Job:
 
 def prepare_limit_s(job: Job, policy: Policy) -> float:
     """How long the attempt may prepare; longer with checks that the last one's end asks for."""
-    return policy.prepare_timeout_s + (fault_checks.EXTRA_S if job.current.checks else 0.0)
+    return policy.prepare_timeout_s + (job_faults.CHECKS_EXTRA_S if job.current.checks else 0.0)
 
 
 def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
@@ -128,7 +127,7 @@ def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
             now_s,
             f"the executor of node {slot.node} was restarted",
         )
-    if job.phase is not JobPhase.STOPPING and (fault := kernel_faults.found(draft, job, node)):
+    if job.phase is not JobPhase.STOPPING and (fault := kernel.found(draft, job, node)):
         return fault
     report = node.report
     if report is not None and report.stopped is not None and report.phase is AttemptPhase.IDLE:
@@ -224,7 +223,7 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
     elif fault.kind is FaultKind.KERNEL_FAULT:
         draft.log(
             "KERNEL_FAULT", fault.message, subject=subject, job=job.name, attempt=job.attempt,
-            policy=kernel_faults.KERNEL_LOG,
+            policy=kernel.KERNEL_LOG,
             evidence=(Evidence("log-line", f"{subject}/kernel", fault.message),),
             outcome="the attempt ends at once; what follows for the node is decided by all logs",
         )  # fmt: skip

@@ -13,10 +13,9 @@ from typing import Final
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.signs import hang
-from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.events import Evidence, TrafficChanged, TrafficStood
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.state import Job, JobPhase
-from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
 
 TRAFFIC: Final = "traffic"
 MAX_CHANGES = 16  # in an attempt; that many say more about the network than about one event

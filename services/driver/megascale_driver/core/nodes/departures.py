@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megascale_driver.core.checkpoints.saving import MAX_CAUSE, without_failing
+from megascale_driver.core.checkpoints.save import MAX_CAUSE, without_failing
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.nodes import nodes, profiles
 from megascale_driver.core.values.attempt import LeaveKind, Leaving
-from megascale_driver.core.values.desired import leave_id
-from megascale_driver.core.values.state import Disposition, Job, JobPhase
+from megascale_driver.core.values.cluster import Disposition, leave_id
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job.visible import counted
 
 # Beside checkpoint.final_timeout_s, which a save may take: time for the order to reach the workers

@@ -25,18 +25,16 @@ from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import blame, breaker, job_faults
 from megascale_driver.core.nodes import nodes
 from megascale_driver.core.values.attempt import FaultKind, Searching, SearchLog
-from megascale_driver.core.values.candidates import usable
-from megascale_driver.core.values.events import Evidence
-from megascale_driver.core.values.group_events import CheckGroup, GroupChecked, GroupMember
-from megascale_driver.core.values.state import (
+from megascale_driver.core.values.cluster import (
     AttemptPhase,
     Device,
     Disposition,
-    Job,
-    JobPhase,
     Liveness,
     Node,
+    usable,
 )
+from megascale_driver.core.values.events import CheckGroup, Evidence, GroupChecked, GroupMember
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job.visible import agreed, counted
 
 MAX_NAMED = 8

@@ -9,12 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.values.analysis_events import PlanCompared
 from megascale_driver.core.values.attempt import PlanVerdict
-from megascale_driver.core.values.events import (
-    Evidence,
-)
-from megascale_driver.core.values.state import JobPhase
+from megascale_driver.core.values.events import Evidence, PlanCompared
+from megascale_driver.core.values.job import JobPhase
 
 PLAN: Final = "plan"
 MAX_CHANGES = 16  # in an attempt; that many say more about the job's noise than about its plan

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from megascale_driver.core.checkpoints import replicas
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.values.checkpoint_progress import Progress
-from megascale_driver.core.values.conditions import CheckpointFailure, Condition, ConditionType
+from megascale_driver.core.values.cluster import CheckpointFailure, Node, Progress, Report
 from megascale_driver.core.values.events import Evidence, utc
-from megascale_driver.core.values.state import Job, JobPhase, Node, Report
+from megascale_driver.core.values.job import Condition, ConditionType, Job, JobPhase
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.parameter_table import checkpoint_bytes
 
