@@ -15,11 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Unpack
 
-from megascale_driver.core.changes import AttemptChanges, JobChanges, NodeChanges
 from megascale_driver.core.values import accounting
-from megascale_driver.core.values.attempt import Fault
+from megascale_driver.core.values.attempt import Attempt, Fault
 from megascale_driver.core.values.cluster import (
     AttemptPhase,
     Breaker,
@@ -32,7 +30,6 @@ from megascale_driver.core.values.cluster import (
     Tenant,
     desired_of,
 )
-from megascale_driver.core.values.copies import changed
 from megascale_driver.core.values.events import Audit, Effect, Evidence, Outcome
 from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.overlay import Working
@@ -70,31 +67,27 @@ class Draft:
         self._audit: list[Audit] = []
         self._commanded: dict[str, None] = {}
 
-    def node(self, name: str, **changes: Unpack[NodeChanges]) -> Node:
-        """Change a node."""
-        node = changed(self.nodes[name], changes)
-        self.nodes[name] = node
+    def put_node(self, node: Node) -> Node:
+        """Replace a node by a changed copy."""
+        self.nodes[node.name] = node
         return node
 
-    def job(self, name: str, **changes: Unpack[JobChanges]) -> Job:
-        """Change a job; a change of phase restarts its timer."""
-        old = self.jobs[name]
-        if changes.get("phase", old.phase) != old.phase:
-            changes.setdefault("timer_s", self.now_s)
-            changes["updated_at_s"] = self.now_s
-        job = changed(old, changes)
-        if job.phase is not old.phase:
+    def put_job(self, job: Job) -> Job:
+        """Replace a job by a changed copy; a change of phase restarts its timer."""
+        if job.phase is not self.jobs[job.name].phase:
+            job = replace(job, timer_s=self.now_s, updated_at_s=self.now_s)
             job = replace(job, goodput=accounting.phase_entered(job, self.nodes, self.now_s))
-        self.jobs[name] = job
+        self.jobs[job.name] = job
         return job
 
-    def attempt(self, name: str, **changes: Unpack[AttemptChanges]) -> Job:
-        """Change the newest attempt of a job."""
-        return self.job(name, current=changed(self.jobs[name].current, changes))
+    def put_attempt(self, name: str, attempt: Attempt) -> Job:
+        """Replace the newest attempt of a job by a changed copy."""
+        return self.put_job(replace(self.jobs[name], current=attempt))
 
     def fault(self, name: str, fault: Fault) -> Job:
         """Record what broke the newest attempt of a job."""
-        return self.attempt(name, faults=(*self.jobs[name].current.faults, fault))
+        attempt = self.jobs[name].current
+        return self.put_attempt(name, replace(attempt, faults=(*attempt.faults, fault)))
 
     @property
     def only_nodes_changed(self) -> bool:
@@ -159,7 +152,7 @@ class Draft:
         """Write a line of the audit log: the job's log or, without a job, the cluster's."""
         if job:
             seq = self.jobs[job].log_seq + 1
-            self.job(job, log_seq=seq)
+            self.put_job(replace(self.jobs[job], log_seq=seq))
         else:
             self._log_seq += 1
             seq = self._log_seq
@@ -178,6 +171,33 @@ class Draft:
                 evidence,
                 outcome,
             )
+        )
+
+    def log_job(
+        self,
+        job: Job,
+        reason: Reason,
+        message: str,
+        *,
+        subject: str = "",
+        actor: str = DRIVER,
+        policy: str = "",
+        mode: str = "ENFORCE",
+        evidence: tuple[Evidence, ...] = (),
+        outcome: str = "",
+    ) -> None:
+        """Write a line about the newest attempt of a job; ``subject``: the job, unless given."""
+        self.log(
+            reason,
+            message,
+            subject=subject or f"jobs/{job.name}",
+            job=job.name,
+            actor=actor,
+            policy=policy,
+            mode=mode,
+            attempt=job.attempt,
+            evidence=evidence,
+            outcome=outcome,
         )
 
     def finish(self) -> tuple[Cluster, Outcome]:
@@ -238,7 +258,8 @@ class Draft:
                 continue
             wanted = desired_of(known, holder_of(name))
             if wanted != known.desired:
-                self.node(name, desired=wanted, desired_version=known.desired_version + 1)
+                version = known.desired_version + 1
+                self.put_node(replace(known, desired=wanted, desired_version=version))
                 self.command(name)
 
 

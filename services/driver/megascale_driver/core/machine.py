@@ -11,7 +11,7 @@ A command can be lost with its driver; a decision that a node has acted upon can
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale_driver.core.draft import Draft
@@ -263,7 +263,7 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
     draft.leader_since_s = event.now_s
     draft.grace_until_s = event.now_s + draft.policy.leader_grace_s
     for name in list(draft.nodes):
-        draft.node(name, last_seen_s=event.now_s, heard_at_s=event.now_s)
+        draft.put_node(replace(draft.nodes[name], last_seen_s=event.now_s, heard_at_s=event.now_s))
     jobs.restart_timers(draft)
     draft.log(
         "LEADER_ELECTED",

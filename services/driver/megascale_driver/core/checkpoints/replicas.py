@@ -9,6 +9,7 @@ Which snapshot all ranks still have in memory: of their own node, or of one with
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values.attempt import FailedCopies, ReplicaSource
@@ -127,19 +128,23 @@ def report(draft: Draft, node: str, job: Job, progress: Progress) -> None:
     if failure.step <= last.step:
         return  # another rank of the same step, or a repetition
     count = last.count + 1
-    draft.attempt(job.name, failed_copies=FailedCopies(failure.step, count))
+    draft.put_attempt(
+        job.name,
+        replace(draft.jobs[job.name].current, failed_copies=FailedCopies(failure.step, count)),
+    )
     if str(count).strip("0") != "1":
         return
     error = failure.error[:MAX_CAUSE]
     peer = job.current.replica_orders.peers.get(node, "")
-    draft.log(
+    draft.log_job(
+        job,
         "REPLICA_FAILED",
         f"the snapshot of step {failure.step} of rank {failure.rank} on {node} has no replica on "
         f"{peer or 'another node'}: {error} ({count} of this attempt)",
-        subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+        actor=f"nodes/{node}",
         evidence=(Evidence("replica-error", f"nodes/{node}", error),),
         outcome="training continues; the next snapshot is copied anew",
-    )  # fmt: skip
+    )
 
 
 def _failure(job: Job, node: Node | None) -> str | None:

@@ -9,6 +9,8 @@ damaged steps are refused to later attempts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values.cluster import Report
 from megascale_driver.core.values.events import Evidence
@@ -37,14 +39,16 @@ def roll_back(
     back = Rollback(step, job.attempt, written_by)
     kept = step if committed is None else committed
     refused = tuple(dict.fromkeys((*job.refused_steps, *later)))[-MAX_REFUSED:]
-    return draft.job(
-        job.name,
-        rollbacks=(*job.rollbacks, back)[-MAX_ROLLBACKS:],
-        refused_steps=tuple(item for item in refused if item != step),
-        committed_step=kept,
-        committed_by_attempt=min(job.committed_by_attempt, job.attempt) if kept else 0,
-        best_step=step,
-        progress_mark=step,
+    return draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            rollbacks=(*job.rollbacks, back)[-MAX_ROLLBACKS:],
+            refused_steps=tuple(item for item in refused if item != step),
+            committed_step=kept,
+            committed_by_attempt=min(job.committed_by_attempt, job.attempt) if kept else 0,
+            best_step=step,
+            progress_mark=step,
+        )
     )
 
 
@@ -56,7 +60,11 @@ def refuse_late(draft: Draft, job: Job, offered: RestorePlan) -> bool:
     known = offered.step in job.refused_steps
     if known or not job.abandoned(offered.step, offered.written_by_attempt):
         return False
-    draft.job(job.name, refused_steps=(*job.refused_steps, offered.step)[-MAX_REFUSED:])
+    draft.put_job(
+        replace(
+            draft.jobs[job.name], refused_steps=(*job.refused_steps, offered.step)[-MAX_REFUSED:]
+        )
+    )
     return True
 
 
@@ -77,16 +85,22 @@ def report_restored(draft: Draft, node: str, after: Report) -> None:
     if not number:
         return  # no such step was planned: the worker is of another build, or faulty
     refused = tuple(plan.step for plan in candidates[:number] if plan.step)
-    draft.attempt(job.name, restore=candidates[number])
-    draft.job(job.name, refused_steps=tuple(dict.fromkeys((*job.refused_steps, *refused))))
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, restore=candidates[number]))
+    draft.put_job(
+        replace(
+            draft.jobs[job.name], refused_steps=tuple(dict.fromkeys((*job.refused_steps, *refused)))
+        )
+    )
     problem = found.restore_problem[:MAX_PROBLEM]
-    draft.log(
+    draft.log_job(
+        job,
         "CHECKPOINT_REFUSED",
         f"the checkpoint of step {planned.step} is damaged: {problem}",
-        subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
-        policy="checksum", evidence=(Evidence("checksum", f"nodes/{node}", problem),),
+        actor=f"nodes/{node}",
+        policy="checksum",
+        evidence=(Evidence("checksum", f"nodes/{node}", problem),),
         outcome=f"the same attempt goes on from step {found.restored_step}",
-    )  # fmt: skip
+    )
 
 
 def report_differences(draft: Draft, node: str, before: Report | None, after: Report) -> None:
@@ -98,9 +112,10 @@ def report_differences(draft: Draft, node: str, before: Report | None, after: Re
     said = {each.restore_notes for each in before.workers} if known else set()
     notes = next((each.restore_notes for each in after.workers if each.rank == 0), "")
     if notes and notes not in said:
-        draft.log(
+        draft.log_job(
+            job,
             "RESUME_DIFFERS",
             notes[:MAX_PROBLEM],
-            subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+            actor=f"nodes/{node}",
             outcome="the job continues with the new values",
-        )  # fmt: skip
+        )

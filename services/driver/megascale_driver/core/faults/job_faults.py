@@ -16,6 +16,7 @@ hardware.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, Literal
 
 from megascale_driver.analysis.logs.correlation import Verdict
@@ -42,7 +43,7 @@ def never_runs(job: Job, faults: tuple[Fault, ...]) -> Fault | None:
 
 def end(draft: Draft, job: Job, why: str) -> Job:
     """End the job as FAILED when its attempt has stopped; its restart budgets stay as they are."""
-    return draft.job(job.name, after_stop=JobPhase.FAILED, stop_reason=why)
+    return draft.put_job(replace(draft.jobs[job.name], after_stop=JobPhase.FAILED, stop_reason=why))
 
 
 def decide_on_size(draft: Draft, job: Job) -> None:
@@ -66,11 +67,11 @@ def decide_on_memory(draft: Draft, job: Job) -> None:
     """
     exhausted = [f for f in job.current.faults if f.kind is FaultKind.OUT_OF_MEMORY]
     if not exhausted:
-        draft.job(job.name, out_of_memory=0)
+        draft.put_job(replace(draft.jobs[job.name], out_of_memory=0))
         return
     # ``restarts_without_progress`` has counted this attempt; 0: it brought the job further.
     count = job.out_of_memory + 1 if job.restarts_without_progress else 1
-    job = draft.job(job.name, out_of_memory=count)
+    job = draft.put_job(replace(draft.jobs[job.name], out_of_memory=count))
     if count < OUT_OF_MEMORY_PATIENCE:
         return
     if not has_run(job):
@@ -86,11 +87,16 @@ def leave(
 ) -> None:
     """Take the job off a node that stays in service; ``mode`` is that of ``policy``."""
     if fault.node not in job.evicted:
-        draft.job(job.name, evicted=(*job.evicted, fault.node))
-        draft.log(
-            "NODE_EVICTED", fault.message, subject=f"nodes/{fault.node}", job=job.name,
-            attempt=job.attempt, policy=policy, mode=mode, outcome=outcome,
-        )  # fmt: skip
+        draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, fault.node)))
+        draft.log_job(
+            job,
+            "NODE_EVICTED",
+            fault.message,
+            subject=f"nodes/{fault.node}",
+            policy=policy,
+            mode=mode,
+            outcome=outcome,
+        )
 
 
 def left_by(job: Job) -> str:

@@ -50,20 +50,23 @@ def _delete(draft: Draft, job: Job, why: str, actor: str) -> None:
     del draft.jobs[job.name]
     uri = job.config.checkpoint.uri
     draft.log(
-        "JOB_DELETED", f"job {job.name}, which {job.state}, is deleted: {why}",
-        subject=f"jobs/{job.name}", actor=actor, policy="retention",
-        outcome="its record and log are gone"
-        + (f"; its checkpoints stay in {uri}" if uri else ""),
-    )  # fmt: skip
+        "JOB_DELETED",
+        f"job {job.name}, which {job.state}, is deleted: {why}",
+        subject=f"jobs/{job.name}",
+        actor=actor,
+        policy="retention",
+        outcome="its record and log are gone" + (f"; its checkpoints stay in {uri}" if uri else ""),
+    )
 
 
 def _delete_unreadable(draft: Draft, event: DeleteRequested) -> None:
     """Remove the rows of a job that cannot be read, and order its nodes to be idle."""
     key = unreadable_key(event.job)
     names = [
-        name for name, node in draft.nodes.items()
+        name
+        for name, node in draft.nodes.items()
         if unreadable_job_on(draft.unreadable, node) == event.job
-    ]  # fmt: skip
+    ]
     problem = draft.unreadable[key]
     draft.unreadable = {row: why for row, why in draft.unreadable.items() if row != key}
     for name in names:
@@ -72,7 +75,9 @@ def _delete_unreadable(draft: Draft, event: DeleteRequested) -> None:
     draft.log(
         "JOB_DELETED",
         f"job {event.job}, which could not be read ({problem}), is deleted: {event.reason}",
-        subject=key, actor=event.actor, policy="retention",
+        subject=key,
+        actor=event.actor,
+        policy="retention",
         outcome="its rows are gone, its checkpoints stay"
         + (f"; its workers on {where} stop" if names else ""),
-    )  # fmt: skip
+    )

@@ -16,6 +16,7 @@ come back as one that gets work. A forgotten node that comes back after all join
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from megascale_driver.analysis.baselines import REPEATS
@@ -62,22 +63,24 @@ def hello(draft: Draft, event: NodeHello) -> None:
     fresh = known is None or known.identity.incarnation != event.identity.incarnation
     if known is not None and fresh and known.disposition_policy in (SELF_CHECK, GROUP_CHECK):
         _lift_self_check_quarantine(draft, known)
-    draft.node(
-        event.node,
-        identity=event.identity,
-        liveness=Liveness.ALIVE,
-        connected=True,
-        last_seen_s=draft.now_s,
-        heard_at_s=draft.now_s,
-        reset_at_s=0.0,
-        probe_failed_at_s=0.0,
-        mute_at_s=0.0,
+    draft.put_node(
+        replace(
+            draft.nodes[event.node],
+            identity=event.identity,
+            liveness=Liveness.ALIVE,
+            connected=True,
+            last_seen_s=draft.now_s,
+            heard_at_s=draft.now_s,
+            reset_at_s=0.0,
+            probe_failed_at_s=0.0,
+            mute_at_s=0.0,
+        )
     )
     # In any case: the node may have missed what was sent while its link was broken, and has nothing
     # of this leader's epoch yet.
     draft.command(event.node)
     if fresh:
-        draft.node(event.node, report=None, checks=())
+        draft.put_node(replace(draft.nodes[event.node], report=None, checks=()))
         draft.log(
             "NODE_JOINED",
             f"node {event.node} has joined with {counted(len(event.identity.devices), 'device')}",
@@ -99,22 +102,34 @@ def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
 
     The next PREPARE checks the node again.
     """
-    draft.node(
-        node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            disposition=Disposition.SCHEDULABLE,
+            disposition_reason="",
+            disposition_policy="",
+        )
     )
     _readmit(draft, node.name)
     draft.log(
-        "NODE_UNCORDONED", f"node {node.name} was restarted and may get work again",
-        subject=f"nodes/{node.name}", policy=node.disposition_policy,
+        "NODE_UNCORDONED",
+        f"node {node.name} was restarted and may get work again",
+        subject=f"nodes/{node.name}",
+        policy=node.disposition_policy,
         outcome=f"it was quarantined: {node.disposition_reason}",
-    )  # fmt: skip
+    )
 
 
 def _readmit(draft: Draft, name: str) -> None:
     """Jobs that left the node when it was quarantined may return to it."""
     for job in list(draft.jobs.values()):
         if not job.terminal and name in job.evicted:
-            draft.job(job.name, evicted=tuple(other for other in job.evicted if other != name))
+            draft.put_job(
+                replace(
+                    draft.jobs[job.name],
+                    evicted=tuple(other for other in job.evicted if other != name),
+                )
+            )
 
 
 def report(draft: Draft, event: NodeReport) -> Job | None:
@@ -127,16 +142,18 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     if problem := bounds.report(draft.jobs, event.report):
         message_refused(draft, f"nodes/{node.name}", problem)
         return None
-    draft.node(
-        node.name,
-        report=event.report,
-        beat_at_s=event.now_s,
-        checks=event.report.checks or node.checks,
-        liveness=Liveness.ALIVE,
-        last_seen_s=max(node.last_seen_s, event.now_s),
-        heard_at_s=max(node.heard_at_s, event.now_s),
-        probe_failed_at_s=0.0,
-        mute_at_s=0.0,
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            report=event.report,
+            beat_at_s=event.now_s,
+            checks=event.report.checks or node.checks,
+            liveness=Liveness.ALIVE,
+            last_seen_s=max(node.last_seen_s, event.now_s),
+            heard_at_s=max(node.heard_at_s, event.now_s),
+            probe_failed_at_s=0.0,
+            mute_at_s=0.0,
+        )
     )
     if node.report is None and draft.unreadable:
         draft.command(node.name)  # withheld until it was known what the node runs
@@ -159,9 +176,12 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
 def message_refused(draft: Draft, subject: str, problem: str) -> None:
     """Write down that a message was refused: it cannot be true, or this build cannot read it."""
     draft.log(
-        "MESSAGE_REFUSED", f"a message of {subject} is refused: {problem}",
-        subject=subject, policy="plausible", outcome="it is dropped as a whole",
-    )  # fmt: skip
+        "MESSAGE_REFUSED",
+        f"a message of {subject} is refused: {problem}",
+        subject=subject,
+        policy="plausible",
+        outcome="it is dropped as a whole",
+    )
 
 
 def _relevant(report: Report) -> tuple[object, ...]:
@@ -198,20 +218,22 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     ):
         # This step is another state now: the refused one was written by an earlier attempt.
         rest = tuple(step for step in job.refused_steps if step != progress.committed_step)
-        job = draft.job(job.name, refused_steps=rest)
+        job = draft.put_job(replace(draft.jobs[job.name], refused_steps=rest))
     # Only an order makes a committed step go back (core.orders).
     if (progress.committed_step, progress.committed_by_attempt) <= (
         job.committed_step,
         job.committed_by_attempt,
     ):
         return
-    draft.job(
-        job.name,
-        committed_step=progress.committed_step,
-        committed_by_attempt=progress.committed_by_attempt,
-        committed_at_s=draft.now_s,
-        manifest_uri=progress.manifest_uri,
-        conditions=save.without_failing(job),
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            committed_step=progress.committed_step,
+            committed_by_attempt=progress.committed_by_attempt,
+            committed_at_s=draft.now_s,
+            manifest_uri=progress.manifest_uri,
+            conditions=save.without_failing(job),
+        )
     )
     draft.log(
         "CHECKPOINT_COMMITTED",
@@ -242,39 +264,54 @@ def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
     if node.disposition is Disposition.CORDONED:
         return
     job = draft.holder_of(node.name)
-    draft.node(
-        node.name,
-        disposition=Disposition.CORDONED,
-        disposition_reason=event.reason,
-        disposition_policy="manual",
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            disposition=Disposition.CORDONED,
+            disposition_reason=event.reason,
+            disposition_policy="manual",
+        )
     )
     draft.log(
-        "NODE_CORDONED", f"node {node.name} gets no new work: {event.reason}",
-        subject=f"nodes/{node.name}", job=job.name if job else "",
-        attempt=job.attempt if job else 0, actor=event.actor, policy="manual",
+        "NODE_CORDONED",
+        f"node {node.name} gets no new work: {event.reason}",
+        subject=f"nodes/{node.name}",
+        job=job.name if job else "",
+        attempt=job.attempt if job else 0,
+        actor=event.actor,
+        policy="manual",
         outcome=f"attempt {job.attempt} of job {job.name} continues" if job else "it runs nothing",
-    )  # fmt: skip
+    )
 
 
 def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
     """Let the node have work again; from a quarantine, also for the jobs that left it."""
     if node.slow_checks:
-        draft.node(node.name, slow_checks=())
+        draft.put_node(replace(draft.nodes[node.name], slow_checks=()))
     if node.disposition is Disposition.SCHEDULABLE:
         return
     before = node.disposition
-    draft.node(
-        node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            disposition=Disposition.SCHEDULABLE,
+            disposition_reason="",
+            disposition_policy="",
+        )
     )
     if before is Disposition.QUARANTINED:
         _readmit(draft, node.name)
     holder = draft.holder_of(node.name)
     draft.log(
-        "NODE_UNCORDONED", f"node {node.name} may get work again: {event.reason}",
-        subject=f"nodes/{node.name}", job=holder.name if holder else "",
-        attempt=holder.attempt if holder else 0, actor=event.actor, policy="manual",
+        "NODE_UNCORDONED",
+        f"node {node.name} may get work again: {event.reason}",
+        subject=f"nodes/{node.name}",
+        job=holder.name if holder else "",
+        attempt=holder.attempt if holder else 0,
+        actor=event.actor,
+        policy="manual",
         outcome=f"it was {before.lower()}: {node.disposition_reason}",
-    )  # fmt: skip
+    )
 
 
 def quarantine(
@@ -290,16 +327,18 @@ def quarantine(
     if draft.nodes[name].disposition is Disposition.QUARANTINED:
         return
     job = draft.holder_of(name)
-    draft.node(
-        name,
-        disposition=Disposition.QUARANTINED,
-        disposition_reason=reason,
-        disposition_policy=policy,
+    draft.put_node(
+        replace(
+            draft.nodes[name],
+            disposition=Disposition.QUARANTINED,
+            disposition_reason=reason,
+            disposition_policy=policy,
+        )
     )
     if actor == "driver":
         breaker.count(draft, name)
     if job is not None and name not in job.evicted:
-        draft.job(job.name, evicted=(*job.evicted, name))
+        draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, name)))
     if unread := unreadable_job_on(draft.unreadable, draft.nodes[name]):
         draft.command(name)  # to stop, if an operator says so
     draft.log(
@@ -336,14 +375,14 @@ def check_compared(draft: Draft, event: CheckCompared) -> None:
     )
     if not event.failed:
         if others != node.slow_checks:
-            draft.node(event.node, slow_checks=others)
+            draft.put_node(replace(draft.nodes[event.node], slow_checks=others))
         return
     before = next((each for each in node.slow_checks if each not in others), None)
     if before is not None and event.origin and before.origin == event.origin:
         return  # the same measurement, told to another leader
     times = before.times + 1 if before is not None else 1
     newest = SlowCheck(event.check, event.target, times, event.origin)
-    draft.node(event.node, slow_checks=(*others, newest)[-MAX_SLOW:])
+    draft.put_node(replace(draft.nodes[event.node], slow_checks=(*others, newest)[-MAX_SLOW:]))
     if times >= REPEATS and node.disposition is not Disposition.QUARANTINED:
         _advise(draft, event, times)
 
@@ -359,11 +398,16 @@ def _advise(draft: Draft, event: CheckCompared, times: int) -> None:
         quarantine(draft, event.node, reason, policy=REPEATED_CHECK, evidence=evidence)
         return
     draft.log(
-        "CHECK_REPEATED", f"node {event.node}: {reason}", subject=f"nodes/{event.node}",
-        policy=REPEATED_CHECK, mode="OBSERVE", evidence=evidence,
-        outcome="too many nodes were evicted recently: it keeps its work" if enforced
+        "CHECK_REPEATED",
+        f"node {event.node}: {reason}",
+        subject=f"nodes/{event.node}",
+        policy=REPEATED_CHECK,
+        mode="OBSERVE",
+        evidence=evidence,
+        outcome="too many nodes were evicted recently: it keeps its work"
+        if enforced
         else "the rule is observed: evicting the node is advised",
-    )  # fmt: skip
+    )
 
 
 # How often it is looked for such nodes: it goes through all of them.
@@ -417,7 +461,8 @@ def _forget(draft: Draft, names: list[str], limit_s: float) -> None:
         "NODE_FORGOTTEN",
         f"{what} forgotten: dead for more than {counted(limit_s / 3600, 'hour')}, and no job needs "
         f"{'it' if one else 'them'}",
-        subject=f"nodes/{names[0]}" if one else "cluster", policy="retention",
+        subject=f"nodes/{names[0]}" if one else "cluster",
+        policy="retention",
         evidence=tuple(Evidence("silence", f"nodes/{name}", "dead") for name in names),
         outcome="a node that comes back joins as a new one",
-    )  # fmt: skip
+    )

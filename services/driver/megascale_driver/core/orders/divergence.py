@@ -36,19 +36,26 @@ def diverged(draft: Draft, event: LossDiverged) -> None:
     message, back_to = _message(job, found), _good_step(job, found)
     cannot = _cannot_go_back(job, back_to) if action == "roll_back" else ""
     ends = action == "stop" or bool(cannot)
-    draft.attempt(
+    draft.put_attempt(
         job.name,
-        diverged_from=found.first_step,
-        suspects_devices=action != "continue" and not rise,
+        replace(
+            draft.jobs[job.name].current,
+            diverged_from=found.first_step,
+            suspects_devices=action != "continue" and not rise,
+        ),
     )
     outcome = "the job ends; its checkpoints stay" if ends else "the job goes on"
     if action == "roll_back":
         outcome = f"{cannot}: {outcome}" if cannot else _going_back(found, back_to)
-    draft.log(
-        "LOSS_DIVERGED", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy=policy, mode="OBSERVE" if action == "continue" else "ENFORCE",
-        evidence=_evidence(job, found), outcome=outcome,
-    )  # fmt: skip
+    draft.log_job(
+        job,
+        "LOSS_DIVERGED",
+        message,
+        policy=policy,
+        mode="OBSERVE" if action == "continue" else "ENFORCE",
+        evidence=_evidence(job, found),
+        outcome=outcome,
+    )
     job = draft.jobs[job.name]
     if ends:
         why = "; ".join(filter(None, (message, cannot, _remedy(job, found))))
@@ -101,7 +108,7 @@ def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
         later=_committed_since(job, found),
         committed=job.committed_step if job.committed_step <= before else 0,
     )
-    draft.job(job.name, pending_spec=job_config.to_json(config))
+    draft.put_job(replace(draft.jobs[job.name], pending_spec=job_config.to_json(config)))
 
 
 def _committed_since(job: Job, found: Divergence) -> tuple[int, ...]:

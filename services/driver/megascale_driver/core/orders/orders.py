@@ -50,14 +50,15 @@ def restart(draft: Draft, event: RestartRequested) -> None:
             f"job {job.name} has succeeded; give --from-step to repeat steps of it",
         )
         return
-    draft.log(
+    draft.log_job(
+        job,
         "RESTART_REQUESTED",
         f"{event.actor} asked to restart the job"
         + (f" from step {event.from_step}" if back else "")
         + f": {event.reason}",
-        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+        actor=event.actor,
         outcome=restart_consequence(job, event.from_step, now=event.now),
-    )  # fmt: skip
+    )
     job = _budgets_anew(draft, draft.jobs[job.name])
     if event.from_step is not None:
         job = roll_back.roll_back(
@@ -114,13 +115,16 @@ def update(draft: Draft, event: UpdateRequested) -> None:
     if job.phase is JobPhase.SUCCEEDED:
         draft.refuse("JOB_ENDED")
         return
-    draft.log(
+    draft.log_job(
+        job,
         "UPDATE_REQUESTED",
         f"{event.actor} gave the job a new configuration: {event.reason}",
-        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+        actor=event.actor,
         outcome=update_consequence(job, now=event.restart),
-    )  # fmt: skip
-    job = draft.job(job.name, pending_spec=job_config.to_json(event.config))
+    )
+    job = draft.put_job(
+        replace(draft.jobs[job.name], pending_spec=job_config.to_json(event.config))
+    )
     if not job.active:
         jobs.apply_update(draft, job)
     elif event.restart:
@@ -152,24 +156,35 @@ def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
         return
     if node.disposition is Disposition.DRAINING:
         return
-    draft.node(
-        node.name,
-        disposition=Disposition.DRAINING,
-        disposition_reason=event.reason,
-        disposition_policy="manual",
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            disposition=Disposition.DRAINING,
+            disposition_reason=event.reason,
+            disposition_policy="manual",
+        )
     )
-    draft.log(
-        "NODE_DRAINING", f"node {node.name} is emptied: {event.reason}",
-        subject=f"nodes/{node.name}", job=job.name, attempt=job.attempt, actor=event.actor,
-        policy="manual", outcome=drain_consequence(job),
-    )  # fmt: skip
+    draft.log_job(
+        job,
+        "NODE_DRAINING",
+        f"node {node.name} is emptied: {event.reason}",
+        subject=f"nodes/{node.name}",
+        actor=event.actor,
+        policy="manual",
+        outcome=drain_consequence(job),
+    )
     job = draft.jobs[job.name]
     order = job.current.leaving
     if order is None:
         job = departures.order(draft, job, LeaveKind.DRAIN, reason=event.reason, actor=event.actor)
         order = job.current.leaving
         assert order is not None
-    draft.attempt(job.name, leaving=replace(order, nodes=(*order.nodes, node.name)))
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current, leaving=replace(order, nodes=(*order.nodes, node.name))
+        ),
+    )
 
 
 def uncordon(draft: Draft, event: UncordonRequested) -> None:
@@ -192,10 +207,14 @@ def set_policy(draft: Draft, event: PolicyRequested) -> None:
         return
     draft.breaker = replace(draft.breaker, modes={**modes, event.rule: event.mode})
     draft.log(
-        "POLICY_SET", f"rule {event.rule} is in {event.mode}: {event.reason}",
-        subject="cluster", actor=event.actor, policy=event.rule, mode=event.mode,
+        "POLICY_SET",
+        f"rule {event.rule} is in {event.mode}: {event.reason}",
+        subject="cluster",
+        actor=event.actor,
+        policy=event.rule,
+        mode=event.mode,
         outcome=RULES[event.rule] if event.mode == "ENFORCE" else "its verdicts are only logged",
-    )  # fmt: skip
+    )
 
 
 def reset_breaker(draft: Draft, event: BreakerResetRequested) -> None:
@@ -209,7 +228,9 @@ def _stop(draft: Draft, job: Job, kind: LeaveKind, actor: str, why: str, *, now:
     """Stop the attempt, after it has saved unless ``now``; the next one follows."""
     if job.phase is JobPhase.STOPPING:
         if job.after_stop in _RESTARTS:
-            draft.job(job.name, after_stop=JobPhase.QUEUED, stop_reason=why)
+            draft.put_job(
+                replace(draft.jobs[job.name], after_stop=JobPhase.QUEUED, stop_reason=why)
+            )
         return
     if not now and leaving_saves(job):
         order = job.current.leaving
@@ -220,18 +241,32 @@ def _stop(draft: Draft, job: Job, kind: LeaveKind, actor: str, why: str, *, now:
 
 
 def _budgets_anew(draft: Draft, job: Job) -> Job:
-    return draft.job(
-        job.name, restarts_without_progress=0, restart_times={}, node_failures={}, roots={},
-        repeats={}, out_of_memory=0, not_before_s=0.0,
-    )  # fmt: skip
+    return draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            restarts_without_progress=0,
+            restart_times={},
+            node_failures={},
+            roots={},
+            repeats={},
+            out_of_memory=0,
+            not_before_s=0.0,
+        )
+    )
 
 
 def _queue(draft: Draft, job: Job, why: str) -> None:
-    draft.job(
-        job.name, phase=JobPhase.QUEUED, after_stop=JobPhase.QUEUED, waits_as="",
-        reason="waiting for nodes", stop_reason=why,
-        current=replace(job.current, faults=()),
-    )  # fmt: skip
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.QUEUED,
+            after_stop=JobPhase.QUEUED,
+            waits_as="",
+            reason="waiting for nodes",
+            stop_reason=why,
+            current=replace(job.current, faults=()),
+        )
+    )
 
 
 def suspend_refusal(job: Job) -> tuple[str, str]:
@@ -274,11 +309,13 @@ def suspend(draft: Draft, event: SuspendRequested) -> None:
     wanted = order is not None and order.kind is LeaveKind.SUSPEND
     if job.phase is JobPhase.SUSPENDED or (job.active and wanted):
         return
-    draft.log(
-        "SUSPEND_REQUESTED", f"{event.actor} asked to suspend the job: {event.reason}",
-        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+    draft.log_job(
+        job,
+        "SUSPEND_REQUESTED",
+        f"{event.actor} asked to suspend the job: {event.reason}",
+        actor=event.actor,
         outcome=suspend_consequence(job),
-    )  # fmt: skip
+    )
     job = draft.jobs[job.name]
     if job.phase is JobPhase.QUEUED:
         departures.suspended(draft, job, event.actor, event.reason)
@@ -309,19 +346,26 @@ def resume(draft: Draft, event: ResumeRequested) -> None:
     wanted = order is not None and order.kind is LeaveKind.SUSPEND
     if job.phase is not JobPhase.SUSPENDED and not (job.active and wanted):
         return
-    draft.log(
-        "JOB_RESUMED", f"{event.actor} asked to resume the job: {event.reason}",
-        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+    draft.log_job(
+        job,
+        "JOB_RESUMED",
+        f"{event.actor} asked to resume the job: {event.reason}",
+        actor=event.actor,
         outcome=_resume_consequence(job),
-    )  # fmt: skip
+    )
     job = draft.jobs[job.name]
     if job.phase is JobPhase.SUSPENDED:
-        draft.job(
-            job.name, phase=JobPhase.QUEUED, reason="waiting for nodes", stop_reason="",
-            waits_as="",
-        )  # fmt: skip
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                phase=JobPhase.QUEUED,
+                reason="waiting for nodes",
+                stop_reason="",
+                waits_as="",
+            )
+        )
     elif job.phase is JobPhase.RUNNING:
         departures.withdraw(draft, job, f"{event.actor} resumed it before it had stopped")
     else:  # it stops already, and starts again after that
-        draft.job(job.name, after_stop=JobPhase.QUEUED)
-        draft.attempt(job.name, leaving=None)
+        draft.put_job(replace(draft.jobs[job.name], after_stop=JobPhase.QUEUED))
+        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))

@@ -7,6 +7,7 @@ leaves the node, if a spare stands by. Of a node there is one line in an attempt
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from megascale_driver.core.draft import DRIVER, Draft
@@ -30,18 +31,28 @@ def found(draft: Draft, event: StragglerFound) -> None:
     slow = job.current.slow_nodes
     if event.node in slow or len(slow) >= MAX_NAMED or job.slot_of(event.node) is None:
         return
-    draft.attempt(job.name, slow_nodes=(*slow, event.node))
+    draft.put_attempt(
+        job.name, replace(draft.jobs[job.name].current, slow_nodes=(*slow, event.node))
+    )
     enforced = draft.enforced(STRAGGLER)
     leaves = enforced and bool(job.spares)
-    draft.log(
-        "STRAGGLER", event.sentence, subject=f"nodes/{event.node}", job=job.name,
-        attempt=job.attempt, policy=STRAGGLER, mode="ENFORCE" if enforced else "OBSERVE",
+    draft.log_job(
+        job,
+        "STRAGGLER",
+        event.sentence,
+        subject=f"nodes/{event.node}",
+        policy=STRAGGLER,
+        mode="ENFORCE" if enforced else "OBSERVE",
         evidence=(
-            Evidence("spans", f"nodes/{event.node}/ranks/{event.rank}", event.operation,
-                     f"{event.ratio:.3f}"),
+            Evidence(
+                "spans",
+                f"nodes/{event.node}/ranks/{event.rank}",
+                event.operation,
+                f"{event.ratio:.3f}",
+            ),
         ),
         outcome=_outcome(job, enforced=enforced),
-    )  # fmt: skip
+    )
     if not leaves:
         return
     fault = Fault(FaultKind.NODE_EVICTED, event.node, draft.now_s, event.sentence, event.rank)

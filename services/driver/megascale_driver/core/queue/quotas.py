@@ -50,10 +50,13 @@ def order(draft: Draft, event: QuotaRequested) -> None:
     after = in_force(draft.tenants, draft.policy).get(event.tenant)
     held = devices_held(draft.jobs.values()).get(event.tenant, 0)
     draft.log(
-        "QUOTA_SET", f"the quota of tenant {event.tenant} is {_limit(after)}: {event.reason}",
-        subject="cluster", actor=event.actor, policy="quota",
+        "QUOTA_SET",
+        f"the quota of tenant {event.tenant} is {_limit(after)}: {event.reason}",
+        subject="cluster",
+        actor=event.actor,
+        policy="quota",
         outcome=f"it was {_limit(before)}; {_what_follows(held, after)}",
-    )  # fmt: skip
+    )
     draft.queue_due_s = draft.now_s  # a job may start that waited for it
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.nodes import departures
@@ -111,8 +111,11 @@ def _differs(before: Node | None, node: Node | None) -> bool:
     if before is None or node is None:
         return True
     return (usable(before), before.disposition, before.liveness, before.identity) != (
-        usable(node), node.disposition, node.liveness, node.identity,
-    )  # fmt: skip
+        usable(node),
+        node.disposition,
+        node.liveness,
+        node.identity,
+    )
 
 
 def _urgent(draft: Draft) -> bool:
@@ -170,31 +173,44 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
     number = max(job.attempt, job.opened_elsewhere) + 1
     used = {p.node for p in parts}
     placement = Placement(decision.why, decision.order, decision.score)
-    draft.job(
-        job.name,
-        phase=JobPhase.PREPARING,
-        reason=f"attempt {number}: preparing {counted(len(slots), 'node')}",
-        current=Attempt(number, slots, placement=placement, checks=job.current.next_checks),
-        waits_as="",
-        spares=tuple(name for name in job.spares if name not in used),
-        attempts=(*job.attempts, AttemptRecord(number, slots, draft.now_s)),
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.PREPARING,
+            reason=f"attempt {number}: preparing {counted(len(slots), 'node')}",
+            current=Attempt(number, slots, placement=placement, checks=job.current.next_checks),
+            waits_as="",
+            spares=tuple(name for name in job.spares if name not in used),
+            attempts=(*job.attempts, AttemptRecord(number, slots, draft.now_s)),
+        )
     )
     newcomers = [p.node for p in parts if before and p.node not in before]
     for name in newcomers:
         if name in job.spares:
             draft.log(
-                "SPARE_ASSIGNED", f"spare {name} takes over", subject=f"nodes/{name}",
-                job=job.name, attempt=number, policy="placement",
-            )  # fmt: skip
+                "SPARE_ASSIGNED",
+                f"spare {name} takes over",
+                subject=f"nodes/{name}",
+                job=job.name,
+                attempt=number,
+                policy="placement",
+            )
     where = "; ".join(f"{p.node}: ranks {p.ranks[0]}-{p.ranks[-1]}" for p in parts[:16])
     draft.log(
-        "PLACED", f"placed on {where} ({decision.why})", subject=f"jobs/{job.name}",
-        job=job.name, attempt=number, policy=decision.kind.lower(),
-    )  # fmt: skip
+        "PLACED",
+        f"placed on {where} ({decision.why})",
+        subject=f"jobs/{job.name}",
+        job=job.name,
+        attempt=number,
+        policy=decision.kind.lower(),
+    )
     draft.log(
-        "ATTEMPT_PREPARING", f"attempt {number}: its nodes reserve devices and check themselves",
-        subject=f"jobs/{job.name}", job=job.name, attempt=number,
-    )  # fmt: skip
+        "ATTEMPT_PREPARING",
+        f"attempt {number}: its nodes reserve devices and check themselves",
+        subject=f"jobs/{job.name}",
+        job=job.name,
+        attempt=number,
+    )
 
 
 def waiting(what: str, stop_reason: str) -> str:
@@ -210,16 +226,20 @@ def _wait(draft: Draft, job: Job, decision: Decision) -> None:
     """
     reason = waiting(decision.why, job.stop_reason)
     if reason != job.reason:
-        job = draft.job(job.name, reason=reason)
+        job = draft.put_job(replace(draft.jobs[job.name], reason=reason))
     if decision.kind is Kind.WAIT and job.spares:
-        draft.job(job.name, spares=())  # it holds nothing, and others may have them
+        draft.put_job(
+            replace(draft.jobs[job.name], spares=())
+        )  # it holds nothing, and others may have them
     if job.waits_as != decision.kind and draft.now_s - job.updated_at_s >= RECHECK_S:
-        draft.job(job.name, waits_as=decision.kind.value)
-        draft.log(
-            "JOB_WAITS", decision.why, subject=f"jobs/{job.name}", job=job.name,
-            attempt=job.attempt, policy=decision.kind.lower(),
+        draft.put_job(replace(draft.jobs[job.name], waits_as=decision.kind.value))
+        draft.log_job(
+            job,
+            "JOB_WAITS",
+            decision.why,
+            policy=decision.kind.lower(),
             outcome=f"held for it: {', '.join(decision.nodes[:16])}" if decision.nodes else "",
-        )  # fmt: skip
+        )
 
 
 def _drop_spares(draft: Draft, serves: Callable[[Draft, str], bool]) -> None:
@@ -227,7 +247,7 @@ def _drop_spares(draft: Draft, serves: Callable[[Draft, str], bool]) -> None:
     for job in draft.jobs.values():
         kept = tuple(name for name in job.spares if serves(draft, name))
         if kept != job.spares:
-            draft.job(job.name, spares=kept)
+            draft.put_job(replace(draft.jobs[job.name], spares=kept))
 
 
 def _may_work(draft: Draft, name: str) -> bool:
@@ -260,7 +280,7 @@ def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
                 del left[name]
             kept = (*kept, *found)
         if kept != job.spares:
-            draft.job(job.name, spares=kept)
+            draft.put_job(replace(draft.jobs[job.name], spares=kept))
         _say_shortage(draft, draft.jobs[job.name])
 
 
@@ -284,18 +304,19 @@ def _say_shortage(draft: Draft, job: Job) -> None:
     missing = max(0, wanted - len(job.spares))
     if missing > job.current.spares_short:
         recovery = job.config.recovery
-        draft.log(
+        draft.log_job(
+            job,
             "SPARES_SHORT",
             f"{len(job.spares)} of {counted(wanted, 'spare')} stand by: with "
             f"{counted(len(job.slots), 'node')} and "
             f"repairs of {counted(recovery.repair_hours, 'hour')} so many suffice with a "
             "probability of "
             f"{recovery.spare_probability:g}",
-            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="spares",
+            policy="spares",
             outcome="training continues; the next lost node may leave the job waiting",
-        )  # fmt: skip
+        )
     if missing != job.current.spares_short:
-        draft.attempt(job.name, spares_short=missing)
+        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, spares_short=missing))
 
 
 def _found(draft: Draft, job: Job, missing: int, left: Mapping[str, Candidate]) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def pages_read(draft: Draft, event: PagesRead) -> None:
         node = draft.nodes.get(found.node)
         if node is not None and node.report is not None and _counts(found, node):
             report = replace(node.report, statuses=found.statuses)
-            draft.node(node.name, report=report, beat_at_s=found.at_s)
+            draft.put_node(replace(draft.nodes[node.name], report=report, beat_at_s=found.at_s))
 
 
 def _counts(found: RankPages, node: Node) -> bool:
@@ -125,7 +125,9 @@ def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
         return False  # of this standstill there is a line
     conclude(draft, job, found, what, reason="HANG_SUSPECTED", rule="hang")
     if not enforced:
-        draft.attempt(job.name, observed_hang_s=since_s(job))
+        draft.put_attempt(
+            job.name, replace(draft.jobs[job.name].current, observed_hang_s=since_s(job))
+        )
     return enforced
 
 
@@ -142,12 +144,17 @@ def conclude(
     between = f"; {lost[0]}" if lost else ""
     message = f"{what}: {named}{more}{between}"
     enforced = draft.enforced(rule)
-    draft.log(
-        reason, message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy=rule, mode="ENFORCE" if enforced else "OBSERVE", evidence=_evidence(guilty, found),
-        outcome="the attempt ends and all its nodes check themselves" if enforced
+    draft.log_job(
+        job,
+        reason,
+        message,
+        policy=rule,
+        mode="ENFORCE" if enforced else "OBSERVE",
+        evidence=_evidence(guilty, found),
+        outcome="the attempt ends and all its nodes check themselves"
+        if enforced
         else "nothing: the rule is observed",
-    )  # fmt: skip
+    )
     if enforced:
         # Suspects on several nodes have a common cause, which is none of these nodes.
         blamed = guilty[0].node if len({view.node for view in guilty}) == 1 else ""
@@ -207,13 +214,19 @@ def without_workers(draft: Draft, job: Job) -> Job:
         Evidence("liveness", f"nodes/{name}", node.liveness if node is not None else "unknown")
         for name, node in states
     )
-    draft.log(
-        "WORKERS_MISSING", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy="no-workers", mode="ENFORCE" if enforced else "OBSERVE", evidence=evidence,
+    draft.log_job(
+        job,
+        "WORKERS_MISSING",
+        message,
+        policy="no-workers",
+        mode="ENFORCE" if enforced else "OBSERVE",
+        evidence=evidence,
         outcome="the attempt ends" if enforced else "nothing: the rule is observed",
-    )  # fmt: skip
+    )
     if not enforced:
-        return draft.attempt(job.name, observed_hang_s=since_s(job))
+        return draft.put_attempt(
+            job.name, replace(draft.jobs[job.name].current, observed_hang_s=since_s(job))
+        )
     fault = Fault(FaultKind.DEADLINE, "", draft.now_s, message, hard=False)
     return draft.fault(job.name, fault)
 
@@ -334,7 +347,7 @@ def blame_by_records(draft: Draft, job: Job) -> Job:
     faults = tuple(
         _completed(fault, node, said) if _is_open(fault) else fault for fault in job.current.faults
     )
-    return draft.attempt(job.name, faults=faults)
+    return draft.put_attempt(job.name, replace(draft.jobs[job.name].current, faults=faults))
 
 
 def _is_open(fault: Fault) -> bool:
@@ -387,10 +400,14 @@ def write_stacks(draft: Draft, job: Job) -> None:
         text += f"; NCCL's records: {said.sentence.rstrip('.')}"
         evidence += record_evidence(job, said)
     subject = f"jobs/{job.name}"
-    draft.log(
-        STACKS_REASON, text, subject=subject, job=job.name, attempt=job.attempt, evidence=evidence,
+    draft.log_job(
+        job,
+        STACKS_REASON,
+        text,
+        subject=subject,
+        evidence=evidence,
         outcome="nothing: evidence for people",
-    )  # fmt: skip
+    )
 
 
 def _stacks(draft: Draft, job: Job) -> dict[int, tuple[str, str]]:

@@ -42,7 +42,7 @@ def stood(draft: Draft, event: TrafficStood) -> None:
         return  # a node is silent: that decides
     hang.conclude(draft, job, found, event.sentence, reason="TRAFFIC_STOPPED", rule=TRAFFIC)
     seen = replace(draft.jobs[job.name].current.traffic, stood_since_s=since_s)
-    draft.attempt(job.name, traffic=seen)
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, traffic=seen))
 
 
 def changed(draft: Draft, event: TrafficChanged) -> None:
@@ -53,20 +53,31 @@ def changed(draft: Draft, event: TrafficChanged) -> None:
     seen = job.current.traffic
     if event.kind not in _REASONS:
         if seen.unseen != event.sentence:
-            draft.attempt(job.name, traffic=replace(seen, unseen=event.sentence))
+            draft.put_attempt(
+                job.name,
+                replace(draft.jobs[job.name].current, traffic=replace(seen, unseen=event.sentence)),
+            )
         return
     if seen.changes >= MAX_CHANGES:
         return
-    draft.attempt(job.name, traffic=replace(seen, changes=seen.changes + 1, unseen=""))
-    draft.log(
-        _REASONS[event.kind], event.sentence, subject=f"jobs/{job.name}", job=job.name,
-        attempt=job.attempt, policy=TRAFFIC, mode="OBSERVE",
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current, traffic=replace(seen, changes=seen.changes + 1, unseen="")
+        ),
+    )
+    draft.log_job(
+        job,
+        _REASONS[event.kind],
+        event.sentence,
+        policy=TRAFFIC,
+        mode="OBSERVE",
         evidence=tuple(
             Evidence("counters", f"nodes/{name}", event.source)
             for name in (event.nodes or tuple(slot.node for slot in job.slots))[:MAX_NODES]
         ),
         outcome="the job goes on: look at its network, or at what its steps wait for",
-    )  # fmt: skip
+    )
 
 
 def describe(job: Job) -> str:

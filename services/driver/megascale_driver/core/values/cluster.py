@@ -483,11 +483,17 @@ def desired_of(node: Node, job: Job | None) -> Desired:
     if job.phase is JobPhase.PREPARING:
         return Desired(DesiredPhase.PREPARE, job.name, job.attempt, checks=job.current.checks)
     return Desired(
-        DesiredPhase.START, job.name, job.attempt, job.current.store_endpoint, job.current.restore,
-        job.current.committer_endpoint, _profile_on(node.name, job),
-        job.current.replica_orders.of(node.name, slot.ranks), job.current.failure_count,
+        DesiredPhase.START,
+        job.name,
+        job.attempt,
+        job.current.store_endpoint,
+        job.current.restore,
+        job.current.committer_endpoint,
+        _profile_on(node.name, job),
+        job.current.replica_orders.of(node.name, slot.ranks),
+        job.current.failure_count,
         leave_id(job),
-    )  # fmt: skip
+    )
 
 
 def leave_id(job: Job) -> str:
