@@ -34,16 +34,9 @@ from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.process import child_environment, stat_fields
 from megascale_common.service.channel import read_or_create_token
 from megascale_driver.core.values.attempt import Attempt, NodeSlot
+from megascale_driver.core.values.cluster import Cluster, Device, Identity, Node
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import (
-    AttemptRecord,
-    Cluster,
-    Device,
-    Identity,
-    Job,
-    JobPhase,
-    Node,
-)
+from megascale_driver.core.values.job import AttemptRecord, Job, JobPhase
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.store import LEADER_KEY, Store
 from megascale_job import loading

@@ -14,8 +14,8 @@ from tests.harness.simulated_cluster import demo_job
 
 from megascale_cli.planning import plan_job
 from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted
-from megascale_driver.core.values.state import AttemptPhase
 from megascale_driver.placement.fit import Capacity, warnings
 from megascale_driver.placement.gang import Candidate
 from megascale_job import loading

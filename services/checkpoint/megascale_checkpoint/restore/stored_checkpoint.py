@@ -26,13 +26,16 @@ from megascale_job.sizes.read_plan import (
     PARAMETER,
     START,
     STOP,
+    DoesNotFit,
     Parameter,
+    Read,
+    Rounds,
     Runs,
+    check_placed,
     join,
+    plan_reads,
     runs_of,
 )
-from megascale_job.sizes.read_plan import DoesNotFit, check_placed, plan_reads
-from megascale_job.sizes.read_plan import Read, Rounds
 
 
 class StoredCheckpoint:

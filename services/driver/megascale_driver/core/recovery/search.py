@@ -25,18 +25,16 @@ from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import blame, breaker, job_faults
 from megascale_driver.core.nodes import nodes
 from megascale_driver.core.values.attempt import FaultKind, Searching, SearchLog
-from megascale_driver.core.values.candidates import usable
-from megascale_driver.core.values.events import Evidence
-from megascale_driver.core.values.group_events import CheckGroup, GroupChecked, GroupMember
-from megascale_driver.core.values.state import (
+from megascale_driver.core.values.cluster import (
     AttemptPhase,
     Device,
     Disposition,
-    Job,
-    JobPhase,
     Liveness,
     Node,
+    usable,
 )
+from megascale_driver.core.values.events import CheckGroup, Evidence, GroupChecked, GroupMember
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job.visible import agreed, counted
 
 MAX_NAMED = 8
@@ -51,7 +49,9 @@ def goes_on(draft: Draft, job: Job) -> bool:
         return False
     if not culprit_unknown(job):
         if found is not None:
-            draft.attempt(job.name, searching=replace(found, over=True))
+            draft.put_attempt(
+                job.name, replace(draft.jobs[job.name].current, searching=replace(found, over=True))
+            )
         return False
     if found is None:
         return _resume(draft, job) or _begin(draft, job)
@@ -102,11 +102,13 @@ def checked(draft: Draft, event: GroupChecked) -> None:
         details={**found.details, **event.details},
     )
     if found.missing:
-        draft.attempt(job.name, searching=found)
+        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, searching=found))
         return
     log = job.current.search_log
     rounds = (*log.rounds, taken(found.search, found.answers))
-    job = draft.attempt(job.name, search_log=replace(log, rounds=rounds))
+    job = draft.put_attempt(
+        job.name, replace(draft.jobs[job.name].current, search_log=replace(log, rounds=rounds))
+    )
     search = advance(found.search, found.answers)
     found = replace(found, search=search, answers={}, round_at_s=draft.now_s)
     if search.over:
@@ -123,15 +125,16 @@ def _begin(draft: Draft, job: Job) -> bool:
     search = begin(able, helpers)
     begun_at_s = job.current.search_log.begun_at_s or draft.now_s
     log = SearchLog(tuple(able), tuple(helpers), begun_at_s)
-    draft.attempt(job.name, search_log=log)
-    draft.log(
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, search_log=log))
+    draft.log_job(
+        job,
         "GROUP_CHECK_STARTED",
         f"no fault of attempt {job.attempt} names a node: {counted(len(able), 'node')} check "
         "each other in "
         "groups",
-        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="group-check",
+        policy="group-check",
         outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s",
-    )  # fmt: skip
+    )
     _ask(draft, draft.jobs[job.name], Searching(search, begun_at_s, draft.now_s))
     return True
 
@@ -146,13 +149,14 @@ def _resume(draft: Draft, job: Job) -> bool:
         slot = job.slot_of(name)
         if not _able(draft.nodes.get(name), slot.incarnation if slot is not None else ""):
             return False
-    draft.log(
+    draft.log_job(
+        job,
         "GROUP_CHECK_STARTED",
         f"a new leader goes on with round {search.rounds} of the checks that "
         f"{counted(len(log.nodes), 'node')} of attempt {job.attempt} do in groups",
-        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="group-check",
+        policy="group-check",
         outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s in all",
-    )  # fmt: skip
+    )
     _ask(draft, draft.jobs[job.name], Searching(search, log.begun_at_s, draft.now_s))
     return True
 
@@ -175,11 +179,13 @@ def _ask(draft: Draft, job: Job, found: Searching) -> None:
     """Have the groups of the present round checked, all at once."""
     running = found.search.running
     found = replace(found, missing=frozenset(range(len(running))))
-    draft.attempt(job.name, searching=found)
-    draft.job(
-        job.name,
-        reason=f"attempt {job.attempt} has stopped: {job.stop_reason}; its nodes check each other "
-        f"(round {found.search.rounds})",
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, searching=found))
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            reason=f"attempt {job.attempt} has stopped: {job.stop_reason}; its nodes check each "
+            f"other (round {found.search.rounds})",
+        )
     )
     for index, group in enumerate(running):
         members = tuple(_member(draft, job, name) for name in group)
@@ -195,17 +201,21 @@ def _member(draft: Draft, job: Job, name: str) -> GroupMember:
 def _conclude(draft: Draft, job: Job, found: Searching, given_up: str) -> None:
     """Act on what was found, and say it; ``given_up``: why the search did not come to its end."""
     search = found.search
-    draft.attempt(job.name, searching=replace(found, over=True))
+    draft.put_attempt(
+        job.name, replace(draft.jobs[job.name].current, searching=replace(found, over=True))
+    )
     for name in search.bad:
         _evict(draft, draft.jobs[job.name], found, name)
     for one, other in search.links:
         _say_link(draft, job, one, other)
     suspects = tuple(name for name in search.suspects if name not in search.bad)
-    draft.log(
-        "GROUP_CHECK_ENDED", _result(search, suspects, given_up),
-        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="group-check",
+    draft.log_job(
+        job,
+        "GROUP_CHECK_ENDED",
+        _result(search, suspects, given_up),
+        policy="group-check",
         outcome="the next attempt follows" if job.after_stop is JobPhase.QUEUED else "the job ends",
-    )  # fmt: skip
+    )
     if suspects and not search.bad:
         _over_evict(draft, draft.jobs[job.name], suspects)
 
@@ -236,22 +246,29 @@ def _evict(draft: Draft, job: Job, found: Searching, name: str) -> None:
     if breaker.allows(draft, name, nodes.GROUP_CHECK):
         nodes.quarantine(draft, name, message, policy=nodes.GROUP_CHECK, evidence=evidence)
         return
-    draft.log(
-        "NODE_EVICTED", f"node {name} is not evicted: {message}", subject=f"nodes/{name}",
-        job=job.name, attempt=job.attempt, policy=nodes.GROUP_CHECK, mode="OBSERVE",
-        evidence=evidence, outcome="nothing: the rule is observed, or the breaker has tripped",
-    )  # fmt: skip
+    draft.log_job(
+        job,
+        "NODE_EVICTED",
+        f"node {name} is not evicted: {message}",
+        subject=f"nodes/{name}",
+        policy=nodes.GROUP_CHECK,
+        mode="OBSERVE",
+        evidence=evidence,
+        outcome="nothing: the rule is observed, or the breaker has tripped",
+    )
 
 
 def _say_link(draft: Draft, job: Job, one: str, other: str) -> None:
-    draft.log(
+    draft.log_job(
+        job,
         "LINK_SUSPECTED",
         f"nodes {one} and {other} fail together, and each passes with others: the network between "
         "them is broken",
-        subject=f"nodes/{one}", job=job.name, attempt=job.attempt, policy="group-check",
+        subject=f"nodes/{one}",
+        policy="group-check",
         evidence=(Evidence("group-check", f"nodes/{other}", f"with {one}"),),
         outcome="no node is evicted for it: look at the network between them, or evict one",
-    )  # fmt: skip
+    )
 
 
 def _over_evict(draft: Draft, job: Job, suspects: tuple[str, ...]) -> None:
@@ -269,14 +286,18 @@ def _over_evict(draft: Draft, job: Job, suspects: tuple[str, ...]) -> None:
     elif not all(breaker.allows(draft, name, "over-eviction") for name in suspects):
         enforced, outcome = False, "nothing: the breaker has tripped"
     if enough and enforced:
-        draft.job(job.name, evicted=tuple(dict.fromkeys((*job.evicted, *suspects))))
-    draft.log(
-        "GROUP_OVER_EVICTED", message, subject=f"jobs/{job.name}", job=job.name,
-        attempt=job.attempt, policy="over-eviction",
+        draft.put_job(
+            replace(draft.jobs[job.name], evicted=tuple(dict.fromkeys((*job.evicted, *suspects))))
+        )
+    draft.log_job(
+        job,
+        "GROUP_OVER_EVICTED",
+        message,
+        policy="over-eviction",
         mode="ENFORCE" if enough and enforced else "OBSERVE",
         evidence=tuple(Evidence("suspect", f"nodes/{n}") for n in suspects[:MAX_NAMED]),
         outcome=outcome,
-    )  # fmt: skip
+    )
 
 
 def _standing_by(draft: Draft, job: Job) -> int:

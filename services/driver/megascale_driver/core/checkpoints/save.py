@@ -7,12 +7,13 @@ not saved, and one for each power of ten of skipped snapshots.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megascale_driver.core.checkpoints import replicas
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.values.checkpoint_progress import Progress
-from megascale_driver.core.values.conditions import CheckpointFailure, Condition, ConditionType
+from megascale_driver.core.values.cluster import CheckpointFailure, Node, Progress, Report
 from megascale_driver.core.values.events import Evidence, utc
-from megascale_driver.core.values.state import Job, JobPhase, Node, Report
+from megascale_driver.core.values.job import Condition, ConditionType, Job, JobPhase
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.parameter_table import checkpoint_bytes
 
@@ -35,27 +36,33 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
     if not job.config.checkpoint.uri or _saved(job):
         return JobPhase.SUCCEEDED, done
     if not job.current.finished_at_s:
-        job = draft.attempt(job.name, finished_at_s=draft.now_s)
+        job = draft.put_attempt(
+            job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
+        )
     reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
     if any(report is not None and not report.failure for report in reports):
         # A worker saw the commit, and its node's progress shows it with the next heartbeat. A
         # daemon that was restarted since then no longer has a record of it.
         if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
             return None
-        draft.job(
-            job.name,
-            committed_step=steps,
-            committed_by_attempt=job.attempt,
-            committed_at_s=draft.now_s,
-            conditions=without_failing(job),
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                committed_step=steps,
+                committed_by_attempt=job.attempt,
+                committed_at_s=draft.now_s,
+                conditions=without_failing(job),
+            )
         )
         return JobPhase.SUCCEEDED, done
     why = f"the checkpoint of step {steps} was not saved: {_cause(job, reports)}"
     if job.config.checkpoint.require_final:
-        draft.job(job.name, conditions=without_failing(job))  # the reason says it all
+        draft.put_job(
+            replace(draft.jobs[job.name], conditions=without_failing(job))
+        )  # the reason says it all
         return JobPhase.FAILED, f"{done}, but {why}"
     condition = Condition(ConditionType.NOT_SAVED, "FINAL_CHECKPOINT_FAILED", why, draft.now_s)
-    draft.job(job.name, conditions=(*without_failing(job), condition))
+    draft.put_job(replace(draft.jobs[job.name], conditions=(*without_failing(job), condition)))
     return JobPhase.SUCCEEDED, f"{done}, but {why}"
 
 
@@ -72,11 +79,13 @@ def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[Jo
         return JobPhase.FAILED, text
     if restore.source is RestoreSource.MEMORY:
         return None  # its workers still have to commit it
-    draft.job(
-        job.name,
-        committed_step=restore.step,
-        committed_by_attempt=restore.written_by_attempt,
-        manifest_uri=restore.manifest_uri,
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            committed_step=restore.step,
+            committed_by_attempt=restore.written_by_attempt,
+            manifest_uri=restore.manifest_uri,
+        )
     )
     text = f"{_all_done(steps)}: attempt {restore.written_by_attempt} has saved the last"
     return JobPhase.SUCCEEDED, _nothing_left(job) if is_earlier(job, restore) else text
@@ -178,24 +187,27 @@ def _failed(draft: Draft, node: str, job: Job, progress: Progress) -> None:
     if (failure.attempt, failure.step) <= job.failed_checkpoint:
         return  # another rank of the same step, or a repetition
     in_a_row = job.failed_checkpoints + 1 if job.failed_since_step == job.committed_step else 1
-    draft.job(
-        job.name,
-        conditions=_failing(draft, job, failure),
-        failed_checkpoint=(failure.attempt, failure.step),
-        failed_checkpoints=in_a_row,
-        failed_since_step=job.committed_step,
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            conditions=_failing(draft, job, failure),
+            failed_checkpoint=(failure.attempt, failure.step),
+            failed_checkpoints=in_a_row,
+            failed_since_step=job.committed_step,
+        )
     )
     if in_a_row > FIRST_FAILURES and not _power_of_ten(in_a_row - 1, in_a_row):
         return
     last = failure.step >= job.config.training.steps
-    draft.log(
+    draft.log_job(
+        job,
         "CHECKPOINT_FAILED",
         f"the checkpoint of step {failure.step} was not saved by rank {failure.rank} on {node}: "
         f"{failure.error[:MAX_CAUSE]} ({in_a_row} in a row)",
-        subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+        actor=f"nodes/{node}",
         evidence=(Evidence("persist-error", f"nodes/{node}", failure.error[:MAX_CAUSE]),),
         outcome=_what_follows(job, last),
-    )  # fmt: skip
+    )
 
 
 def _failing(draft: Draft, job: Job, failure: CheckpointFailure) -> tuple[Condition, ...]:
@@ -241,18 +253,19 @@ def _damaged(draft: Draft, node: str, job: Job, progress: Progress) -> None:
         if key in known or found.attempt > job.attempt:
             continue
         known = (*known, key)[-KEPT_DAMAGED:]
-        draft.log(
+        draft.log_job(
+            job,
             "SNAPSHOT_DAMAGED",
             f"the snapshot of step {found.step} in the memory of {node} is damaged (rank "
             f"{found.rank}): {found.error[:MAX_CAUSE]}",
-            subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+            actor=f"nodes/{node}",
             policy="checksum",
             evidence=(Evidence("checksum", f"nodes/{node}", found.error[:MAX_CAUSE]),),
             outcome="nothing restores from it: the stored copy of the step is used, else an older "
             "checkpoint",
-        )  # fmt: skip
+        )
     if known != job.damaged_snapshots:
-        draft.job(job.name, damaged_snapshots=known)
+        draft.put_job(replace(draft.jobs[job.name], damaged_snapshots=known))
 
 
 def _what_follows(job: Job, last: bool) -> str:
@@ -274,16 +287,24 @@ def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progr
         # The node's last report may be old: another one's counted until now. No step counts twice.
         count = min(count, new.skipped_step - job.current.skipped_step)
     before = job.current.skipped_snapshots
-    draft.attempt(job.name, skipped_step=new.skipped_step, skipped_snapshots=before + count)
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current,
+            skipped_step=new.skipped_step,
+            skipped_snapshots=before + count,
+        ),
+    )
     if _power_of_ten(before, before + count):
-        draft.log(
+        draft.log_job(
+            job,
             "CHECKPOINT_SKIPPED",
             f"{before + count} snapshots of attempt {job.attempt} were skipped, the newest after "
             f"step {new.skipped_step}: no slot was free on {node}, because the snapshots before "
             "are still being written",
-            subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+            actor=f"nodes/{node}",
             outcome="training continues; the next line comes at ten times as many",
-        )  # fmt: skip
+        )
 
 
 def _power_of_ten(before: int, after: int) -> bool:
@@ -297,7 +318,9 @@ def _daemon_restarted(draft: Draft, node: str, after: Report) -> None:
         "CHECKPOINT_DAEMON_RESTARTED",
         f"the checkpoint daemon of node {node} ended with status {after.daemon_exit_status} and "
         "was restarted; the snapshots and replicas in its memory are lost",
-        subject=f"nodes/{node}", job=job.name if job is not None else "", actor=f"nodes/{node}",
+        subject=f"nodes/{node}",
+        job=job.name if job is not None else "",
+        actor=f"nodes/{node}",
         attempt=job.attempt if job is not None else 0,
         outcome="training continues; the next snapshot is taken as usual" if job else "",
-    )  # fmt: skip
+    )

@@ -2,28 +2,131 @@
 
 Times are Unix seconds, taken from the events. What is stored is committed to etcd before any
 command or effect that follows from it leaves the driver
-(:mod:`megascale_driver.core.values.storing`).
+(:mod:`megascale_driver.core.values.stored_fields`).
+
+What operators have ordered once and for longer: quotas of tenants, silences of alerts.
+
+What the newest report of a platform says of a node that it does not reach. Pure.
+
+What goes wrong beside a phase: conditions of jobs, failures that nodes report, slow targets.
+
+What a node's checkpoint daemon reports of a job: snapshots, replicas, commits, failures.
+
+Nodes as placement takes them: which could start now, and what they have.
+
+The desired state of each node: a pure function of its job.
+
+Level-triggered: it says what should be, not what has happened. Sending it again is always correct,
+and a node that missed ten versions needs only the newest.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from megascale_common.node.flight_record import RankRecord
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core.values.attempt import Attempt, FailureCount, NodeSlot
-from megascale_driver.core.values.checkpoint_progress import Progress
-from megascale_driver.core.values.conditions import Condition, SlowCheck
-from megascale_driver.core.values.goodput import Ledger
-from megascale_driver.core.values.platform_sign import REACHED, PlatformSign
-from megascale_driver.core.values.replica_orders import NodeReplicaOrders
-from megascale_driver.core.values.standing import Silence, Tenant
-from megascale_driver.core.values.storing import INLINE, RIDES, SEPARATE, VOLATILE
-from megascale_job.config import JobConfig
+from megascale_driver.core.values.attempt import FailureCount, NodeReplicaOrders
+from megascale_driver.core.values.job import Job, JobPhase, TraceState
+from megascale_driver.core.values.stored_fields import VOLATILE
+from megascale_driver.placement import fit
+from megascale_driver.placement.gang import Candidate
+from megascale_driver.placement.topology import SWITCH_LABELS
 from megascale_job.restore import RestorePlan
+
+MAX_SLOW: Final = 32  # slow targets that are kept of a node
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailure:
+    """A rank's part of a checkpoint that could not be made durable, or a commit that failed."""
+
+    attempt: int
+    step: int
+    rank: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlowCheck:
+    """A target of a node that was slower than the fleet in ``check``, ``times`` in a row.
+
+    ``origin``: the attempt (JOB/NUMBER) whose checks measured it last; "" on demand.
+    """
+
+    check: str
+    target: str
+    times: int
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSnapshot:
+    """A complete snapshot of one rank in its node's staging memory."""
+
+    rank: int
+    attempt: int
+    step: int
+    layout_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Snapshots and checkpoints of one job as a node's daemon reports them."""
+
+    job: str
+    sealed: tuple[SealedSnapshot, ...] = ()
+    committed_step: int = 0
+    committed_by_attempt: int = 0
+    manifest_uri: str = ""
+    failure: CheckpointFailure | None = None
+    skipped_snapshots: int = 0
+    skipped_step: int = 0
+    skipped_by_attempt: int = 0
+    replicas: tuple[SealedSnapshot, ...] = ()
+    replica_failure: CheckpointFailure | None = None
+    damaged: tuple[CheckpointFailure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformSign:
+    """A platform does not reach the node, as of ``at_s``; ``words`` are the platform's, and whose.
+
+    ``at_s`` 0: it reaches the node, or nobody reports for a platform.
+    """
+
+    at_s: float = 0.0
+    words: str = ""
+
+
+REACHED = PlatformSign()
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What was ordered about a tenant: the devices that its jobs may hold at once."""
+
+    name: str
+    quota: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """An order to alert nobody of ``subject`` until a time: a node, a job, or a reason."""
+
+    subject: str
+    until_s: float
+    reason: str = ""
+    actor: str = ""
+
+
+def in_force(silences: Mapping[str, Silence], now_s: float) -> list[Silence]:
+    """Those that have not ended, by subject."""
+    return [each for _, each in sorted(silences.items()) if each.until_s > now_s]
 
 
 class Disposition(enum.StrEnum):
@@ -44,32 +147,6 @@ class Liveness(enum.StrEnum):
     DEAD = "DEAD"
 
 
-class JobPhase(enum.StrEnum):
-    """Phase of a job; the last three are terminal."""
-
-    QUEUED = "QUEUED"
-    PREPARING = "PREPARING"
-    STARTING = "STARTING"
-    RUNNING = "RUNNING"
-    STOPPING = "STOPPING"
-    SUSPENDED = "SUSPENDED"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-
-
-ACTIVE_PHASES = frozenset(
-    {JobPhase.PREPARING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING}
-)
-TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})
-# In a sentence.
-_ENDED = {
-    JobPhase.SUCCEEDED: "has succeeded",
-    JobPhase.FAILED: "has failed",
-    JobPhase.CANCELLED: "was cancelled",
-}
-
-
 class AttemptPhase(enum.StrEnum):
     """Phase of an attempt on one node, as the node reports it."""
 
@@ -88,16 +165,6 @@ class DesiredPhase(enum.StrEnum):
     IDLE = "IDLE"
     PREPARE = "PREPARE"
     START = "START"
-
-
-class TraceState(enum.StrEnum):
-    """State of a rank's trace; all but PENDING are final."""
-
-    PENDING = "PENDING"
-    WRITTEN = "WRITTEN"
-    SKIPPED = "SKIPPED"
-    FAILED = "FAILED"
-    LOST = "LOST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,160 +345,6 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptRecord:
-    """Where an attempt ran; kept for good, so that its logs can be found."""
-
-    number: int
-    slots: tuple[NodeSlot, ...]
-    opened_at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """A rank's trace. ``path`` is the file on the rank's node, written or not yet."""
-
-    rank: int
-    node: str
-    path: str
-    state: TraceState = TraceState.PENDING
-    size_bytes: int = 0
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Steps of one attempt that chosen ranks trace, both ends included.
-
-    A rank that reaches the first step after ``not_after_s`` skips the trace.
-    """
-
-    id: str
-    attempt: int
-    first_step: int
-    last_step: int
-    not_after_s: float
-    traces: tuple[Trace, ...] = ()
-
-    @property
-    def pending(self) -> bool:
-        """Whether a trace is still missing."""
-        return any(trace.state is TraceState.PENDING for trace in self.traces)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A job and its newest attempt. ``after_stop`` is the phase that follows STOPPING."""
-
-    name: str
-    config: JobConfig = field(metadata=SEPARATE)
-    spec_revision: int = 1
-    phase: JobPhase = JobPhase.QUEUED
-    reason: str = ""
-    created_at_s: float = 0.0
-    updated_at_s: float = 0.0
-    log_seq: int = 0
-    # The newest attempt. Its fields are stored among those of the job.
-    current: Attempt = field(default_factory=Attempt, metadata=INLINE)
-    # How a queued job waits, a megascale_driver.placement.queue_values.Kind; "" if not decided yet.
-    waits_as: str = ""
-    spares: tuple[str, ...] = ()
-    evicted: tuple[str, ...] = ()
-    attempts: tuple[AttemptRecord, ...] = field(default=(), metadata=SEPARATE)
-    # The newest attempt that was opened by hand, or before the job was submitted.
-    opened_elsewhere: int = 0
-    refused_steps: tuple[int, ...] = ()
-    after_stop: JobPhase = JobPhase.QUEUED
-    stop_reason: str = ""
-    restarts: int = 0
-    restarts_without_progress: int = 0
-    node_failures: Mapping[str, int] = field(default_factory=dict)
-    # When restarts were counted, by cause, within the window of their budget.
-    restart_times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    # No attempt is placed before: the back-off after attempts that failed alike.
-    not_before_s: float = 0.0
-    # Since the last progress: roots with their nodes, attempts by failure, those out of memory.
-    roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    repeats: Mapping[str, int] = field(default_factory=dict)
-    out_of_memory: int = 0
-    # Highest step that was known when the last restart was counted.
-    progress_mark: int = 0
-    committed_step: int = 0
-    committed_by_attempt: int = 0
-    committed_at_s: float = 0.0
-    manifest_uri: str = ""
-    conditions: tuple[Condition, ...] = ()
-    # The newest (attempt, step) whose checkpoint failed, how many did in a row, after which step.
-    failed_checkpoint: tuple[int, int] = (0, 0)
-    failed_checkpoints: int = 0
-    failed_since_step: int = 0
-    # (attempt, step, rank) of damaged snapshots that have a line in the log.
-    damaged_snapshots: tuple[tuple[int, int, int], ...] = ()
-    # The configuration of the next attempt as canonical JSON; "" if it stays.
-    pending_spec: str = ""
-    rollbacks: tuple[Rollback, ...] = ()
-    # The newest profile requested, of this attempt or an earlier one.
-    profile: Profile | None = None
-    # When the fields that ride were last stored for their own sake (core.accounting).
-    marked_at_s: float = 0.0
-    best_step: int = field(default=0, metadata=RIDES)  # newest of all attempts
-    # The newest step record, by the names of its fields on the wire; empty before the first.
-    last_record: Mapping[str, float] = field(default_factory=dict, metadata=RIDES)
-    # All zero if a build without goodput has stored the job.
-    goodput: Ledger = field(default_factory=Ledger, metadata=RIDES)
-    # Time per step between step records, the newest ones of all attempts.
-    step_times: tuple[float, ...] = field(default=(), metadata=RIDES)
-    # When the clock of the current phase started; a new leader restarts it.
-    timer_s: float = field(default=0.0, metadata=VOLATILE)
-
-    @property
-    def attempt(self) -> int:
-        """Number of the newest attempt; 0 before the first."""
-        return self.current.number
-
-    @property
-    def slots(self) -> tuple[NodeSlot, ...]:
-        """Slots of the newest attempt."""
-        return self.current.slots
-
-    @property
-    def active(self) -> bool:
-        """Whether an attempt is in progress."""
-        return self.phase in ACTIVE_PHASES
-
-    @property
-    def terminal(self) -> bool:
-        """Whether the job has ended."""
-        return self.phase in TERMINAL_PHASES
-
-    @property
-    def state(self) -> str:
-        """Its phase in a sentence: the job ..."""
-        return _ENDED.get(self.phase) or f"is {self.phase.lower()}"
-
-    @property
-    def after_stop_ends(self) -> bool:
-        """Whether the job ends with the stop of its attempt."""
-        return self.after_stop in TERMINAL_PHASES
-
-    def abandoned(self, step: int, attempt: int) -> bool:
-        """Whether a state lies on a branch that an operator gave up."""
-        for back in reversed(self.rollbacks):
-            if (step, attempt) == (back.step, back.written_by):
-                break
-            if attempt <= back.attempt and step > back.step:
-                return True
-        return False
-
-    def went_back(self, attempt: int) -> bool:
-        """Whether somebody has ordered to go back in this attempt, or after it."""
-        return bool(self.rollbacks) and attempt <= self.rollbacks[-1].attempt
-
-    def slot_of(self, node: str) -> NodeSlot | None:
-        """The node's slot in the attempt, if it has one."""
-        return self.current.slot_of(node)
-
-
-@dataclass(frozen=True, slots=True)
 class SwitchTrip:
     """A switch of which many nodes went silent at once; ``lost``: they are given up together."""
 
@@ -447,15 +360,6 @@ class Root:
     at_s: float
     node: str
     fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rollback:
-    """An order to go back to ``step`` of ``written_by``: nothing older above it is restored."""
-
-    step: int
-    attempt: int
-    written_by: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,3 +421,97 @@ class Cluster:
             (job for job in self.jobs.values() if job.active and job.slot_of(node) is not None),
             None,
         )
+
+
+IDLE = Desired()
+
+
+def candidate(node: Node) -> Candidate:
+    """A node as placement takes it: name, devices, their kind, switches."""
+    kinds = {device.kind for device in node.identity.devices}
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    devices = tuple(device.index for device in node.identity.devices)
+    switch, *above = (node.identity.topology.get(label, "") for label in SWITCH_LABELS)
+    return Candidate(node.name, kind, devices, switch, tuple(above) if any(above) else ())
+
+
+def capacities(nodes: Iterable[Node]) -> list[fit.Capacity]:
+    """The nodes that have ever reported devices, as placement.fit takes them."""
+    return [
+        fit.Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
+        for node in nodes
+        if node.identity.devices
+    ]
+
+
+def usable(node: Node) -> bool:
+    """Whether a new attempt may use the node: alive, schedulable, and idle by its own report.
+
+    The last two conditions are both needed: the report may be from before the node was given work,
+    and a node that was given up may be IDLE by its desired state and still run workers.
+    """
+    return (
+        node.disposition is Disposition.SCHEDULABLE
+        and node.liveness is Liveness.ALIVE
+        and node.connected
+        and node.report is not None
+        and node.report.phase is AttemptPhase.IDLE
+        and node.desired == IDLE
+    )
+
+
+def promising(node: Node) -> bool:
+    """Whether the node is usable, or will be once its work has ended or it answers again."""
+    return (
+        node.disposition is Disposition.SCHEDULABLE
+        and node.liveness is not Liveness.DEAD
+        and bool(node.identity.devices)
+    )
+
+
+def desired_of(node: Node, job: Job | None) -> Desired:
+    """The desired state of ``node``, held by an attempt of ``job`` or idle.
+
+    A node whose agent restarted since the attempt was placed is IDLE: its workers are gone, and the
+    attempt is about to end.
+    """
+    slot = job.slot_of(node.name) if job is not None else None
+    if job is None or slot is None or job.phase is JobPhase.STOPPING:
+        return IDLE
+    if node.identity.incarnation != slot.incarnation:
+        return IDLE
+    if job.phase is JobPhase.PREPARING:
+        return Desired(DesiredPhase.PREPARE, job.name, job.attempt, checks=job.current.checks)
+    return Desired(
+        DesiredPhase.START,
+        job.name,
+        job.attempt,
+        job.current.store_endpoint,
+        job.current.restore,
+        job.current.committer_endpoint,
+        _profile_on(node.name, job),
+        job.current.replica_orders.of(node.name, slot.ranks),
+        job.current.failure_count,
+        leave_id(job),
+    )
+
+
+def leave_id(job: Job) -> str:
+    """Id of the order to save and end, while it stands."""
+    leaving = job.current.leaving
+    return f"{leaving.kind.lower()}-{leaving.since_s:.3f}" if leaving is not None else ""
+
+
+def _profile_on(node: str, job: Job) -> ProfileCommand | None:
+    """The node's part in the attempt's profile, while traces of its ranks are pending."""
+    profile = job.profile
+    if profile is None or profile.attempt != job.attempt:
+        return None
+    ranks = tuple(
+        t.rank for t in profile.traces if t.node == node and t.state is TraceState.PENDING
+    )
+    if not ranks:
+        return None
+    return ProfileCommand(
+        profile.id, profile.first_step, profile.last_step, ranks, profile.not_after_s
+    )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megascale_driver.core.values.state import Job, Report
+from megascale_driver.core.values.cluster import Report
+from megascale_driver.core.values.job import Job
 from megascale_job.visible import counted
 
 MAX_ATTEMPT = 1_000_000

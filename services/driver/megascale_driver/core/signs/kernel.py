@@ -16,7 +16,8 @@ from typing import Final
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.state import Job, Node, Report
+from megascale_driver.core.values.cluster import Node, Report
+from megascale_driver.core.values.job import Job
 
 REASON: Final = "LOG_ROOT_FOUND"
 KERNEL_LOG: Final = "kernel-log"  # the policy of what follows from a fault in the kernel's log

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megascale_driver.core import unreadable
-from megascale_driver.core.draft import DRIVER, Draft
+from megascale_driver.core.draft import DRIVER, Draft, unreadable_job_on, unreadable_key
 from megascale_driver.core.values.events import DeleteRequested
-from megascale_driver.core.values.state import Job
+from megascale_driver.core.values.job import Job
 from megascale_job.visible import agreed, counted
 
 # The keys of a job are deleted together, and a job may have thousands: few jobs in one decision.
@@ -19,7 +18,7 @@ def delete(draft: Draft, event: DeleteRequested) -> None:
     One whose rows cannot be read goes as well, and its workers stop.
     """
     job = draft.jobs.get(event.job)
-    if job is None and unreadable.key_of(event.job) in draft.unreadable:
+    if job is None and unreadable_key(event.job) in draft.unreadable:
         _delete_unreadable(draft, event)
     elif job is None:
         draft.refuse("JOB_NOT_FOUND")
@@ -51,20 +50,23 @@ def _delete(draft: Draft, job: Job, why: str, actor: str) -> None:
     del draft.jobs[job.name]
     uri = job.config.checkpoint.uri
     draft.log(
-        "JOB_DELETED", f"job {job.name}, which {job.state}, is deleted: {why}",
-        subject=f"jobs/{job.name}", actor=actor, policy="retention",
-        outcome="its record and log are gone"
-        + (f"; its checkpoints stay in {uri}" if uri else ""),
-    )  # fmt: skip
+        "JOB_DELETED",
+        f"job {job.name}, which {job.state}, is deleted: {why}",
+        subject=f"jobs/{job.name}",
+        actor=actor,
+        policy="retention",
+        outcome="its record and log are gone" + (f"; its checkpoints stay in {uri}" if uri else ""),
+    )
 
 
 def _delete_unreadable(draft: Draft, event: DeleteRequested) -> None:
     """Remove the rows of a job that cannot be read, and order its nodes to be idle."""
-    key = unreadable.key_of(event.job)
+    key = unreadable_key(event.job)
     names = [
-        name for name, node in draft.nodes.items()
-        if unreadable.job_on(draft.unreadable, node) == event.job
-    ]  # fmt: skip
+        name
+        for name, node in draft.nodes.items()
+        if unreadable_job_on(draft.unreadable, node) == event.job
+    ]
     problem = draft.unreadable[key]
     draft.unreadable = {row: why for row, why in draft.unreadable.items() if row != key}
     for name in names:
@@ -73,7 +75,9 @@ def _delete_unreadable(draft: Draft, event: DeleteRequested) -> None:
     draft.log(
         "JOB_DELETED",
         f"job {event.job}, which could not be read ({problem}), is deleted: {event.reason}",
-        subject=key, actor=event.actor, policy="retention",
+        subject=key,
+        actor=event.actor,
+        policy="retention",
         outcome="its rows are gone, its checkpoints stay"
         + (f"; its workers on {where} stop" if names else ""),
-    )  # fmt: skip
+    )

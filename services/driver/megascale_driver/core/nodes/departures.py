@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megascale_driver.core.checkpoints.saving import MAX_CAUSE, without_failing
+from megascale_driver.core.checkpoints.save import MAX_CAUSE, without_failing
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.nodes import nodes, profiles
 from megascale_driver.core.values.attempt import LeaveKind, Leaving
-from megascale_driver.core.values.desired import leave_id
-from megascale_driver.core.values.state import Disposition, Job, JobPhase
+from megascale_driver.core.values.cluster import Disposition, leave_id
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job.visible import counted
 
 # Beside checkpoint.final_timeout_s, which a save may take: time for the order to reach the workers
@@ -33,27 +33,31 @@ def order(
     before = job.current.leaving
     emptied = before.nodes if before is not None else ()
     leaving = Leaving(kind, reason, actor, draft.now_s, beside, emptied)
-    job = draft.attempt(job.name, leaving=leaving)
+    job = draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=leaving))
     what = {
         LeaveKind.SUSPEND: "suspended",
         LeaveKind.RESTART: "restarted",
         LeaveKind.DRAIN: "moved to other nodes",
     }.get(kind, f"displaced by job {beside}")
-    return draft.job(
-        job.name,
-        reason=f"attempt {job.attempt} saves its state, then stops: it is {what} ({reason})",
-        spares=job.spares if kind in STAYS else (),
+    return draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            reason=f"attempt {job.attempt} saves its state, then stops: it is {what} ({reason})",
+            spares=job.spares if kind in STAYS else (),
+        )
     )
 
 
 def preempt(draft: Draft, job: Job, *, beside: str, why: str) -> None:
     """Displace a running job for ``beside``, which has a higher priority."""
     order(draft, job, LeaveKind.PREEMPT, reason=why, beside=beside)
-    draft.log(
-        "PREEMPTION_ORDERED", f"it must leave its nodes: {why}", subject=f"jobs/{job.name}",
-        job=job.name, attempt=job.attempt, policy="priority",
+    draft.log_job(
+        job,
+        "PREEMPTION_ORDERED",
+        f"it must leave its nodes: {why}",
+        policy="priority",
         outcome="it saves its state first; then it waits for nodes again",
-    )  # fmt: skip
+    )
 
 
 def ended_early(draft: Draft, job: Job) -> str | None:
@@ -68,19 +72,29 @@ def ended_early(draft: Draft, job: Job) -> str | None:
     if job.committed_step < step:
         # A worker saw the commit, and its node's progress shows it with the next heartbeat.
         if not job.current.finished_at_s:
-            job = draft.attempt(job.name, finished_at_s=draft.now_s)
+            job = draft.put_attempt(
+                job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
+            )
         if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
             return ""
-        draft.job(
-            job.name,
-            committed_step=step,
-            committed_by_attempt=job.attempt,
-            committed_at_s=draft.now_s,
-            conditions=without_failing(job),
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                committed_step=step,
+                committed_by_attempt=job.attempt,
+                committed_at_s=draft.now_s,
+                conditions=without_failing(job),
+            )
         )
     if job.current.leaving is None:  # withdrawn, but the workers had stopped by then
         why = "the order to leave was withdrawn after its workers had ended"
-        draft.attempt(job.name, leaving=Leaving(LeaveKind.RESTART, why, DRIVER, draft.now_s))
+        draft.put_attempt(
+            job.name,
+            replace(
+                draft.jobs[job.name].current,
+                leaving=Leaving(LeaveKind.RESTART, why, DRIVER, draft.now_s),
+            ),
+        )
     return f"its state after step {step} is saved"
 
 
@@ -103,7 +117,12 @@ def expire(draft: Draft, job: Job) -> None:
         _stop_unsaved(draft, job, leaving, why)
         return
     withdraw(draft, job, f"it could not save{why}")
-    draft.attempt(job.name, stays_until_s=draft.now_s + draft.policy.save_again_s)
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current, stays_until_s=draft.now_s + draft.policy.save_again_s
+        ),
+    )
 
 
 def _not_saved(draft: Draft, job: Job) -> str:
@@ -128,16 +147,34 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
     assert leaving is not None
     if leaving.nodes:
         reason = f"{', '.join(leaving.nodes)} must be emptied"
-        draft.attempt(job.name, leaving=replace(leaving, kind=LeaveKind.DRAIN, beside=""))
-        draft.job(job.name, reason=f"attempt {job.attempt} saves its state, then stops: {reason}")
+        draft.put_attempt(
+            job.name,
+            replace(
+                draft.jobs[job.name].current,
+                leaving=replace(leaving, kind=LeaveKind.DRAIN, beside=""),
+            ),
+        )
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                reason=f"attempt {job.attempt} saves its state, then stops: {reason}",
+            )
+        )
         return
-    draft.attempt(job.name, leaving=None)
-    draft.job(job.name, reason=f"attempt {job.attempt} runs on {counted(len(job.slots), 'node')}")
-    draft.log(
-        "LEAVE_WITHDRAWN", f"it stays on its nodes: {why}", subject=f"jobs/{job.name}",
-        job=job.name, attempt=job.attempt, policy=leaving.kind.lower(),
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            reason=f"attempt {job.attempt} runs on {counted(len(job.slots), 'node')}",
+        )
+    )
+    draft.log_job(
+        job,
+        "LEAVE_WITHDRAWN",
+        f"it stays on its nodes: {why}",
+        policy=leaving.kind.lower(),
         outcome="training continues",
-    )  # fmt: skip
+    )
 
 
 def stay(draft: Draft, name: str, why: str) -> None:
@@ -147,7 +184,7 @@ def stay(draft: Draft, name: str, why: str) -> None:
     if job is None or order is None or name not in order.nodes:
         return
     order = replace(order, nodes=tuple(other for other in order.nodes if other != name))
-    job = draft.attempt(job.name, leaving=order)
+    job = draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=order))
     if order.kind is LeaveKind.DRAIN and not order.nodes and job.phase is JobPhase.RUNNING:
         withdraw(draft, job, f"node {name} need not be emptied: {why}")
 
@@ -163,22 +200,33 @@ def left(draft: Draft, job: Job) -> None:
         suspended(draft, job, leaving.actor, leaving.reason)
         return
     if leaving.kind in STAYS:
-        draft.attempt(job.name, leaving=None)
-        draft.job(
-            job.name, phase=JobPhase.QUEUED, stop_reason=f"{leaving.reason}; {saved}",
-            reason=f"waiting for nodes after: {leaving.reason}; {saved}",
-        )  # fmt: skip
+        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                phase=JobPhase.QUEUED,
+                stop_reason=f"{leaving.reason}; {saved}",
+                reason=f"waiting for nodes after: {leaving.reason}; {saved}",
+            )
+        )
         return
     beside = f" by job {leaving.beside}" if leaving.beside else ""
-    draft.job(
-        job.name, phase=JobPhase.QUEUED, spares=(), stop_reason=f"displaced{beside}; {saved}",
-        reason=f"waiting for nodes after: displaced{beside}; {saved}",
-    )  # fmt: skip
-    draft.log(
-        "JOB_PREEMPTED", f"displaced{beside}; {saved}", subject=f"jobs/{job.name}",
-        job=job.name, attempt=job.attempt, policy="priority",
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.QUEUED,
+            spares=(),
+            stop_reason=f"displaced{beside}; {saved}",
+            reason=f"waiting for nodes after: displaced{beside}; {saved}",
+        )
+    )
+    draft.log_job(
+        job,
+        "JOB_PREEMPTED",
+        f"displaced{beside}; {saved}",
+        policy="priority",
         outcome="it starts again from there when there are nodes for it",
-    )  # fmt: skip
+    )
 
 
 def empty(draft: Draft, job: Job) -> None:
@@ -195,10 +243,15 @@ def _stop_unsaved(draft: Draft, job: Job, order: Leaving, how: str) -> None:
     """The order stands although the job could not save: a node that must be emptied is."""
     profiles.attempt_ends(draft, job)
     why = f"{order.reason}; it could not save{how}"
-    draft.job(
-        job.name, phase=JobPhase.STOPPING, after_stop=JobPhase.QUEUED, stop_reason=why,
-        reason=f"attempt {job.attempt} is being stopped: {why}",
-    )  # fmt: skip
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.STOPPING,
+            after_stop=JobPhase.QUEUED,
+            stop_reason=why,
+            reason=f"attempt {job.attempt} is being stopped: {why}",
+        )
+    )
 
 
 def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
@@ -206,13 +259,20 @@ def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
     saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
     # What it left must not be kept for it: an order without an attempt says that as well.
     leaving = job.current.leaving or Leaving(LeaveKind.SUSPEND, reason, actor, draft.now_s)
-    draft.job(
-        job.name, phase=JobPhase.SUSPENDED, spares=(), waits_as="",
-        current=replace(job.current, leaving=leaving),
-        reason=f"suspended by {actor}: {reason}; {saved}",
-    )  # fmt: skip
-    draft.log(
-        "JOB_SUSPENDED", f"suspended: {saved}", subject=f"jobs/{job.name}", job=job.name,
-        attempt=job.attempt, actor=actor,
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.SUSPENDED,
+            spares=(),
+            waits_as="",
+            current=replace(job.current, leaving=leaving),
+            reason=f"suspended by {actor}: {reason}; {saved}",
+        )
+    )
+    draft.log_job(
+        job,
+        "JOB_SUSPENDED",
+        f"suspended: {saved}",
+        actor=actor,
         outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it anew",
-    )  # fmt: skip
+    )

@@ -6,15 +6,13 @@ Nothing is done about it: what to do depends on the term, and a plan is a model.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.values.analysis_events import PlanCompared
 from megascale_driver.core.values.attempt import PlanVerdict
-from megascale_driver.core.values.events import (
-    Evidence,
-)
-from megascale_driver.core.values.state import JobPhase
+from megascale_driver.core.values.events import Evidence, PlanCompared
+from megascale_driver.core.values.job import JobPhase
 
 PLAN: Final = "plan"
 MAX_CHANGES = 16  # in an attempt; that many say more about the job's noise than about its plan
@@ -29,14 +27,25 @@ def compared(draft: Draft, event: PlanCompared) -> None:
     if event.slower_by == known.slower_by or known.changes >= MAX_CHANGES:
         return
     changes = known.changes + 1
-    draft.attempt(job.name, plan=PlanVerdict(event.slower_by, event.sentence, changes))
-    draft.log(
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current, plan=PlanVerdict(event.slower_by, event.sentence, changes)
+        ),
+    )
+    draft.log_job(
+        job,
         "SLOWER_THAN_PLAN" if event.slower_by else "AS_PLANNED",
-        event.sentence, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy=PLAN, mode="OBSERVE",
+        event.sentence,
+        policy=PLAN,
+        mode="OBSERVE",
         evidence=(
-            Evidence("spans", f"jobs/{job.name}/steps/{event.first_step}-{event.last_step}",
-                     event.slower_by, event.hardware),
+            Evidence(
+                "spans",
+                f"jobs/{job.name}/steps/{event.first_step}-{event.last_step}",
+                event.slower_by,
+                event.hardware,
+            ),
         ),
         outcome="the job goes on: the plan is a model, and nothing is decided from it",
-    )  # fmt: skip
+    )
