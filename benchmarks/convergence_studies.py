@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale_job.config import Fp8Config, JobConfig, from_accepted
+from megascale_job.config import Fp8Config, JobConfig
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.flops import scaled_batch
 
 VOCABULARY = 257  # bytes, and the end of a file

@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
 from megascale_job.sizes.read_plan import (

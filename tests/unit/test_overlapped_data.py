@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.harness.properties import examples
 from tests.harness.training import CPU, micro_batches, tiny_job
 
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import ParameterTable, parameter_table
 from megascale_kernels.operators import torch_operators
 from megascale_trainer import compat

@@ -14,10 +14,10 @@ from tests.harness.simulated_cluster import demo_job
 
 from megascale_cli.planning import plan_job
 from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted
-from megascale_driver.core.values.state import AttemptPhase
-from megascale_driver.placement.gang import Candidate, Capacity, warnings
-from megascale_job import config as job_config
+from megascale_driver.placement.gang import Candidate, Capacity, fit_warnings
+from megascale_job import loading
 from megascale_job.config import CheckpointConfig, JobConfig
 from megascale_job.sizes.failures import (
     advised_spares,
@@ -73,11 +73,11 @@ def test_a_job_has_the_number_that_it_gives_or_that_of_the_rule() -> None:
     assert wanted_spares(demo_job("a", spares=3), 1024, 8) == 3
     assert wanted_spares(automatic(), 1024, 8) == 4
     assert wanted_spares(automatic(), 1024, 8, device_hours=5_000.0) > 12
-    assert job_config.from_json(job_config.to_json(automatic())) == automatic()
-    refused = job_config.to_mapping(demo_job("a", spares=2))
+    assert loading.from_json(loading.to_json(automatic())) == automatic()
+    refused = loading.to_mapping(demo_job("a", spares=2))
     refused["recovery"] |= {"spares": "auto", "repair_hours": 0.0, "spare_probability": 1.0}
     with pytest.raises(Exception, match="is given, and recovery") as caught:
-        job_config.from_mapping(refused)
+        loading.from_mapping(refused)
     assert "recovery.repair_hours" in str(caught.value)
     assert "recovery.spare_probability" in str(caught.value)
 
@@ -112,6 +112,6 @@ def test_the_plan_and_the_warnings_of_a_submit_have_the_number() -> None:
     plan = plan_job(job_spec.to_proto(counted), 8, 0)
     assert (plan["spare_nodes"], plan["spare_nodes_advised"]) == (0, 2)
     known = [Capacity(Candidate(f"n{i}", "cuda", tuple(range(8)), "s"), 0) for i in range(129)]
-    assert warnings(config, known) == [
+    assert fit_warnings(config, known) == [
         "recovery.spares: auto asks for 2, and of 129 nodes known so far 1 can be spared"
     ]

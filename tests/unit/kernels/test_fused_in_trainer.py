@@ -12,7 +12,8 @@ from tests.harness.fp8_gather import GatheredRank, gathering, master_of, same_bi
 from tests.harness.kernels import DEVICE, relative_error
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import (
     ParameterTable,
     parameter_names,

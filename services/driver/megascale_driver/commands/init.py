@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from megascale_job.config import JobConfig, ParallelismConfig, from_accepted
+from megascale_job.config import JobConfig, ParallelismConfig
+from megascale_job.loading import from_accepted
 from megascale_job.names import is_dns_label
 from megascale_job.presets import MODELS, imported_model
 from megascale_job.sizes.parameter_table import parameter_table
