@@ -139,5 +139,5 @@ REASONS = {
     "megascale_cli/demo/plan:MAX_STEPS": "the demo is to end within two minutes",
     "megascale_cli/logs:MAX_LINES": "what the service gives at once",
     "megascale_client/connection:MAX_MESSAGE_BYTES": "the same limit as on the server's side",
-    "megascale_client/job_file:MAX_FILE_BYTES": "a job file has a few KiB",
+    "megascale_job/job_file:MAX_FILE_BYTES": "a job file has a few KiB",
 }

@@ -26,8 +26,8 @@ from megascale_driver.core.values.events import (
 from megascale_driver.core.values.state import AttemptPhase, JobPhase, Rollback
 from megascale_driver.wire import messages as wire
 from megascale_job.config import DataSkip, JobConfig
-from megascale_job.data_config import skipping
 from megascale_job.loading import to_json
+from megascale_job.sections.data import skipping
 
 NAN = float("nan")
 

@@ -18,7 +18,7 @@ from megascale_client import load_job, parse_job
 from megascale_driver.commands.init import job_template
 from megascale_driver.commands.models import MODELS
 from megascale_driver.commands.plan import plan_job
-from megascale_job import validation as job_validation
+from megascale_job import config as job_validation
 from megascale_job.wire import spec as job_spec
 from megascale_job.wire.fields import (
     REQUIRED,

@@ -19,7 +19,7 @@ from megascale_driver.core.values.events import (
 )
 from megascale_driver.core.values.state import Job, JobPhase
 from megascale_job import loading
-from megascale_job.data_config import skipping
+from megascale_job.sections.data import skipping
 from megascale_job.visible import counted
 
 _AT_WORK = (JobPhase.STARTING, JobPhase.RUNNING)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megascale_common.service.errors import AssignmentError, OptionError
-from megascale_job.code_checks import is_reference
 from megascale_job.names import is_dns_label
+from megascale_job.sections.code import is_reference
 
 EVERYBODY = "*"
 MAX_FILE_BYTES = 256 << 10  # some thousand references
