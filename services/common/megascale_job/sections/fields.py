@@ -53,6 +53,26 @@ class Bounds:
         remedy = self.remedy or (self.low if self.most is None else f"give at most {self.most}")
         return f"{shown} is {self.words or 'out of range'}", remedy
 
+    def __str__(self) -> str:
+        """The numbers, such as "1 to 4096", "above 1" or "0, or 2 to 8"."""
+        ends = {
+            "above": self.above,
+            "below": self.below,
+            "at least": self.least,
+            "up to": self.most,
+        }
+        if self.least is not None and self.most is not None:
+            text = f"{self.least:.16g} to {self.most:.16g}"
+        else:
+            ends = {
+                "above": self.above,
+                "at least": self.least,
+                "below": self.below,
+                "up to": self.most,
+            }
+            text = ", ".join(f"{word} {end:.16g}" for word, end in ends.items() if end is not None)
+        return f"0, or {text}" if self.or_zero else text
+
     def _too_small(self, value: float) -> bool:
         if self.or_zero and value == 0:
             return False
