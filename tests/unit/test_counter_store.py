@@ -17,7 +17,7 @@ from megascale.v1 import link_pb2
 from megascale_common.node.spans.ops import FORWARD
 from megascale_common.node.spans.record import Span, to_columns
 from megascale_common.node.spans.ring import SpanRingWriter
-from megascale_driver.analysis.spans.counters import StepWindows, windows_of
+from megascale_driver.analysis.spans.decline import StepWindows, windows_of
 from megascale_driver.analysis.spans.table import RECORD, SpanTable
 from megascale_driver.telemetry import files
 from megascale_driver.telemetry.counter_store import MAX_COUNTERS, CounterStore

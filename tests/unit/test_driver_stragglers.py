@@ -14,7 +14,7 @@ from tests.harness.desk import Desk
 
 from megascale.v1 import link_pb2
 from megascale_common.node.spans.record import SPAN, Span, to_columns
-from megascale_driver.analysis.spans.heat import heat_map
+from megascale_driver.analysis.spans.outliers import heat_map
 from megascale_driver.core.orders.stragglers import MAX_NAMED
 from megascale_driver.core.values.analysis_events import StragglerFound
 from megascale_driver.core.values.events import (

@@ -33,7 +33,7 @@ from megascale_job.config import (
     OverlapConfig,
     TelemetryConfig,
 )
-from megascale_planner.calibration_file import BadCalibration
+from megascale_planner.devices import BadCalibration
 from megascale_planner.job_plan import PARTS, by_device, plan_of
 from megascale_planner.prediction import predict_one
 from megascale_planner.step_time import StepTime

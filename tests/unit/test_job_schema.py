@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from megascale_driver.commands.models import MODELS
 from tests.harness.bad_jobs import (
     RANGES,
     UNKNOWN,
@@ -18,6 +17,7 @@ from tests.harness.bad_jobs import (
 )
 
 from megascale_driver.commands.init import job_template
+from megascale_job.presets import MODELS
 from megascale_job.wire.schema import job_schema
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -19,10 +19,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_job.yaml_text": ("yaml",),
     "megascale_job.sizes": PURE,
     "megascale_common.node": PURE,
-    **{
-        f"megascale_job.sizes.{name}": ("numpy", *PURE)
-        for name in ("piece_runs", "read_plan", "read_rounds")
-    },
+    "megascale_job.sizes.read_plan": ("numpy", *PURE),
     "megascale_kernels": ("megascale_kernels", "torch", "triton"),
     "megascale_client": (
         *("megascale_client", "megascale_job", "megascale_job.wire", "megascale.v1"),
@@ -31,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_cli": (
         *("megascale_cli", "megascale_client", "megascale_job", "megascale_job.wire"),
         *("megascale_planner", "megascale.v1", "google.protobuf"),
-        *("typer", "rich", "matplotlib"),
+        *("typer", "rich", "numpy", "matplotlib"),
     ),
     "megascale_dashboard": (
         *("megascale_dashboard", "megascale_client", "megascale.v1", "google.protobuf"),
@@ -43,10 +40,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_driver.placement", "megascale_planner.placement_cost"),
         *PURE,
     ),
-    "megascale_planner": ("megascale_planner", "numpy", *PURE),
+    "megascale_planner": ("megascale_planner", "numpy", "megascale_job"),
     # A driver without numpy places jobs.
-    "megascale_planner.placement_cost": PURE,
-    "megascale_planner.network": ("megascale_planner.network", "numpy", *PURE),
+    "megascale_planner.placement_cost": ("megascale_job",),
+    "megascale_planner.network": ("megascale_planner.network", "numpy", "megascale_job"),
     "megascale_driver.core": (
         *("megascale_driver.core", "megascale_driver.analysis", "megascale_driver.placement"),
         "megascale_planner.placement_cost",

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.commands.plan import plan_job
+from megascale_cli.planning import plan_job
 from megascale_driver.core.queue.explain import explain
 from megascale_driver.core.values.events import JobSubmitted
 from megascale_driver.core.values.state import AttemptPhase
-from megascale_driver.placement.fit import Capacity, warnings
-from megascale_driver.placement.gang import Candidate
+from megascale_driver.placement.gang import Candidate, Capacity, warnings
 from megascale_job import loading
 from megascale_job.config import CheckpointConfig, JobConfig
-from megascale_job.sizes.spare_count import (
+from megascale_job.sizes.failures import (
     advised_spares,
     away_probability,
     enough_spares,

@@ -15,7 +15,6 @@ from megascale_cli.completion import job_names
 from megascale_cli.exits import fail, with_client
 from megascale_cli.options import Cluster, JobName, Json
 from megascale_cli.output import console, phase_text, print_json, print_table
-from megascale_cli.plugins import load_function
 from megascale_client import (
     AsyncClient,
     FieldProblem,
@@ -204,15 +203,12 @@ def _read(source: str, cluster: Path | None, as_json: bool) -> job_pb2.JobSpec:
 
 
 def _effective(spec: job_pb2.JobSpec, source: str, as_json: bool) -> job_pb2.JobSpec:
+    # What the start of other commands does not need.
+    from megascale_job.problems import JobError
+    from megascale_job.wire.spec import effective
+
     try:
-        made = load_function("effective")(spec)
-    except ValueError as error:  # a job that is refused
-        problems = [
-            FieldProblem(*dataclasses.astuple(problem))
-            for problem in getattr(error, "problems", ())
-        ]
-        if not problems:
-            raise
+        return effective(spec)
+    except JobError as error:
+        problems = [FieldProblem(*dataclasses.astuple(problem)) for problem in error.problems]
         raise fail(InvalidJob(problems, source=source), as_json) from None
-    assert isinstance(made, job_pb2.JobSpec)
-    return made

@@ -14,8 +14,12 @@ from tests.harness.training import micro_batches, tiny_job
 
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
-from megascale_job.sizes.parameter_slices import ParameterTable
-from megascale_job.sizes.parameter_table import parameter_names, parameter_table, shard_layout
+from megascale_job.sizes.parameter_table import (
+    ParameterTable,
+    parameter_names,
+    parameter_table,
+    shard_layout,
+)
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
 from megascale_trainer.model.head import loss_sums

@@ -16,7 +16,7 @@ from megascale_common.node.rank_terms import RankTerms
 from megascale_common.service.errors import RequestError
 from megascale_job.names import is_dns_label
 from megascale_job.sizes.checkpoint_layout import ShardLayout, layout_from_dict
-from megascale_job.sizes.staging import (
+from megascale_job.sizes.memory import (
     HELD_FOR_REPLICAS,
     KEPT_SLOTS,
     LEAST_SLOTS,

@@ -16,7 +16,7 @@ from megascale_checkpoint.memory.slots import SlotTable
 from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder
 from megascale_common.service import tasks
 from megascale_common.service.errors import LimitError
-from megascale_job.sizes.staging import REPLICA_SLOTS
+from megascale_job.sizes.memory import REPLICA_SLOTS
 
 # Of a rank's slots: what has its pages when it registers, and one slot at the least.
 POPULATED_FIRST_BYTES = 1 << 30

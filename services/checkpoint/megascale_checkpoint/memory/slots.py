@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_common.service.errors import RequestError
-from megascale_job.sizes.staging import HELD_FOR_REPLICAS, LEAST_SLOTS
+from megascale_job.sizes.memory import HELD_FOR_REPLICAS, LEAST_SLOTS
 
 
 class SlotPhase(enum.Enum):

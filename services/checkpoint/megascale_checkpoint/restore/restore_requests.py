@@ -32,8 +32,7 @@ from megascale_common.node.restore_messages import (
 )
 from megascale_common.service.errors import DamagedError, RequestError, ServiceError
 from megascale_job.restore import RestorePlan, RestoreSource
-from megascale_job.sizes.piece_runs import encode
-from megascale_job.sizes.read_rounds import Read
+from megascale_job.sizes.read_plan import Read, encode
 from megascale_job.visible import agreed, counted
 
 T = TypeVar("T")

@@ -21,17 +21,19 @@ from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint
 from megascale_common.service.errors import RequestError
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.checkpoint_layout import ShardLayout
-from megascale_job.sizes.piece_runs import (
+from megascale_job.sizes.read_plan import (
     PARAMETER,
     START,
     STOP,
+    DoesNotFit,
     Parameter,
+    Rounds,
     Runs,
+    check_placed,
     join,
+    plan_reads,
     runs_of,
 )
-from megascale_job.sizes.read_plan import DoesNotFit, check_placed, plan_reads
-from megascale_job.sizes.read_rounds import Rounds
 
 WINDOW_BYTES = 16 << 20
 

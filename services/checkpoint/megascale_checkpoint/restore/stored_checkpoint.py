@@ -19,8 +19,7 @@ from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
 from megascale_job.restore import RestorePlan
-from megascale_job.sizes.piece_runs import Runs, runs_of
-from megascale_job.sizes.read_rounds import Read
+from megascale_job.sizes.read_plan import Read, Runs, runs_of
 
 
 class StoredCheckpoint:

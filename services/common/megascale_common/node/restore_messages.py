@@ -90,7 +90,7 @@ class ReadIndex(TypedDict):
 
 
 class StoredIndex(TypedDict):
-    """Daemon to worker: :func:`megascale_job.sizes.piece_runs.encode` of them, in base64.
+    """Daemon to worker: :func:`megascale_job.sizes.read_plan.encode` of them, in base64.
 
     ``following`` is the next piece to ask for, -1 after the last.
     """
@@ -103,7 +103,7 @@ class StoredIndex(TypedDict):
 class ReadStored(TypedDict):
     """Worker to daemon: fill a window, from byte ``at`` of the slot on.
 
-    ``reads`` are the fields of :class:`megascale_job.sizes.read_rounds.Read`, in their order.
+    ``reads`` are the fields of :class:`megascale_job.sizes.read_plan.Read`, in their order.
     """
 
     kind: Literal["restore_read"]

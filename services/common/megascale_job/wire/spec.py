@@ -7,6 +7,7 @@ the wire takes the default of the tree (:mod:`megascale_job.config`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -52,6 +53,19 @@ def to_proto(config: JobConfig) -> job_pb2.JobSpec:
     _fill(spec, {key: value for key, value in values.items() if key not in trainer_fields})
     _fill(spec.trainer, {key: value for key, value in values.items() if key in trainer_fields})
     return spec
+
+
+def effective(spec: job_pb2.JobSpec) -> job_pb2.JobSpec:
+    """``spec`` with every field set; widths and heads that follow from others as numbers.
+
+    Raises:
+        JobError: the job is refused; lists every problem by field.
+    """
+    config = from_proto(spec)
+    model = dataclasses.replace(
+        config.model, ffn_size=config.model.ffn_width, kv_heads=config.model.key_value_heads
+    )
+    return to_proto(dataclasses.replace(config, model=model))
 
 
 def to_mapping(message: Message, *, all_fields: bool = False) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from megascale_driver.tracing import ids
 
 if TYPE_CHECKING:
     from megascale_driver.telemetry.plan_watch import Collectives
-    from megascale_planner.beside import Comparison
+    from megascale_planner.job_plan import Comparison
 
 STEP_BUCKETS_S = (
     0.01,

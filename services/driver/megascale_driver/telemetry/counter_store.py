@@ -17,7 +17,7 @@ import duckdb
 import pyarrow as pa
 
 from megascale.v1 import link_pb2
-from megascale_driver.analysis.spans.counters import CounterChange, StepWindows
+from megascale_driver.analysis.spans.decline import CounterChange, StepWindows
 from megascale_driver.telemetry.files import attempt_folder, bounds_of, merge_small, write_table
 
 FLUSH_S = 30.0

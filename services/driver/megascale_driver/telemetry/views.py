@@ -14,13 +14,17 @@ import numpy as np
 
 from megascale.v1 import driver_pb2
 from megascale_driver.analysis.spans.clocks import Exchange, clocks
-from megascale_driver.analysis.spans.counters import CounterChange, windows_of
-from megascale_driver.analysis.spans.decline import compared
-from megascale_driver.analysis.spans.heat import heat_map
-from megascale_driver.analysis.spans.merged import merged
-from megascale_driver.analysis.spans.outliers import COMPARED, OutlierRule, SlowNode, slow_nodes
+from megascale_driver.analysis.spans.decline import CounterChange, compared, windows_of
+from megascale_driver.analysis.spans.outliers import (
+    COMPARED,
+    OutlierRule,
+    SlowNode,
+    heat_map,
+    slow_nodes,
+)
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.analysis.spans.terms import MeasuredSteps, measured_steps
+from megascale_driver.analysis.spans.timeline import merged
 from megascale_driver.core.values.state import Job
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore

@@ -38,8 +38,8 @@ from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.restore import RestorePlan, RestoreSource
-from megascale_job.sizes.checkpoint_interval import device_hours_per_failure
-from megascale_job.sizes.staging import snapshots_in_flight
+from megascale_job.sizes.failures import device_hours_per_failure
+from megascale_job.sizes.memory import snapshots_in_flight
 from megascale_job.visible import counted
 from megascale_kernels import flash_attention_4
 from megascale_trainer.data.client import LoaderClient, RingRequest

@@ -3,7 +3,7 @@
 Every rank reads the index of its share of the checkpoint's files. The ranks exchange it with what
 each needs, and all plan the same (:mod:`megascale_job.sizes.read_plan`). Then each reads its
 windows and sends on what others need of them, in rounds
-(:mod:`megascale_job.sizes.read_rounds`); its daemon reads the next window meanwhile. A rank
+(:mod:`megascale_job.sizes.read_plan`); its daemon reads the next window meanwhile. A rank
 whose source fails takes part in the exchanges until the next vote, in which all ranks stop.
 """
 
@@ -27,9 +27,20 @@ from megascale_common.node.restore_messages import (
 )
 from megascale_job.restore import RestorePlan
 from megascale_job.sizes.checkpoint_layout import ShardLayout
-from megascale_job.sizes.piece_runs import Runs, decode, encode, join, runs_of
-from megascale_job.sizes.read_plan import IN_MEMORY, DoesNotFit, check_placed, plan_reads
-from megascale_job.sizes.read_rounds import Read, Round, Rounds
+from megascale_job.sizes.read_plan import (
+    IN_MEMORY,
+    DoesNotFit,
+    Read,
+    Round,
+    Rounds,
+    Runs,
+    check_placed,
+    decode,
+    encode,
+    join,
+    plan_reads,
+    runs_of,
+)
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.save.daemon_link import START_TIMEOUT_S, DaemonLink
 from megascale_trainer.save.restore_votes import RestoreRefused, Votes

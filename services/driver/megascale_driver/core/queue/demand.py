@@ -15,7 +15,7 @@ from megascale_driver.core.queue.scheduling import spares_wanted
 from megascale_driver.core.values.attempt import LeaveKind
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.state import Cluster, Disposition, Job, JobPhase, Liveness, Node
-from megascale_job.sizes.spare_count import wanted_spares
+from megascale_job.sizes.failures import wanted_spares
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from megascale_driver.core.values.state import (
 from megascale_driver.placement.gang import Candidate, spares
 from megascale_driver.placement.queue import MAX_STARTS, decide
 from megascale_driver.placement.queue_values import STARTS, Decision, Kind
-from megascale_job.sizes.spare_count import wanted_spares
+from megascale_job.sizes.failures import wanted_spares
 from megascale_job.visible import counted
 
 RECHECK_S = 1.0  # how often the queue is decided again for the passing of time alone

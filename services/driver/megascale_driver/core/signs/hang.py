@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.analysis.progress import (
     Beat,
     RankStatus,
     RankView,
     Standing,
+    culprits,
     p99,
     standing,
 )

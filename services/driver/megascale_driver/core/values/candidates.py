@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megascale_driver.core.values.state import AttemptPhase, Desired, Disposition, Liveness, Node
-from megascale_driver.placement import fit
-from megascale_driver.placement.gang import Candidate
+from megascale_driver.placement.gang import Candidate, Capacity
 from megascale_driver.placement.topology import SWITCH_LABELS
 
 _IDLE = Desired()
@@ -21,10 +20,10 @@ def candidate(node: Node) -> Candidate:
     return Candidate(node.name, kind, devices, switch, tuple(above) if any(above) else ())
 
 
-def capacities(nodes: Iterable[Node]) -> list[fit.Capacity]:
+def capacities(nodes: Iterable[Node]) -> list[Capacity]:
     """The nodes that have ever reported devices, as placement.fit takes them."""
     return [
-        fit.Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
+        Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
         for node in nodes
         if node.identity.devices
     ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megascale_driver.core.values.attempt import FailureCount
 from megascale_driver.core.values.state import Job
 from megascale_job.config import CheckpointConfig
-from megascale_job.sizes.checkpoint_interval import device_hours_per_failure, mtbf_s
+from megascale_job.sizes.failures import device_hours_per_failure, mtbf_s
 
 _HOUR_US = 3_600_000_000
 

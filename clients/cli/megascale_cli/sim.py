@@ -1,6 +1,7 @@
 """`megascale sim ecmp` and `cc`: what a cluster's network does to a job, simulated.
 
-The models are :mod:`megascale_planner.network`; here are the options, tables, files and plots.
+The models are :mod:`megascale_planner.network`; here are the options, tables, files and plots, for
+which matplotlib is imported when one is drawn.
 """
 
 from __future__ import annotations
@@ -8,27 +9,46 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megascale_driver.commands import sim_plots
 from megascale_job.visible import counted
-from megascale_planner.network.congestion.arms import ARMS
-from megascale_planner.network.congestion.incast import Setup, simulate
-from megascale_planner.network.ecmp import conflicts
+from megascale_planner.network.ecmp import (
+    ORDERS,
+    PHASES,
+    BadFabric,
+    BadJob,
+    Fabric,
+    Floats,
+    conflicts,
+)
 from megascale_planner.network.ecmp import simulate as simulate_flows
-from megascale_planner.network.fabric import BadFabric, Fabric, Floats
-from megascale_planner.network.traffic import ORDERS, PHASES, BadJob
+from megascale_planner.network.incast import ARMS, Setup, simulate
 
+Slowdowns = Mapping[tuple[str, str, int], Sequence[NDArray[np.float64]]]
 USER_MISTAKE_EXIT_CODE = 2
 _TABLE_WIDTH = 150
+_ECMP_COLUMNS = (
+    "order",
+    "phase",
+    "qps",
+    "cross_tor",
+    "mean_rate",
+    "worst_rate",
+    "slowest_hop_mean",
+    "slowdown_p50",
+    "slowdown_p99",
+    "slowdown_max",
+)
 _LOADS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 app = typer.Typer(
@@ -96,17 +116,13 @@ def ecmp(
     shapes = {"tors": fabric.tors, "blocks": fabric.blocks, "hosts_per_tor": fabric.hosts_per_tor}
     _write_csv(csv_file, rows)
     if plot is not None:
-        _draw(lambda: sim_plots.slowdowns(plot, slowdowns, split=split))
+        _draw(lambda: plot_slowdowns(plot, slowdowns, split=split))
     means = _means(rows)
     if as_json:
         print(json.dumps({"simulated": True, "hosts": hosts, "pp": pp, **shapes, "rows": rows}))
         return
-    _print_rows(
-        f"{counted(hosts, 'host')}, {fabric.tors} ToRs, simulated; mean of {seeds} seeds",
-        means,
-        ("order", "phase", "qps", "cross_tor", "mean_rate", "worst_rate", "slowest_hop_mean",
-         "slowdown_p50", "slowdown_p99", "slowdown_max"),
-    )  # fmt: skip
+    title = f"{counted(hosts, 'host')}, {fabric.tors} ToRs, simulated; mean of {seeds} seeds"
+    _print_rows(title, means, _ECMP_COLUMNS)
 
 
 @app.command("split")
@@ -121,7 +137,7 @@ def split_ports(
     """
     rows = list(conflicts(ports, _LOADS))
     if plot is not None:
-        _draw(lambda: sim_plots.conflicts(plot, rows))
+        _draw(lambda: plot_conflicts(plot, rows))
     if as_json:
         print(json.dumps({"ports": ports, "rows": rows}))
     else:
@@ -173,7 +189,7 @@ def congestion(
         rows.append(_congestion_row(name, setup, asdict(found)))
     _write_csv(csv_file, rows)
     if plot is not None:
-        _draw(lambda: sim_plots.congestion(plot, rows))
+        _draw(lambda: plot_congestion(plot, rows))
     sources = {name: ARMS[name].source for name, _, _ in wanted}
     if as_json:
         print(json.dumps({"simulated": True, "rows": rows, "sources": sources}))
@@ -247,7 +263,7 @@ def _write_csv(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
         ) from None
 
 
-def _draw(draw: Any) -> None:
+def _draw(draw: Callable[[], None]) -> None:
     try:
         draw()
     except ImportError:
@@ -261,3 +277,55 @@ def _draw(draw: Any) -> None:
 def _refuse(problem: str) -> typer.Exit:
     print(f"error: {problem}", file=sys.stderr)
     return typer.Exit(USER_MISTAKE_EXIT_CODE)
+
+
+def plot_slowdowns(path: Path, found: Slowdowns, *, split: bool) -> None:
+    """The distribution of the groups' slowdowns, a curve for each order, phase and QPs."""
+    figure, axes = _axes()
+    for (order, phase, qps), each in found.items():
+        values = np.sort(np.concatenate(each))
+        share = np.arange(1, len(values) + 1) / len(values)
+        axes.step(values, share, where="post", label=f"{order}, {phase}, {qps} QPs")
+    ports = "split ports" if split else "ports not split"
+    axes.set(xlabel="times as long as alone", ylabel="share of the groups")
+    _finish(figure, axes, path, f"Rings and pipelines, {ports}")
+
+
+def plot_conflicts(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Conflicts of flows by load, with and without split ports."""
+    figure, axes = _axes()
+    for split in (True, False):
+        points = [(row["load"], row["conflict"]) for row in rows if row["split"] is split]
+        label = "split: two cards a link" if split else "not split: one card a link"
+        axes.plot(*zip(*points, strict=True), marker="o", label=label)
+    axes.set(xlabel="share of the ToR's cards that send", ylabel="flows without room", ylim=(0, 1))
+    _finish(figure, axes, path, "Flows that share a link beyond its capacity")
+
+
+def plot_congestion(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The victim's rate against the time of the incast, a line for each control."""
+    figure, axes = _axes()
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        points = [(row["done_ms"], row["victim_gbps"]) for row in rows if row["arm"] == arm]
+        axes.plot(*zip(*points, strict=True), marker="o", label=arm)
+    axes.set(xlabel="the last byte arrives after ms", ylabel="victim, Gb/s", ylim=(0, 200))
+    _finish(figure, axes, path, "Incast: up and left is better")
+
+
+def _axes() -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+
+
+def _finish(figure: Any, axes: Any, path: Path, title: str) -> None:
+    axes.set_title(f"{title} (simulated)")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    from matplotlib import pyplot
+
+    pyplot.close(figure)

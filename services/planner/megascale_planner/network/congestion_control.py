@@ -52,11 +52,13 @@ class Dcqcn:
     """Rates by marks: cut at most once in ``decrease_s``, raised by a timer in three stages."""
 
     def __init__(self, given: DcqcnParameters, line_bps: float, base_rtt_s: float) -> None:
-        self._given, self._line = given, line_bps
+        self._given = given
+        self._line = line_bps
         self.rate_bps = self._target = line_bps
         self.window = max(1.0, line_bps * base_rtt_s / PACKET_BITS) if given.windowed else math.inf
         self.timer_s = given.increase_s
-        self._alpha, self._stage = 1.0, 0
+        self._alpha = 1.0
+        self._stage = 0
         self._first = True
         self._decayed_s = self._cut_s = 0.0
         self._marked = False
@@ -70,7 +72,9 @@ class Dcqcn:
         if now_s - self._cut_s < self._given.decrease_s and not self._first:
             return
         self._first = False
-        self._target, self._stage, self._cut_s = self.rate_bps, 0, now_s
+        self._target = self.rate_bps
+        self._stage = 0
+        self._cut_s = now_s
         self.rate_bps = max(self._given.least_bps, self.rate_bps * (1 - self._alpha / 2))
         self.timer_s = now_s + self._given.increase_s
 
@@ -117,16 +121,21 @@ class Swift:
     """A window by delay; with ``mark_gain`` also by marks (the hybrid, ours)."""
 
     def __init__(self, given: SwiftParameters, line_bps: float, base_rtt_s: float) -> None:
-        self._given, self._line, self._base_s = given, line_bps, base_rtt_s
+        self._given = given
+        self._line = line_bps
+        self._base_s = base_rtt_s
         self._most = max(1.0, line_bps * base_rtt_s / PACKET_BITS)
         self.window = self._most
         self.rate_bps = line_bps
         self.timer_s = math.inf
-        self._cut_s, self._share, self._rtt_s = -math.inf, 0.0, base_rtt_s
+        self._cut_s = -math.inf
+        self._share = 0.0
+        self._rtt_s = base_rtt_s
 
     def acknowledged(self, now_s: float, rtt_s: float, *, marked: bool) -> None:
         """More below the target; above it, or marked, less, at most once in a round trip."""
-        given, self._rtt_s = self._given, rtt_s
+        given = self._given
+        self._rtt_s = rtt_s
         if given.mark_gain:
             self._share += given.mark_gain * (marked - self._share)
         target_s = self._base_s + given.margin_s + self._scaling_s()

@@ -1,83 +1,65 @@
 """What a job needs, computed without a cluster, for `megascale plan`; and why it would be refused.
 
 All numbers come from the formulas that the services use: the parameter table, the memory estimate,
-the FLOP count, the batch arithmetic and the rules of placement.
+the FLOP count, the batch arithmetic and the rules of placement. Pure: the caller reads files.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from megascale.v1 import job_pb2
-from megascale_driver.service.admission import missing_files
 from megascale_job.config import JobConfig
-from megascale_job.corpus_record import data_file_problems
-from megascale_job.problems import JobError, JobProblem
-from megascale_job.sizes.batch_scaling import scaled_batch
-from megascale_job.sizes.bubble import ideal_bubble
-from megascale_job.sizes.checkpoint_interval import best_interval_s, mtbf_s
-from megascale_job.sizes.flops import flops_per_token
-from megascale_job.sizes.memory import RankMemory, largest_rank_memory, rank_memory
+from megascale_job.problems import JobProblem
+from megascale_job.sizes.failures import advised_spares, best_interval_s, mtbf_s, wanted_spares
+from megascale_job.sizes.flops import flops_per_token, ideal_bubble, scaled_batch
+from megascale_job.sizes.memory import (
+    RankMemory,
+    largest_rank_memory,
+    rank_memory,
+    wanted_replica_slots,
+    wanted_slots,
+)
 from megascale_job.sizes.parameter_table import checkpoint_bytes, parameter_counts
-from megascale_job.sizes.spare_count import advised_spares, wanted_spares
-from megascale_job.sizes.staging import wanted_replica_slots, wanted_slots
 from megascale_job.visible import counted
-from megascale_job.wire import spec as job_spec
 
 _LARGER_BATCHES = (2, 4, 8)  # times the job's own; the paper's step from AdamW to LAMB is 4
 
 
-def plan_job(
-    spec: job_pb2.JobSpec, devices_per_node: int, device_memory_bytes: int
-) -> dict[str, Any]:
-    """The plan of a job as plain values, sizes in bytes.
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobNeeds:
+    """``facts``: plain values by name, sizes in bytes; ``refused``: why the job would not run."""
 
-    ``refused`` lists each problem with field and remedy; the other keys of a refused job are there
-    only if they can be computed. ``missing_files`` lists those files that are not on this machine:
-    they are refused at submit where the nodes see the same files as the driver.
+    facts: dict[str, Any]
+    refused: list[JobProblem]
+
+
+def job_needs(
+    config: JobConfig,
+    problems: Sequence[JobProblem],
+    devices_per_node: int,
+    device_memory_bytes: int,
+) -> JobNeeds:
+    """The needs of a job that is accepted, or refused for ``problems``.
+
+    Of a job that is refused only those facts are there that can be computed.
     ``device_memory_bytes`` 0: the memory of a device is not checked.
     """
-    problems: list[JobProblem] = []
-    try:
-        config = job_spec.from_proto(spec)
-    except JobError as error:
-        problems += error.problems
-        if error.config is None:
-            return {"name": spec.name, "refused": _plain(problems)}
-        config = error.config
-    plan: dict[str, Any] = {"name": config.name}
+    found = list(problems)
+    facts: dict[str, Any] = {"name": config.name}
     try:
         memory = [rank_memory(config, rank) for rank in config.layout.group_of(0, ("pp",))]
-        plan |= _model(config) | _batch(config) | _larger_batches(config)
-    except (
-        ValueError,
-        ArithmeticError,
-        IndexError,
-    ) as error:  # impossible sizes; the problems name them
-        problems = problems or [
-            JobProblem("trainer", str(error), "change the sizes that are named")
-        ]
-    else:
-        nodes, refused = _nodes(config, devices_per_node)
-        plan |= nodes | _memory(config, memory) | _auto_interval(config)
-        if not problems:
-            plan |= _faster(config, device_memory_bytes)
-        problems += refused + _too_large(config, memory, device_memory_bytes)
-    missing, wrong = _files(config) if not problems else ([], [])
-    return {**plan, "missing_files": _plain(missing), "refused": _plain(problems + wrong)}
-
-
-def _files(config: JobConfig) -> tuple[list[JobProblem], list[JobProblem]]:
-    """What is not on this machine, and what the files that are here say against the job."""
-    missing, wrong = list(missing_files(config)), list(data_file_problems(config))
-    # Without the tokenizer file nothing is compared with it.
-    missing += [each for each in wrong if each.field == "trainer.data.tokenizer.path"]
-    return missing, [each for each in wrong if each not in missing]
-
-
-def _plain(problems: list[JobProblem]) -> list[dict[str, str]]:
-    return [dataclasses.asdict(problem) for problem in problems]
+        facts |= _model(config) | _batch(config) | _larger_batches(config)
+    except (ValueError, ArithmeticError, IndexError) as error:  # sizes that the problems name
+        unnamed = JobProblem("trainer", str(error), "change the sizes that are named")
+        return JobNeeds(facts, found or [unnamed])
+    nodes, refused = _nodes(config, devices_per_node)
+    facts |= nodes | _memory(config, memory) | _auto_interval(config)
+    if not found:
+        facts |= _faster(config, device_memory_bytes)
+    found += refused + _too_large(config, memory, device_memory_bytes)
+    return JobNeeds(facts, found)
 
 
 def _model(config: JobConfig) -> dict[str, Any]:
@@ -200,9 +182,8 @@ def _faster(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
         found["balanced_stages"] = {**dataclasses.asdict(balance), "largest_rank_bytes": largest}
     schedule = {"pipeline_schedule": "zero_bubble"}
     if gain and fits(**schedule):
-        found["faster_schedule"] = {
-            **schedule, "gain": gain, "largest_rank_bytes": need(**schedule)
-        }  # fmt: skip
+        largest = need(**schedule)
+        found["faster_schedule"] = {**schedule, "gain": gain, "largest_rank_bytes": largest}
     return found
 
 

@@ -16,29 +16,40 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megascale_driver.commands.models import MODELS
-from megascale_job.sizes.checkpoint_interval import (
+from megascale_job.presets import MODELS
+from megascale_job.sizes.failures import (
     HOUR_S,
     PUBLISHED_DEVICE_HOURS,
+    away_probability,
     best_interval_s,
+    enough_spares,
     mtbf_s,
 )
-from megascale_job.sizes.spare_count import away_probability, enough_spares
 from megascale_job.visible import counted
-from megascale_planner.calibration_file import BadCalibration, calibrated
+from megascale_planner.devices import GPUS, BadCalibration, calibrated
 from megascale_planner.goodput import goodput
-from megascale_planner.gpus import GPUS
+from megascale_planner.prediction import with_measured_share
 from megascale_planner.search import BLOCKS, Found, layout, search, sources
 from megascale_planner.systems import SYSTEMS
-from megascale_planner.training_share import with_measured_share
 from megascale_planner.workload import Refused, Workload, from_row
 
 USER_MISTAKE_EXIT_CODE = 2
 _SHOWN_REASONS = 8
 _TABLE_WIDTH = 170  # whatever the terminal's is: rows stay whole
 _COLUMNS = (
-    *("tp", "pp", "vpp", "dp", "b", "recompute", "block", "stage_layers"),
-    *("step s", "low to high", "MFU causal / full", "GiB", "largest terms"),
+    "tp",
+    "pp",
+    "vpp",
+    "dp",
+    "b",
+    "recompute",
+    "block",
+    "stage_layers",
+    "step s",
+    "low to high",
+    "MFU causal / full",
+    "GiB",
+    "largest terms",
 )
 
 app = typer.Typer(
@@ -163,11 +174,14 @@ def _show(found: Found, rows: list[dict[str, Any]], constants: list[dict[str, An
         shares = ", ".join(f"{name} {100 * s / row['step_time_s']:.0f} %" for name, s in terms)
         table.add_row(
             *(str(row[name]) for name in ("tp", "pp", "vpp", "dp", "micro_batch")),
-            *(row["recompute"], row["block"], _runs(row["stage_layers"])),
+            row["recompute"],
+            row["block"],
+            _runs(row["stage_layers"]),
             f"{row['step_time_s']:.3f}",
             f"{row['low']:.3f} to {row['high']:.3f}",
             f"{100 * row['mfu_causal']:.1f} / {100 * row['mfu_full']:.1f} %",
-            *(f"{row['memory_gib']:.1f}", shares),
+            f"{row['memory_gib']:.1f}",
+            shares,
         )
     Console(highlight=False, width=_TABLE_WIDTH).print(table, crop=False)
     _console.print(f"{len(found.ranked)} layouts can run, {len(found.rejected)} cannot:")
