@@ -20,7 +20,7 @@ from tests.harness.deployment import PROMETHEUS, SYSTEMD, command_line, metric_n
 from megascale_driver.__main__ import _parser as driver_parser
 from megascale_driver.core.values.reasons import Reason
 from megascale_driver.core.values.state import Disposition, JobPhase, Liveness
-from megascale_driver.platform import metrics_targets
+from megascale_driver.platform.local.node import DRIVER_FILE, NODE_FILES, TARGETS_FILE
 from megascale_executor.agent.__main__ import config_from
 from megascale_executor.agent.__main__ import parser as agent_parser
 
@@ -108,11 +108,11 @@ def test_a_node_ends_in_order_and_may_lock_memory() -> None:
 
 def test_targets_of_a_run_folder_are_written(tmp_path: Path) -> None:
     (node := tmp_path / "nodes" / "n1").mkdir(parents=True)
-    (tmp_path / metrics_targets.DRIVER_FILE).write_text("127.0.0.1:1\n")
-    for name in metrics_targets.NODE_FILES.values():
+    (tmp_path / DRIVER_FILE).write_text("127.0.0.1:1\n")
+    for name in NODE_FILES.values():
         (node / name).write_text("127.0.0.1:2\n")
     write_targets.main(["--cluster", "main", "--run-folder", str(tmp_path)])
-    groups = json.loads((tmp_path / metrics_targets.TARGETS_FILE).read_text())
+    groups = json.loads((tmp_path / TARGETS_FILE).read_text())
     assert {(g["labels"]["service"], g["labels"].get("node")) for g in groups} == {
         ("driver", None),
         ("executor", "n1"),
@@ -127,7 +127,7 @@ def test_prometheus_reads_the_targets_and_keeps_the_label_job() -> None:
     (scrape,) = config["scrape_configs"]
     assert scrape["honor_labels"] is True
     (discovery,) = scrape["file_sd_configs"]
-    assert discovery["files"] == [f"{deployment.RUN_FOLDER}/{metrics_targets.TARGETS_FILE}"]
+    assert discovery["files"] == [f"{deployment.RUN_FOLDER}/{TARGETS_FILE}"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_rules_select_on_values_that_the_code_has() -> None:
         "phase": {phase.lower() for phase in JobPhase},
         "liveness": {liveness.lower() for liveness in Liveness},
         "disposition": {disposition.lower() for disposition in Disposition},
-        "service": {"driver", *metrics_targets.NODE_FILES},
+        "service": {"driver", *NODE_FILES},
     }
     for rule in (*RECORDED, *ALERTS):
         for label, value in re.findall(r'(\w+)=~?"([^"]*)"', rule["expr"]):

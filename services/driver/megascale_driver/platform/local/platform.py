@@ -10,8 +10,8 @@ from pathlib import Path
 from megascale_common.node.files import replace_file
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
 from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
-from megascale_driver.platform.joining import RunningCluster
-from megascale_driver.platform.local_node import (
+from megascale_driver.platform.local.joining import RunningCluster
+from megascale_driver.platform.local.node import (
     RUN_FOLDER_VARIABLE,
     node_folder,
     record_node,

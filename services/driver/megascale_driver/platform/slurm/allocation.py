@@ -28,13 +28,12 @@ from megascale_common.node.addresses import is_loopback, on_route_to, split
 from megascale_common.node.files import replace_file
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
-from megascale_driver.platform import slurm, slurm_commands, slurm_further
-from megascale_driver.platform.child import Child
-from megascale_driver.platform.devices import DeviceKind
-from megascale_driver.platform.following import Follower
-from megascale_driver.platform.local import LocalCluster, LocalOptions, Report
-from megascale_driver.platform.local_node import LocalNode, start_node
-from megascale_driver.platform.providing import AFTER_S
+from megascale_driver.platform.following import AFTER_S, Follower
+from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions, Report
+from megascale_driver.platform.local.node import DeviceKind, LocalNode, start_node
+from megascale_driver.platform.local.processes import Child
+from megascale_driver.platform.slurm.further import AllocatedCluster, cancel, requeue
+from megascale_driver.platform.slurm.platform import SlurmPlatform
 
 POLL_INTERVAL_S = 0.5
 CALL_TIMEOUT_S = 10.0
@@ -92,7 +91,7 @@ class Allocation:
         self._job = os.environ.get("SLURM_JOB_ID", "")
         self._limit_near = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._cluster = slurm_further.AllocatedCluster(
+        self._cluster = AllocatedCluster(
             number=self._job,
             run_folder=str(self._folder),
             cluster=options.cluster,
@@ -101,7 +100,7 @@ class Allocation:
             sbatch=options.sbatch,
         )
         self._follower = Follower(
-            slurm.SlurmPlatform(self._folder),
+            SlurmPlatform(self._folder),
             self._folder / DRAINED_FILE,
             None,
             report,
@@ -150,7 +149,7 @@ class Allocation:
     async def _end_further(self) -> None:
         """Give back the nodes of further allocations, also those that are still queued."""
         try:
-            await slurm_further.cancel(self._cluster)
+            await cancel(self._cluster)
         except UnavailableError as error:  # they end by themselves once this one is gone
             self._report("refused", {"node": "", "error": str(error)})
 
@@ -217,7 +216,7 @@ class Allocation:
                     if self._limit_near.is_set():
                         if phase == "SUSPENDED" or await self._suspend(stub, name):
                             self._report("requeued", {"job": name, "phase": phase})
-                            await slurm_commands.requeue(self._job)
+                            await requeue(self._job)
                             return 0
                     elif phase == "SUSPENDED" and not resumed:
                         resumed = await self._resume(stub, name)

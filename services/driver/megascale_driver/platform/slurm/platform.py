@@ -12,9 +12,8 @@ from pathlib import Path
 
 from megascale_common.service.errors import OptionError, UnavailableError
 from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
-from megascale_driver.platform.local_node import RUN_FOLDER_VARIABLE
-from megascale_driver.platform.slurm_commands import output
-from megascale_driver.platform.slurm_further import AllocatedCluster, add, held
+from megascale_driver.platform.local.node import RUN_FOLDER_VARIABLE
+from megascale_driver.platform.slurm.further import AllocatedCluster, add, held, output
 
 _STATE = re.compile(r"\bState=(\S+)")
 _NAME = re.compile(r"^NodeName=(\S+)")

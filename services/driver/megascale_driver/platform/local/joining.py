@@ -27,13 +27,13 @@ from megascale_common.service.errors import (
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
 from megascale_driver.nodes.probes import refuses
-from megascale_driver.platform.child import Child
-from megascale_driver.platform.devices import DeviceKind, count_gpus
-from megascale_driver.platform.local_node import (
+from megascale_driver.platform.local.node import (
     OPERATOR_NAME,
     START_TIMEOUT_S,
     STOP_NODE_TIMEOUT_S,
+    DeviceKind,
     LocalNode,
+    count_gpus,
     is_ready,
     node_folder,
     nodes_of,
@@ -41,6 +41,7 @@ from megascale_driver.platform.local_node import (
     start_node,
     stored_node,
 )
+from megascale_driver.platform.local.processes import Child
 
 POLL_INTERVAL_S = 0.1
 

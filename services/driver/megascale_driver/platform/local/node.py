@@ -2,15 +2,23 @@
 
 `megascale up` starts a node in the same way as `megascale node start`, which finds the
 configuration of a node that has ended in its folder.
+
+Here too: the devices that this machine has, detected without torch, for `megascale up --device
+auto`; and the metrics endpoints of a local cluster, as a file for Prometheus (file_sd_configs).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import grpc.aio
@@ -21,9 +29,95 @@ from megascale_common.service.errors import ClusterError
 from megascale_common.service.identity import authority, certificates
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.peers import Role
-from megascale_driver.platform.child import Child
-from megascale_driver.platform.devices import DeviceKind
 from megascale_driver.platform.interface import MAX_NODES
+from megascale_driver.platform.local.processes import Child
+
+DeviceKind = Literal["cpu", "cuda"]
+_QUERY_TIMEOUT_S = 10.0
+
+
+def count_gpus() -> int:
+    """Number of GPUs that nvidia-smi or /dev lists, at most those of $CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = _listed_by_tool()
+    if present is None:
+        present = sum(
+            1 for entry in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)
+        )
+    if visible is None:
+        return present
+    return min(present, len([word for word in visible.split(",") if word.strip()]))
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"], needed: int) -> DeviceKind:
+    """The kind of device to use for ``needed`` devices; auto: GPUs if there are enough.
+
+    Raises:
+        ValueError: cuda is required and there are fewer GPUs than needed.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    present = count_gpus()
+    if present >= needed:
+        return "cuda"
+    if wanted == "cuda":
+        raise ValueError(
+            f"--device cuda: {needed} GPUs are needed (nodes times devices per node) and this "
+            f"machine has {present}; use fewer with --nodes or --devices-per-node, "
+            "or use --device cpu"
+        )
+    return "cpu"
+
+
+def _listed_by_tool() -> int | None:
+    """GPUs by nvidia-smi; None if it is absent or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        listing = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return sum(1 for line in listing.splitlines() if line.startswith("GPU "))
+
+
+DRIVER_FILE = "metrics.address"
+NODE_FILES = {"executor": "metrics.address", "checkpoint": "checkpoint.metrics.address"}
+TARGETS_FILE = "prometheus.json"
+
+
+def metrics_targets(folder: Path, nodes: Iterable[str]) -> dict[str, str]:
+    """Addresses of services that are up, by ``driver``, ``executor/NODE``, ``checkpoint/NODE``."""
+    files = {"driver": folder / DRIVER_FILE}
+    for node in nodes:
+        files |= {
+            f"{service}/{node}": folder / "nodes" / node / name
+            for service, name in NODE_FILES.items()
+        }
+    found = {}
+    for service, path in files.items():
+        try:
+            found[service] = path.read_text().strip()
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def write_metrics_targets(folder: Path, cluster: str, nodes: Iterable[str]) -> dict[str, str]:
+    """Write the result of :func:`find` to TARGETS_FILE, if it has changed, and return it."""
+    found = metrics_targets(folder, nodes)
+    groups = []
+    for service, address in found.items():
+        name, _, node = service.partition("/")
+        labels = {"cluster": cluster, "service": name} | ({"node": node} if node else {})
+        groups.append({"targets": [address], "labels": labels})
+    text, path = json.dumps(groups, indent=2) + "\n", folder / TARGETS_FILE
+    if not path.exists() or path.read_text() != text:
+        replace_file(path, text)
+    return found
+
 
 START_TIMEOUT_S = 90.0
 STOP_NODE_TIMEOUT_S = 10.0

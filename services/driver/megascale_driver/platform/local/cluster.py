@@ -33,21 +33,23 @@ from megascale_common.service.identity import authority, certificates
 from megascale_common.service.identity.peers import Role
 from megascale_common.service.start import UNAVAILABLE
 from megascale_common.service.token import read_or_create_token
-from megascale_driver.platform import metrics_targets
-from megascale_driver.platform.child import Child
-from megascale_driver.platform.devices import DeviceKind
 from megascale_driver.platform.etcd_check import require_etcd
-from megascale_driver.platform.local_node import (
+from megascale_driver.platform.local.node import (
+    DRIVER_FILE,
     DRIVER_NAME,
     OPERATOR_NAME,
     START_TIMEOUT_S,
     STOP_NODE_TIMEOUT_S,
+    TARGETS_FILE,
+    DeviceKind,
     LocalNode,
     is_ready,
     nodes_of,
     running_nodes,
     start_node,
+    write_metrics_targets,
 )
+from megascale_driver.platform.local.processes import Child
 from megascale_driver.telemetry import opening
 
 POLL_INTERVAL_S = 0.1
@@ -156,7 +158,7 @@ class LocalCluster:
         await self._wait_alive()
         self._point_current_here()
         found = self._write_targets()
-        targets_file = str(self.folder / metrics_targets.TARGETS_FILE)
+        targets_file = str(self.folder / TARGETS_FILE)
         self._report(
             "metrics_ready",
             {"url": f"http://{found['driver']}/metrics", "targets_file": targets_file},
@@ -208,8 +210,8 @@ class LocalCluster:
         for name in (
             "driver.address",
             "up.json",
-            metrics_targets.DRIVER_FILE,
-            metrics_targets.TARGETS_FILE,
+            DRIVER_FILE,
+            TARGETS_FILE,
         ):
             (self.folder / name).unlink(missing_ok=True)
         os.close(self._lock)
@@ -306,7 +308,7 @@ class LocalCluster:
             for path in options.calibrations:
                 command += ["--calibration", str(path.resolve())]
         command += ["--metrics-bind", "127.0.0.1:0"]
-        command += ["--metrics-address-file", str(self.folder / metrics_targets.DRIVER_FILE)]
+        command += ["--metrics-address-file", str(self.folder / DRIVER_FILE)]
         if (files := certificates.of_cluster(self.folder, Role.DRIVER, DRIVER_NAME)) is not None:
             command += files.options()
         self._driver = Child("driver", command, self.folder / "driver.log")
@@ -382,7 +384,7 @@ class LocalCluster:
     def _write_targets(self) -> dict[str, str]:
         # Nodes that `megascale node start` added are no children of this process.
         names = sorted({*self._nodes, *running_nodes(self.folder)})
-        return metrics_targets.write(self.folder, self.options.cluster, names)
+        return write_metrics_targets(self.folder, self.options.cluster, names)
 
     def _address(self) -> str:
         try:
