@@ -17,12 +17,28 @@ from megascale_driver.analysis.group_search import Answer
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import machine
-from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.cluster import (
+    AttemptPhase,
+    Breaker,
+    Check,
+    Cluster,
+    Desired,
+    DesiredPhase,
+    Device,
+    Identity,
+    Node,
+    Progress,
+    Report,
+    SealedSnapshot,
+    WorkerReport,
+)
 from megascale_driver.core.values.events import (
     AttemptOpened,
     Audit,
+    CheckGroup,
     Effect,
     Event,
+    GroupChecked,
     LeaderStarted,
     NodeHello,
     NodeReport,
@@ -34,22 +50,8 @@ from megascale_driver.core.values.events import (
     StreamReset,
     Tick,
 )
-from megascale_driver.core.values.group_events import CheckGroup, GroupChecked
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Breaker,
-    Check,
-    Cluster,
-    Desired,
-    DesiredPhase,
-    Device,
-    Identity,
-    Job,
-    Node,
-    Report,
-    WorkerReport,
-)
 from megascale_driver.journal import codec
 from megascale_job import loading
 from megascale_job.config import JobConfig

@@ -16,8 +16,8 @@ from tests.harness.simulated_cluster import demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.etcd.server import EtcdServer
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster
 from megascale_driver.journal import codec
 from megascale_job import loading
 

@@ -13,11 +13,12 @@ from tests.harness.properties import examples
 from tests.harness.training import tiny_job
 
 from megascale_driver.core.queue.explain import explain
-from megascale_driver.core.values import failure_rate
+from megascale_driver.core.values import accounting
 from megascale_driver.core.values.attempt import FailureCount
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.goodput import Ledger
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Job, JobPhase
 from megascale_job.config import CheckpointConfig, JobConfig
 from megascale_job.loading import from_accepted, from_mapping
 from megascale_job.problems import JobError
@@ -94,7 +95,7 @@ def test_faults_and_trained_hours_of_all_jobs_are_counted() -> None:
     ledger = Ledger(productive_us=2 * hour_us, lost_us=hour_us, waiting_us=9 * hour_us, faults=3)
     jobs = [replace(job(name), goodput=ledger) for name in ("a", "b")]
     devices = jobs[0].config.layout.world_size
-    assert failure_rate.count(jobs) == FailureCount(6, 2 * 3.0 * devices)
+    assert accounting.failure_count(jobs) == FailureCount(6, 2 * 3.0 * devices)
 
 
 def test_a_job_s_explanation_has_interval_cost_and_rate() -> None:

@@ -12,15 +12,8 @@ from tests.harness.simulated_cluster import demo_job
 from megascale.v1 import types_pb2
 from megascale_common.service.errors import AssignmentError
 from megascale_driver.core.values.attempt import Attempt, NodeSlot
-from megascale_driver.core.values.state import (
-    Cluster,
-    Desired,
-    DesiredPhase,
-    Identity,
-    Job,
-    JobPhase,
-    Node,
-)
+from megascale_driver.core.values.cluster import Cluster, Desired, DesiredPhase, Identity, Node
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.nodes import orders
 from megascale_driver.nodes.orders import Orders, desired_state
 from megascale_executor.agent.processes import job_code

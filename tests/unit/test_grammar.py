@@ -49,7 +49,7 @@ REASONS = {
     ("commands/init.py", "{size} parameters"): "a size such as 7.0 B",
     ("commands/node.py", "{device} devices"): "the kind of the devices",
     ("commands/up.py", "{restarts} times"): "MAX_RESTARTS",
-    ("core/jobs.py", "{workers} workers"): "one worker has a sentence of its own",
+    ("jobs/jobs.py", "{workers} workers"): "one worker has a sentence of its own",
     ("diagnostics/rank_checks.py", "{world_size or len(targets)} ranks"): "a class of baselines",
     ("node_tests/all_to_all.py", "{world} ranks"): "a class of baselines, and two at least",
     ("node_tests/all_to_all.py", "{size} elements"): "a message of 1 MiB at least",

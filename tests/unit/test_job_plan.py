@@ -16,12 +16,9 @@ from megascale.v1 import link_pb2
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span, to_columns
 from megascale_driver.core.queue.explain import explain
-from megascale_driver.core.signs.plans import MAX_CHANGES
-from megascale_driver.core.values.analysis_events import PlanCompared
+from megascale_driver.core.signs.plan import MAX_CHANGES
 from megascale_driver.core.values.attempt import PlanVerdict
-from megascale_driver.core.values.events import (
-    Event,
-)
+from megascale_driver.core.values.events import Event, PlanCompared
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.plan_watch import PlanWatch

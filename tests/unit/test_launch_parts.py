@@ -17,6 +17,7 @@ from tests.harness.by_hand import small_job, write_job
 from tests.harness.waiting import until
 
 from megascale_common.node import framing
+from megascale_common.node.messages import Accepted, Saves
 from megascale_job.config import JobConfig
 from megascale_job.job_file import load_config
 from megascale_job.problems import JobError
@@ -279,8 +280,8 @@ class Daemon:
     """What a local agent asks of the services of its host."""
 
     def __init__(self, **answer: Any) -> None:
-        self.answer = {"kind": "saves", "committed_step": 4, "failures": [], "newest_attempt": 0}
-        self.answer |= answer
+        values = {"kind": "saves", "committed_step": 4, "failures": [], "newest_attempt": 0}
+        self.answer = Accepted("a run by hand", Saves).read(values | answer)
 
     def saves(self, attempt: int, *, look: bool = False) -> Any:
         return self.answer

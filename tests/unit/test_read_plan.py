@@ -23,8 +23,7 @@ from tests.harness.planned_restore import (
 from tests.harness.properties import examples
 
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.restore.restored_state import fill
-from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint
+from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint, fill
 from megascale_common.service.errors import DamagedError
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece

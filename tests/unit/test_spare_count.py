@@ -14,9 +14,10 @@ from tests.harness.simulated_cluster import demo_job
 
 from megascale_cli.planning import plan_job
 from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted
-from megascale_driver.core.values.state import AttemptPhase
-from megascale_driver.placement.gang import Candidate, Capacity, warnings
+from megascale_driver.placement.gang import Candidate, Capacity
+from megascale_driver.placement.gang import fit_warnings as warnings
 from megascale_job import loading
 from megascale_job.config import CheckpointConfig, JobConfig
 from megascale_job.sizes.failures import (

@@ -19,8 +19,8 @@ from megascale_cli.options import Json
 from megascale_cli.output import console, print_json, size_text
 from megascale_cli.planning import plan_job, planner_words
 from megascale_cli.plugins import load_function
-from megascale_cli.visible import counted
 from megascale_client import InvalidJob, InvalidRequest, load_job
+from megascale_job.visible import counted
 
 DEFAULT_DEVICES_PER_NODE = 8
 _UNITS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))

@@ -11,9 +11,8 @@ import typer
 from rich.markup import escape
 
 from megascale.v1 import job_pb2
-from megascale_cli.completion import job_names
 from megascale_cli.exits import fail, with_client
-from megascale_cli.options import Cluster, JobName, Json
+from megascale_cli.options import Cluster, JobName, Json, job_names
 from megascale_cli.output import console, phase_text, print_json, print_table
 from megascale_client import (
     AsyncClient,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster
 from megascale_executor.agent.run.assignment import job_of
 from megascale_job.loading import to_json
 from megascale_job.wire import spec as job_spec

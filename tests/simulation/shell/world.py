@@ -35,8 +35,9 @@ from tests.simulation.shell.training import Gang, Storage
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_driver.analysis.progress import MIN_STEP_TIMES
+from megascale_driver.core.values.cluster import Liveness
+from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import JobPhase, Liveness
 from megascale_driver.nodes import node_calls, probes
 from megascale_driver.shell import leadership
 from megascale_executor.agent.run.assignment import job_of

@@ -46,11 +46,6 @@ class EnvironmentConfig:
     run_as: str = ""
 
 
-def is_reference(text: str) -> bool:
-    """Whether ``text`` names a secret of a node: ``file:NAME`` or ``env:NAME``."""
-    return _REFERENCE.fullmatch(text) is not None
-
-
 def code_problems(code: CodeConfig, environment: EnvironmentConfig) -> Iterator[JobProblem]:
     """Problems of the sections ``code`` and ``environment``."""
     yield from _code(code)
@@ -152,7 +147,7 @@ def _secrets(environment: EnvironmentConfig) -> Iterator[JobProblem]:
                 "(PATH, PYTHON..., LD_..., MEGASCALE_...)",
             )
         # The value is not shown: somebody may have given the secret itself.
-        if not is_reference(reference):
+        if not _REFERENCE.fullmatch(reference):
             yield JobProblem(
                 f"environment.secrets.{name[:128]}",
                 "is no reference (its text is not repeated here)",

@@ -12,22 +12,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from megascale_common.etcd.operations import KeyValue
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd, KeyValue
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, ServiceError
-from megascale_driver.core.values import plausible
-from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.standing import Silence, Tenant
-from megascale_driver.core.values.state import (
-    AttemptRecord,
+from megascale_driver.core.values import bounds
+from megascale_driver.core.values.cluster import (
     Breaker,
     Cluster,
     Disposition,
-    Job,
     Node,
     Request,
+    Silence,
+    Tenant,
 )
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.job import AttemptRecord, Job
 from megascale_driver.journal import codec, ranges, records
 from megascale_driver.journal.parts import PARTS, joined, named
 from megascale_driver.journal.rows import INDEX, Rows, attempt_key
@@ -169,7 +168,7 @@ class Reader:
                 attempts=(),
             )
             job = replace(job, attempts=self._attempts(job, rows, chunks))
-            if (problem := plausible.stored(job)) or job.name != name:
+            if (problem := bounds.stored(job)) or job.name != name:
                 raise CodecError(problem or f"the head is that of {job.name!r}")
         except (CodecError, ServiceError, ValueError, TypeError, KeyError, RecursionError) as error:
             self._refuse(where, error)

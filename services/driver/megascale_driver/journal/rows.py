@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.overlay import changed_keys
-from megascale_driver.core.values.state import Cluster, Job
-from megascale_driver.core.values.storing import differs
+from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.parts import PARTS, PartEncoder
 from megascale_job import loading

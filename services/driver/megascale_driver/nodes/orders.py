@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from megascale.v1 import job_pb2, link_pb2, types_pb2
 from megascale_driver.core.values.attempt import NodeSlot
-from megascale_driver.core.values.state import Cluster, Desired, DesiredPhase, Job, Node
+from megascale_driver.core.values.cluster import Cluster, Desired, DesiredPhase, Node
+from megascale_driver.core.values.job import Job
 from megascale_driver.nodes.job_network import JobNetwork
 from megascale_driver.nodes.open_links import OpenLinks
 from megascale_driver.wire import messages as wire

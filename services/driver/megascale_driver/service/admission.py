@@ -12,8 +12,7 @@ import asyncio
 from collections.abc import Iterator
 
 from megascale_common.node.incarnation import file_view
-from megascale_driver.core.values.candidates import capacities
-from megascale_driver.core.values.state import Cluster, Liveness
+from megascale_driver.core.values.cluster import Cluster, Liveness, capacities
 from megascale_driver.nodes.job_network import JobNetwork
 from megascale_driver.placement.gang import fit_refusals, fit_warnings
 from megascale_job.config import JobConfig

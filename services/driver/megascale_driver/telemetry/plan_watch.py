@@ -15,11 +15,9 @@ import numpy as np
 
 from megascale.v1 import driver_pb2
 from megascale_common.service import logs
-from megascale_driver.core.values.analysis_events import PlanCompared
-from megascale_driver.core.values.events import (
-    Event,
-)
-from megascale_driver.core.values.state import Cluster, Job, JobPhase
+from megascale_driver.core.values.cluster import Cluster
+from megascale_driver.core.values.events import Event, PlanCompared
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.telemetry.views import SpanViews
 from megascale_planner.devices import BadCalibration
 from megascale_planner.job_plan import Comparison, JobPlan, PlanRule, compare_steps, plan_of

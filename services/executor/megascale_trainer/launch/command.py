@@ -53,9 +53,9 @@ def _train(arguments: list[str] | None) -> int:
         _check(config, options)
     except JobError as error:
         if rank == "0":  # every rank finds the same
-            place = f"{error.source}: " if error.source else ""
+            source = f"{error.source}: " if error.source else ""
             for problem in error.problems:
-                print(f"refused: {place}{problem}", file=sys.stderr)
+                print(f"refused: {source}{problem}", file=sys.stderr)
         return USAGE
     output, errors = steady(duplicate(1)), steady(duplicate(2))
     folder = options.run_folder.absolute() / "jobs" / config.name

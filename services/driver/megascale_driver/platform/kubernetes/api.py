@@ -20,7 +20,6 @@ import aiohttp
 from kubernetes_asyncio import client, config
 
 from megascale_common.service import logs
-from megascale_common.service.backoff import Backoff
 from megascale_common.service.errors import (
     ExpiredError,
     NotFoundError,
@@ -28,6 +27,7 @@ from megascale_common.service.errors import (
     StateError,
     UnavailableError,
 )
+from megascale_common.service.tasks import Backoff
 from megascale_driver.platform.kubernetes.objects import Json
 
 MERGE_PATCH = "application/merge-patch+json"

@@ -19,9 +19,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from megascale.v1 import link_pb2, link_pb2_grpc
 from megascale_common.node.link_limits import HELLO_S, MAX_RETRY_S
 from megascale_common.service import logs, status
-from megascale_common.service.backoff import Backoff
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import LinkError, StaleStateError
+from megascale_common.service.tasks import Backoff
 from megascale_executor.agent.attempt import EpochNumber
 from megascale_executor.agent.reports.span_reports import SpanReports
 from megascale_executor.agent.reports.step_reports import StepReports

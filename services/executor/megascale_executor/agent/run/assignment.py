@@ -11,7 +11,7 @@ from megascale.v1 import link_pb2
 from megascale_common.node import framing
 from megascale_common.node.addresses import split
 from megascale_common.node.attempt_files import AttemptFolder
-from megascale_common.node.messages import Assignment
+from megascale_common.node.messages import Assignment, FailureCount, ReplicaOrders
 from megascale_common.service.errors import AssignmentError
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.diagnostics.wanted_network import WantedNetwork, WantedSetting
@@ -145,41 +145,40 @@ def worker_assignments(
     messages: list[tuple[Assignment, Path]] = []
     for local_rank, (rank, device) in enumerate(zip(ranks, assignment.devices, strict=True)):
         reader, count = readers[rank]
-        message: Assignment = {
-            "kind": "assignment",
-            "version": framing.PROTOCOL_VERSION,
-            "cluster": agent.cluster,
-            "node": agent.node,
-            "job": assignment.job,
-            "attempt": assignment.attempt,
-            "rank_table": assignment.rank_table_digest,
-            "rank": rank,
-            "local_rank": local_rank,
-            "local_ranks": len(ranks),
-            "device_kind": agent.device_kind,
-            "device_index": device,
-            "config": values,
-            "store_host": host,
-            "store_port": port,
-            "status_page": str(folder.status_page(rank)),
-            "spans": str(folder.spans(rank)),
-            "loader_socket": str(sockets.loader),
-            "readers": count,
-            "reader": reader,
-            "checkpoint_socket": str(sockets.checkpoint),
-            "committer_endpoint": assignment.committer_endpoint,
-            "replicas": {
-                "target": assignment.replica_target,
-                "source": sources.get(rank, ""),
-                "bytes_per_s": rate,
-            },
-            "failures": {
-                "count": assignment.fleet_failures,
-                "device_hours": assignment.fleet_device_hours,
-            },
-            "restore": restore.from_proto(assignment.restore).to_mapping(),
-            "reports": rank == 0,
-            "run_folder": str(work_folder),
-        }
+        message = Assignment(
+            version=framing.PROTOCOL_VERSION,
+            cluster=agent.cluster,
+            node=agent.node,
+            job=assignment.job,
+            attempt=assignment.attempt,
+            rank_table=assignment.rank_table_digest,
+            rank=rank,
+            local_rank=local_rank,
+            local_ranks=len(ranks),
+            device_kind=agent.device_kind,
+            device_index=device,
+            config=values,
+            store_host=host,
+            store_port=port,
+            status_page=str(folder.status_page(rank)),
+            spans=str(folder.spans(rank)),
+            loader_socket=str(sockets.loader),
+            readers=count,
+            reader=reader,
+            checkpoint_socket=str(sockets.checkpoint),
+            committer_endpoint=assignment.committer_endpoint,
+            replicas=ReplicaOrders(
+                target=assignment.replica_target,
+                source=sources.get(rank, ""),
+                bytes_per_s=rate,
+            ),
+            failures=FailureCount(
+                count=assignment.fleet_failures,
+                device_hours=assignment.fleet_device_hours,
+            ),
+            restore=restore.from_proto(assignment.restore).to_mapping(),
+            reports=rank == 0,
+            run_folder=str(work_folder),
+        )
         messages.append((message, folder.log(rank)))
     return messages

@@ -261,7 +261,7 @@ class AttemptRunner:
         if (network := wanted_network(assignment)) is not None:
             variables = network.for_workers(self._processes.environment)
             for message, _ in assignments:
-                message["network"] = variables
+                message.network = variables
         await self._start_loader(self._job, folder, sockets.loader)
         template = await self._templates.ready_for(self._processes)
         events = WorkerEvents(
@@ -274,7 +274,7 @@ class AttemptRunner:
             not_left=self._on_not_left,
         )
         self._workers = WorkerSet(template, events, redact=self._processes.redact)
-        logs = {message["rank"]: log for message, log in assignments}
+        logs = {message.rank: log for message, log in assignments}
         self.scanner.watch(self.state.key, logs)
         self._spans.watch(self.state.key, {rank: folder.spans(rank) for rank in logs})
         await self._workers.start(
