@@ -19,7 +19,7 @@ from megascale_driver.nodes.orders import Orders, desired_state
 from megascale_executor.agent.processes import job_code
 from megascale_executor.agent.run.assignment import check_assignment, job_of
 from megascale_job import loading
-from megascale_job.code_config import CodeConfig, EnvironmentConfig
+from megascale_job.sections.code import CodeConfig, EnvironmentConfig
 
 NODES, RANKS = 1536, 8
 EPOCH = types_pb2.Epoch(cluster_generation=1, create_revision=7)

@@ -33,8 +33,8 @@ from megascale_executor.agent.processes.job_processes import (
     offered_accounts,
 )
 from megascale_job import loading
-from megascale_job.code_config import CodeConfig, EnvironmentConfig
 from megascale_job.config import JobConfig
+from megascale_job.sections.code import CodeConfig, EnvironmentConfig
 
 NOBODY = Account("acme", 65534, 65534, (65534,), "/nonexistent")
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another account")

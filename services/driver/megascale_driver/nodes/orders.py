@@ -23,8 +23,8 @@ from megascale_driver.nodes.job_network import JobNetwork
 from megascale_driver.nodes.open_links import OpenLinks
 from megascale_driver.wire import messages as wire
 from megascale_job import loading
-from megascale_job.code_config import EnvironmentConfig
 from megascale_job.config import JobConfig
+from megascale_job.sections.code import EnvironmentConfig
 from megascale_job.wire import restore
 from megascale_job.wire import spec as job_spec
 

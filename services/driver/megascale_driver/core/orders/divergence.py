@@ -16,7 +16,7 @@ from megascale_driver.core.jobs import jobs
 from megascale_driver.core.values.events import Evidence, LossDiverged
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job import loading
-from megascale_job.data_config import skipping
+from megascale_job.sections.data import skipping
 from megascale_job.visible import counted
 
 _AT_WORK = (JobPhase.STARTING, JobPhase.RUNNING)

@@ -1,16 +1,64 @@
-"""Checks the section ``trainer.optimizer`` of a job, for :mod:`megascale_job.validation`."""
+"""A job's section ``trainer.optimizer``, and its checks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from megascale_job.names import is_dns_label
-from megascale_job.optimizer_config import BUILT_IN, LambConfig, OptimizerConfig
 from megascale_job.problems import JobProblem
+from megascale_job.sections.fields import ADDED, bounds
 
-_MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
+# The optimizers that need no package; they take no options.
+BUILT_IN = ("adamw", "lamb")
 _MAX_WEIGHT_NORM = 1e9
+_MAX_OPTIONS = 64
+_MAX_OPTION_NAME = 63
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LambConfig:
+    """Bounds of a parameter's norm in its trust ratio (the function phi of arXiv 1904.00962).
+
+    ``max_weight_norm`` 0 is no upper bound. With both at 0 the ratio has the norm itself.
+    """
+
+    min_weight_norm: float = field(
+        default=0.0,
+        metadata=bounds(0, _MAX_WEIGHT_NORM, remedy=f"give 0 (no bound) to {_MAX_WEIGHT_NORM:g}"),
+    )
+    max_weight_norm: float = field(
+        default=0.0,
+        metadata=bounds(0, _MAX_WEIGHT_NORM, remedy=f"give 0 (no bound) to {_MAX_WEIGHT_NORM:g}"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """The optimizer by name; ``beta1``, ``beta2`` and ``epsilon`` are AdamW's and LAMB's.
+
+    Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off. An update
+    whose gradient norm, before clipping, is above ``skip_norm`` is skipped; 0: none is. ``options``
+    are numbers for an optimizer of an installed package; ``lamb`` is about LAMB alone.
+    """
+
+    name: str = "adamw"
+    options: Mapping[str, float] = field(default_factory=dict)
+    learning_rate: float = field(
+        default=3e-4, metadata=bounds(above=0, most=10, remedy="give 0 < lr <= 10")
+    )
+    beta1: float = field(default=0.9, metadata=bounds(0, below=1, remedy="give 0 <= beta < 1"))
+    beta2: float = field(default=0.95, metadata=bounds(0, below=1, remedy="give 0 <= beta < 1"))
+    epsilon: float = field(
+        default=1e-8, metadata=bounds(above=0, below=1, remedy="give a small positive number")
+    )
+    weight_decay: float = field(default=0.1, metadata=bounds(0, 10, remedy="give 0 to 10"))
+    clip_norm: float = field(default=1.0, metadata=bounds(0, remedy="give 0 (off) or more"))
+    lamb: LambConfig = field(default_factory=LambConfig, metadata=ADDED)
+    skip_norm: float = field(
+        default=0.0, metadata=bounds(0, remedy="give 0 (off) or more", added=True)
+    )
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
@@ -22,43 +70,7 @@ def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
             "use the name under which its package registers it: a-z, 0-9 and '-'",
         )
     yield from _optimizer_options(optimizer)
-    if not (math.isfinite(optimizer.learning_rate) and 0 < optimizer.learning_rate <= 10):
-        yield JobProblem(
-            "trainer.optimizer.learning_rate",
-            f"{optimizer.learning_rate} is out of range",
-            "give 0 < lr <= 10",
-        )
-    for name in ("beta1", "beta2"):
-        value = getattr(optimizer, name)
-        if not 0 <= value < 1:
-            yield JobProblem(
-                f"trainer.optimizer.{name}", f"{value} is out of range", "give 0 <= beta < 1"
-            )
-    if not 0 < optimizer.epsilon < 1:
-        yield JobProblem(
-            "trainer.optimizer.epsilon",
-            f"{optimizer.epsilon} is out of range",
-            "give a small positive number",
-        )
-    if not 0 <= optimizer.weight_decay <= 10:
-        yield JobProblem(
-            "trainer.optimizer.weight_decay",
-            f"{optimizer.weight_decay} is out of range",
-            "give 0 to 10",
-        )
-    if not (math.isfinite(optimizer.clip_norm) and optimizer.clip_norm >= 0):
-        yield JobProblem(
-            "trainer.optimizer.clip_norm",
-            f"{optimizer.clip_norm} is out of range",
-            "give 0 (off) or more",
-        )
-    if not (math.isfinite(optimizer.skip_norm) and optimizer.skip_norm >= 0):
-        yield JobProblem(
-            "trainer.optimizer.skip_norm",
-            f"{optimizer.skip_norm} is out of range",
-            "give 0 (off) or more",
-        )
-    elif 0 < optimizer.skip_norm <= optimizer.clip_norm:
+    if 0 < optimizer.skip_norm <= optimizer.clip_norm:
         yield JobProblem(
             "trainer.optimizer.skip_norm",
             f"{optimizer.skip_norm:g} is not above trainer.optimizer.clip_norm = "
@@ -98,14 +110,6 @@ def _lamb(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
             f"is given, and trainer.optimizer.name is {optimizer.name!r}",
             "set the name to lamb, or leave these fields out",
         )
-    for name in ("min_weight_norm", "max_weight_norm"):
-        value = getattr(lamb, name)
-        if not 0 <= value <= _MAX_WEIGHT_NORM:
-            yield JobProblem(
-                f"{field}.{name}",
-                f"{value} is out of range",
-                f"give 0 (no bound) to {_MAX_WEIGHT_NORM:g}",
-            )
     if 0 < lamb.max_weight_norm < lamb.min_weight_norm:
         yield JobProblem(
             f"{field}.max_weight_norm",

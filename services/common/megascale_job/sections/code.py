@@ -1,18 +1,17 @@
-"""Checks of a job's own code and of what its processes run in. Pure."""
+"""A job's sections on its own code and on what its processes run in, and their checks."""
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from megascale_job.code_config import CodeConfig, EnvironmentConfig
-from megascale_job.config import JobConfig
 from megascale_job.problems import JobProblem
+from megascale_job.sections.fields import ADDED, MAX_PATH
 
 ARTIFACT_ENDS = (".whl", ".tar.gz")
 MAX_SECRETS = 32  # of one job: they are resolved at every start
-_MAX_PATH = 4096  # the kernel's own limit
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,127}")
@@ -22,12 +21,37 @@ _ACCOUNT = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _NOT_SECRETS = re.compile(r"(PATH|HOME|USER|LOGNAME|(PYTHON|LD_|MEGASCALE_).*)")
 
 
-def code_problems(config: JobConfig) -> Iterator[JobProblem]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeConfig:
+    """Code of the job's own: a folder, or an artifact on storage (both "": what is installed).
+
+    ``sha256`` is the digest of the folder, if one is given, or of the artifact.
+    """
+
+    path: str = ""
+    sha256: str = ""
+    uri: str = field(default="", metadata=ADDED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentConfig:
+    """What the job's processes run in: interpreter or locked requirements, secrets, account.
+
+    ``secrets`` maps a variable's name to a reference, never to a value.
+    """
+
+    python: str = ""
+    requirements: str = ""
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    run_as: str = ""
+
+
+def code_problems(code: CodeConfig, environment: EnvironmentConfig) -> Iterator[JobProblem]:
     """Problems of the sections ``code`` and ``environment``."""
-    yield from _code(config.code)
-    yield from _artifact(config.code)
-    yield from _interpreter(config.environment, config.code)
-    yield from _secrets(config.environment)
+    yield from _code(code)
+    yield from _artifact(code)
+    yield from _interpreter(environment, code)
+    yield from _secrets(environment)
 
 
 def _code(code: CodeConfig) -> Iterator[JobProblem]:
@@ -51,8 +75,8 @@ def _artifact(code: CodeConfig) -> Iterator[JobProblem]:
     if not code.uri:
         return
     scheme, _, rest = code.uri.partition("://") if "://" in code.uri else ("", "", code.uri)
-    if len(code.uri) > _MAX_PATH:
-        yield JobProblem("code.uri", "too long", f"use at most {_MAX_PATH} characters")
+    if len(code.uri) > MAX_PATH:
+        yield JobProblem("code.uri", "too long", f"use at most {MAX_PATH} characters")
     elif scheme in ("http", "https", "ftp") or (scheme and not _SCHEME.fullmatch(scheme)):
         yield JobProblem(
             "code.uri",
@@ -80,10 +104,8 @@ def _artifact(code: CodeConfig) -> Iterator[JobProblem]:
 def _interpreter(environment: EnvironmentConfig, code: CodeConfig) -> Iterator[JobProblem]:
     python, requirements = environment.python, environment.requirements
     for name, path in (("python", python), ("requirements", requirements)):
-        if len(path) > _MAX_PATH or "\0" in path:
-            yield JobProblem(
-                f"environment.{name}", "no path", f"use at most {_MAX_PATH} characters"
-            )
+        if len(path) > MAX_PATH or "\0" in path:
+            yield JobProblem(f"environment.{name}", "no path", f"use at most {MAX_PATH} characters")
     if python and not python.startswith("/"):
         yield JobProblem(
             "environment.python", f"{python!r} is relative", "give an absolute path on all nodes"
