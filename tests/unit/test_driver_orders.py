@@ -23,7 +23,7 @@ from megascale_driver.core.values.state import (
 )
 from megascale_driver.nodes import orders
 from megascale_driver.nodes.orders import Orders, desired_state
-from megascale_executor.agent.processes import job_code
+from megascale_executor.agent.processes import job_inputs
 from megascale_executor.agent.run.assignment import check_assignment
 from megascale_job import config as job_config
 from megascale_job.code_config import CodeConfig, EnvironmentConfig
@@ -152,6 +152,6 @@ async def test_an_older_agent_refuses_a_job_whose_surroundings_it_would_leave_ou
     for protocol in (1, 2):
         path = sent.of(name, protocol).assignment.spec.code.path
         with pytest.raises(AssignmentError, match=r"update the node cannot be read on this node"):
-            await job_code.find(CodeConfig(path=path))
+            await job_inputs.find(CodeConfig(path=path))
     plain = Orders(cluster, EPOCH)
     assert plain.of(name, 2).assignment.spec == plain.of(name).assignment.spec

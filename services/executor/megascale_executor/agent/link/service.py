@@ -19,10 +19,10 @@ from megascale_common.service.errors import LimitError, NotFoundError, StateErro
 from megascale_common.service.handlers import answers, streams
 from megascale_common.service.identity.gate import caller
 from megascale_common.service.identity.rates import OpenStreams
-from megascale_executor.agent import folders
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.checks.group_checks import GroupChecks
-from megascale_executor.agent.reports.rank_logs import (
+from megascale_executor.agent.checks.diagnosis import GroupChecks
+from megascale_executor.agent.processes import folders
+from megascale_executor.agent.reports.logs import (
     DEFAULT_LINES,
     MAX_LINES,
     between,
