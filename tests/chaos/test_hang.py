@@ -15,7 +15,7 @@ from tests.unit.test_flight_recorder import dump, entry
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import AsyncClient, PolicyMode
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.status_page import read_status_page
 from megascale_driver.core.values.policy import Policy
 from megascale_executor.agent.workers import evidence

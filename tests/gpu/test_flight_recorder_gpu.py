@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_driver.analysis import flight_recorder
 from megascale_executor.agent.workers import evidence
 from megascale_trainer.process import flight_dump

@@ -15,7 +15,7 @@ import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
-from megascale_common.node.socket_folder import create_socket_folder
+from megascale_common.node.unix_sockets import create_socket_folder
 from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
 from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.channels import MessageChannel

@@ -11,7 +11,7 @@ import torch
 from tests.harness.waiting import CALL_TIMEOUT_S, until
 from tests.unit.test_flight_recorder import inside
 
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_driver.analysis import flight_recorder
 from megascale_executor.agent.workers import evidence
 from megascale_executor.agent.workers.evidence import stack_since

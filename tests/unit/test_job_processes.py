@@ -21,7 +21,7 @@ from tests.unit.test_job_validation import values_of
 
 from megascale_checkpoint.artifacts import packing, storing
 from megascale_common.node.account import Account
-from megascale_common.node.redaction import NAMES_VARIABLE, Redactor
+from megascale_common.node.output import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError, RequestError
 from megascale_executor.agent.processes import job_inputs, locked_requirements
 from megascale_executor.agent.processes.folders import FolderCache
@@ -153,7 +153,7 @@ def test_values_of_secrets_are_not_shown_and_not_printed() -> None:
     )
     code = (
         "import os, sys, traceback\n"
-        "from megascale_common.node.redaction import redact_streams\n"
+        "from megascale_common.node.output import redact_streams\n"
         "redact_streams()\n"
         "print(os.environ['KEY'], dict(os.environ))\n"
         "sys.stderr.writelines(['x ' + os.environ['KEY'] + '\\n'])\n"

@@ -13,7 +13,7 @@ import posixpath
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale_common.node.incarnation import file_view
+from megascale_common.node.process import file_view
 from megascale_driver.core.values.candidates import capacities
 from megascale_driver.core.values.state import Cluster, Liveness
 from megascale_driver.nodes.job_network import JobNetwork

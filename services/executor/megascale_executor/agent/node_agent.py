@@ -14,8 +14,8 @@ from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
 from megascale_common.node import host
 from megascale_common.node.addresses import joined
 from megascale_common.node.files import replace_file
-from megascale_common.node.incarnation import boot_id, new_incarnation
-from megascale_common.node.socket_folder import create_socket_folder
+from megascale_common.node.process import boot_id, new_incarnation
+from megascale_common.node.unix_sockets import create_socket_folder
 from megascale_common.service import logs, tasks
 from megascale_common.service.channel import present
 from megascale_common.service.errors import OptionError

@@ -23,9 +23,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale_common.node import attempt_files
+from megascale_common.node import files
 from megascale_common.node.account import Account
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_executor.agent import asyncio_tasks
 
 MAX_KEPT = 8  # of one kind; the newest, and all that are in use
@@ -218,7 +218,7 @@ def lock_node(node_folder: Path, node: str) -> int:
 
 def attempt_folder(node_folder: Path, job: str, attempt: int) -> AttemptFolder:
     """The folder of an attempt; not created."""
-    return AttemptFolder(node_folder / attempt_files.attempt_folder(job, attempt))
+    return AttemptFolder(node_folder / files.attempt_folder(job, attempt))
 
 
 def newest_attempt(node_folder: Path, job: str) -> int:

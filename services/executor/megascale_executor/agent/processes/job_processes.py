@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale_common.node.account import Account
-from megascale_common.node.redaction import NAMES_VARIABLE, Redactor
+from megascale_common.node.output import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError
 from megascale_executor.agent.processes import child_processes, job_inputs, locked_requirements
 from megascale_executor.agent.processes.folders import FolderCache, HeldFolder

@@ -15,7 +15,7 @@ from typing import Any
 
 from megascale.v1 import link_pb2
 from megascale_common.node.addresses import joined, listen
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import AssignmentError, TemplateError

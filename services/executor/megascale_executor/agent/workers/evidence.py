@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale_common.node import host
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.flight_record import MAX_DUMP_BYTES, RankRecord, parse
 from megascale_common.node.process import stat_fields
 from megascale_common.node.status_page import Status, read_status_page

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node import framing
-from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
+from megascale_common.node.files import TRACE_PREFIX, trace_file
 from megascale_common.node.messages import (
     CancelProfile,
     Leave,

@@ -17,7 +17,7 @@ from typing import Any
 
 from megascale.v1 import link_pb2
 from megascale_common.node import framing
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.flight_record import RankRecord
 from megascale_common.node.messages import (
     STACKS_SIGNAL,
