@@ -36,7 +36,7 @@ from megascale_driver.nodes.open_links import Link
 from megascale_driver.nodes.orders import desired_state
 from megascale_driver.presence import reports
 from megascale_driver.shell.engine import Engine, Term
-from megascale_executor.agent.checks.self_check import FAULT_CHECKS_S
+from megascale_executor.agent.checks.diagnosis import FAULT_CHECKS_S
 from megascale_executor.diagnostics.registry import load_registry
 
 RETRY = (

@@ -21,10 +21,10 @@ from tests.unit.test_job_validation import values_of
 
 from megascale_checkpoint.artifacts import packing, storing
 from megascale_common.node.account import Account
-from megascale_common.node.redaction import NAMES_VARIABLE, Redactor
+from megascale_common.node.output import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError, RequestError
-from megascale_executor.agent.processes import job_secrets, locked_requirements
-from megascale_executor.agent.processes.folder_cache import FolderCache
+from megascale_executor.agent.processes import job_inputs, locked_requirements
+from megascale_executor.agent.processes.folders import FolderCache
 from megascale_executor.agent.processes.job_processes import (
     DEFAULT,
     JobProcesses,
@@ -113,10 +113,10 @@ def test_secrets_are_read_from_the_folder_and_the_agents_variables(tmp_path: Pat
     (tmp_path / "link").symlink_to("/etc/hostname")
     os.mkfifo(tmp_path / "pipe")
     environment = {"MEGASCALE_SECRET_TOKEN": "from a variable", "OTHER": "stays"}
-    variables = job_secrets.take_variables(environment)
+    variables = job_inputs.take_variables(environment)
     assert environment == {"OTHER": "stays"}, "children of the agent must not inherit it"
     references = {"A": "file:key", "B": "env:TOKEN"}
-    assert job_secrets.resolve(references, tmp_path, variables) == {
+    assert job_inputs.resolve(references, tmp_path, variables) == {
         "A": "from a file",
         "B": "from a variable",
     }
@@ -128,9 +128,9 @@ def test_secrets_are_read_from_the_folder_and_the_agents_variables(tmp_path: Pat
         ("file:pipe", "no plain file"),
     ):
         with pytest.raises(AssignmentError, match=problem):
-            job_secrets.resolve({"A": reference}, tmp_path, variables)
+            job_inputs.resolve({"A": reference}, tmp_path, variables)
     with pytest.raises(AssignmentError, match="--secrets-folder"):
-        job_secrets.resolve({"A": "file:key"}, None, variables)
+        job_inputs.resolve({"A": "file:key"}, None, variables)
 
 
 def test_files_of_secrets_may_be_links_within_their_folder(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_files_of_secrets_may_be_links_within_their_folder(tmp_path: Path) -> No
     (tmp_path / "..2026" / "key").write_text("mounted")
     (tmp_path / "..data").symlink_to("..2026")
     (tmp_path / "key").symlink_to("..data/key")
-    assert job_secrets.resolve({"A": "file:key"}, tmp_path, {}) == {"A": "mounted"}
+    assert job_inputs.resolve({"A": "file:key"}, tmp_path, {}) == {"A": "mounted"}
 
 
 def test_values_of_secrets_are_not_shown_and_not_printed() -> None:
@@ -153,7 +153,7 @@ def test_values_of_secrets_are_not_shown_and_not_printed() -> None:
     )
     code = (
         "import os, sys, traceback\n"
-        "from megascale_common.node.redaction import redact_streams\n"
+        "from megascale_common.node.output import redact_streams\n"
         "redact_streams()\n"
         "print(os.environ['KEY'], dict(os.environ))\n"
         "sys.stderr.writelines(['x ' + os.environ['KEY'] + '\\n'])\n"

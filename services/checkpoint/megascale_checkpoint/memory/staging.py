@@ -29,10 +29,9 @@ from glob import iglob
 from pathlib import Path
 from typing import Any
 
+from megascale_common.node.host import left_bytes as cgroups_left_bytes
 from megascale_common.node.host import memory_bytes
-from megascale_common.node.incarnation import boot_id
-from megascale_common.node.memory_limit import left_bytes as cgroups_left_bytes
-from megascale_common.node.process import start_ticks
+from megascale_common.node.process import boot_id, start_ticks
 from megascale_common.service.errors import LimitError
 from megascale_job.sizes.memory import LEAST_SLOTS
 

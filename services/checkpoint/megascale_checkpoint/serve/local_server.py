@@ -53,7 +53,7 @@ from megascale_common.node.messages import (
     Verify,
     kind_of,
 )
-from megascale_common.node.unix_socket import listen
+from megascale_common.node.unix_sockets import listen
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import RequestError, ServiceError
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megascale_common.node import framing
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death, child_environment
-from megascale_common.node.unix_socket import listen
+from megascale_common.node.unix_sockets import listen
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates

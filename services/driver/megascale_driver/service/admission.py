@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from megascale_common.node.incarnation import file_view
+from megascale_common.node.process import file_view
 from megascale_driver.core.values.cluster import Cluster, Liveness, capacities
 from megascale_driver.nodes.job_network import JobNetwork
 from megascale_driver.placement.gang import fit_refusals, fit_warnings

@@ -1,6 +1,6 @@
 """Keeps a rank's spans in a run by hand: from its ring to files beside its log.
 
-:mod:`megascale_common.node.spans.kept` has the files and reads them.
+:mod:`megascale_common.node.spans.ring` has the files and reads them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megascale_common.node.spans import ops
-from megascale_common.node.spans.kept import KeptFiles
-from megascale_common.node.spans.ring import SpanRingReader
+from megascale_common.node.spans.ring import KeptFiles, SpanRingReader
 from megascale_job.layout import RankLayout
 
 HALF_BYTES = 16 << 20  # of records in one file: half a million spans

@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from megascale_common.node.attempt_files import trace_file
+from megascale_common.node.files import trace_file
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values.cluster import Report, TraceReport
 from megascale_driver.core.values.events import Evidence, ProfileCancelRequested, ProfileRequested

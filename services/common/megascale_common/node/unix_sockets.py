@@ -3,6 +3,8 @@
 The kernel takes at most 108 bytes of a socket's path. An owner file in each folder holds process
 id and start time: the next owner of the same name detects by them that the former one is dead, even
 when the id is in use again, and removes what it left.
+
+The sockets in them are served by one process of the node to the others of its user.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import socket
 import stat
 from pathlib import Path
 
@@ -93,3 +96,31 @@ def _checked(parent: Path, mode: int) -> Path:
             "remove it"
         )
     return parent
+
+
+def listen(path: Path, server: str, backlog: int) -> socket.socket:
+    """A listening stream socket at ``path``, mode 0600.
+
+    The socket file that a dead ``server`` (for the error's text) left behind is replaced.
+
+    Raises:
+        OSError: another process listens there, something else lies there, or the path is too long
+            for a unix socket or cannot be written.
+    """
+    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(f"another {server} listens on {path}")
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # By the mask, not by chmod afterwards: nobody else can connect in between.
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(mask)
+    listener.listen(backlog)
+    return listener

@@ -1,4 +1,7 @@
-"""Profiles on command: passed to the workers once; what became of each rank's trace is reported."""
+"""The driver's orders to running workers: profiles, and the order to save and end.
+
+Each is passed to the workers once, or taken back; what became of each rank's trace is reported.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,15 @@ from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node import framing
-from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
-from megascale_common.node.messages import CancelProfile, Profiled, ProfileSteps
+from megascale_common.node.files import TRACE_PREFIX, trace_file
+from megascale_common.node.messages import (
+    CancelProfile,
+    Leave,
+    NotLeft,
+    Profiled,
+    ProfileSteps,
+    Stay,
+)
 from megascale_common.service import logs
 from megascale_common.service.status import encodable
 from megascale_executor.agent.attempt import AttemptKey
@@ -111,3 +121,34 @@ def part_of(desired: link_pb2.DesiredState, key: AttemptKey) -> link_pb2.Profile
     assignment = desired.assignment
     mine = (assignment.job, assignment.attempt) == (key.job, key.attempt)
     return desired.profile if mine and desired.HasField("profile") else None
+
+
+class LeaveOrders:
+    """The order that the workers of the present attempt have."""
+
+    def __init__(self) -> None:
+        self._id = ""
+        # The newest order that a worker could not carry out, and why; ("", "") without one.
+        self.failed = ("", "")
+
+    def failed_by(self, message: NotLeft) -> None:
+        """A worker could not save. The first of the node that says so is reported."""
+        if message.id != self.failed[0]:
+            self.failed = (message.id, message.problem)
+            _log.warning("order to save failed", id=message.id, reason=message.problem)
+
+    def want(self, order: str, workers: Sequence[Worker]) -> None:
+        """The workers are to have this order; "": none."""
+        if order == self._id:
+            return
+        self._id = order
+        _log.info("order to save and end", id=order or "withdrawn")
+        message = Leave(id=order) if order else Stay()
+        for worker in workers:
+            # One that cannot be reached has ended, or is about to; the driver gets that otherwise.
+            with contextlib.suppress(framing.FramingError):
+                worker.channel.send(message)
+
+    def forget(self) -> None:
+        """The attempt has ended."""
+        self._id, self.failed = "", ("", "")

@@ -1,8 +1,9 @@
-"""The agent's handle on the template process, which forks the processes that need torch.
+"""The template process, which forks the processes that need torch, and its keeper.
 
 The template (``python -m megascale_trainer.process``) has imported torch before it is needed, so
 a fork takes milliseconds where a new process takes seconds. When it ends, its socket closes, and
-the parent-death signals of all that it forked kill them.
+the parent-death signals of all that it forked kill them. The keeper has one ready for the next
+attempt, and replaces it when it ends.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import os
 import select
 import signal
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from megascale_common.node.messages import (
     TemplateHello,
     TemplateMessage,
 )
-from megascale_common.service import logs
+from megascale_common.service import logs, tasks
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent import asyncio_tasks
 from megascale_executor.agent.channels import MessageChannel
@@ -36,7 +38,7 @@ _log = logs.get(__name__)
 _FROM_TEMPLATE: Accepted[TemplateMessage] = Accepted("the agent", TemplateHello, Forked, Exited)
 
 # torch is imported in 2 s on a quiet machine; several nodes on two cores take longer.
-FORK_TIMEOUT_S = 90.0
+FORK_TIMEOUT_S = READY_TIMEOUT_S = 90.0
 # Index order as nvidia-smi shows it, on all processes of the host.
 _ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}
 
@@ -225,3 +227,87 @@ class TemplateProcess:
     async def close(self) -> None:
         """Close the socket, which ends the template and all that it forked."""
         await asyncio_tasks.cancelled(self._reader)
+
+
+class TemplateKeeper:
+    """The current template process and its replacement.
+
+    Args:
+        processes: how the first one is started, before any job is known.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log_path: Path, processes: JobProcesses = DEFAULT
+    ) -> None:
+        self._command, self._log_path = command, log_path
+        self._processes = processes
+        self._current: TemplateProcess | None = None
+        self._arrival = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None
+        self._child = child_processes.SupervisedChild("template", self._start)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._child.pid
+
+    def begin(self) -> None:
+        """Start the first template."""
+        self._child.begin()
+
+    async def ready(self) -> TemplateProcess:
+        """A template that has imported what workers need; waits for one at most READY_TIMEOUT_S.
+
+        Raises:
+            TemplateError: there is none in time, or it ended too often.
+        """
+        self._child.revive()
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while not self._child.gave_up.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
+            current = self._current
+            if current is None or current.ended:
+                self._arrival.clear()
+                await asyncio_tasks.either(self._arrival, self._child.gave_up, timeout_s=left_s)
+            elif current.ready.is_set():
+                return current
+            else:
+                await asyncio_tasks.either(current.ready, current.end, timeout_s=left_s)
+        raise TemplateError(f"no template process becomes ready; see {self._log_path}")
+
+    async def ready_for(self, processes: JobProcesses) -> TemplateProcess:
+        """A template that was started so; one that was started otherwise is replaced.
+
+        Raises:
+            TemplateError: as :meth:`ready`.
+        """
+        if processes != self._processes:
+            await self.stop()
+            self._processes, self._current = processes, None
+            self._child = child_processes.SupervisedChild("template", self._start)
+            self._child.begin()
+        return await self.ready()
+
+    async def stop(self) -> None:
+        """End the template and all that it forked."""
+        await asyncio_tasks.cancelled(self._ending)
+        if self._current is not None:
+            await self._current.close()
+        await self._child.stop()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self._current, process = await TemplateProcess.spawn(
+            self._command, self._log_path, self._processes
+        )
+        self._ending = tasks.single(_end_with(self._current, process), "template-end")
+        self._arrival.set()
+        return process
+
+
+async def _end_with(template: TemplateProcess, process: asyncio.subprocess.Process) -> None:
+    """Kill a template that does not end although its socket is closed, so that another starts."""
+    await template.end.wait()
+    try:
+        async with asyncio.timeout(child_processes.TERMINATE_GRACE_S):
+            await process.wait()
+    except TimeoutError:
+        await child_processes.stop(process, grace_s=0)
