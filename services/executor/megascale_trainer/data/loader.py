@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megascale_common.node.unix_socket import listen
+from megascale_common.node.unix_sockets import listen
 
 from megascale_common.node.output import redact_streams, steady_streams
 from megascale_common.node.process import arm_parent_death
