@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_client", "megascale.v1", "grpc", "grpc_status", "google", "yaml", "xxhash"),
     ),
     "megascale_cli": (
-        *("megascale_cli", "megascale_client", "megascale.v1", "google.protobuf"),
+        *("megascale_cli", "megascale_client", "megascale_job", "megascale.v1", "google.protobuf"),
         *("typer", "rich", "matplotlib"),
     ),
     "megascale_dashboard": (

@@ -180,7 +180,11 @@ WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
         ),
         ("megascale_common", ["megascale_common", "megascale_job"], ["torch", "triton"]),
         ("megascale_client", ["megascale_client"], ["torch", "triton", "numpy", "structlog"]),
-        ("megascale_cli", ["megascale_cli", "megascale_client"], ["torch", "triton", "structlog"]),
+        (
+            "megascale_cli",
+            ["megascale_cli", "megascale_client", "megascale_job"],
+            ["torch", "triton", "structlog"],
+        ),
         (
             "megascale_dashboard",
             ["megascale_dashboard", "megascale_client"],

@@ -11,7 +11,7 @@ from megascale_common.node import framing
 from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
 from megascale_common.node.messages import CancelProfile, Profiled, ProfileSteps
 from megascale_common.service import logs
-from megascale_common.service.status import encodable
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.workers.workers import Worker
 
