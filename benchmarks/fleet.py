@@ -34,19 +34,12 @@ from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.process import child_environment, stat_fields
 from megascale_common.service.identity.peers import read_or_create_token
 from megascale_driver.core.values.attempt import Attempt, NodeSlot
+from megascale_driver.core.values.cluster import Cluster, Device, Identity, Node
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import (
-    AttemptRecord,
-    Cluster,
-    Device,
-    Identity,
-    Job,
-    JobPhase,
-    Node,
-)
+from megascale_driver.core.values.job import AttemptRecord, Job, JobPhase
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.store import LEADER_KEY, Store
-from megascale_job import config as job_config
+from megascale_job import loading
 
 LIMIT_S = 5.0
 PREFIX = "/megascale/fleet/v1"
@@ -226,7 +219,7 @@ def running(nodes: int, log_seq: int) -> Job:
 
 def finished(name: str, dp: int = 1) -> Job:
     """A job that has ended."""
-    config = job_config.from_accepted(
+    config = loading.from_accepted(
         {
             "name": name,
             "model": {"layers": 8, "hidden_size": 64, "heads": 8, "vocab_size": 257,

@@ -23,7 +23,7 @@ REASONS = {
     "megascale_checkpoint:MOST_LOCAL_RANKS": _DEVICES,
     "megascale_cli:MAX_LINES": "what the service gives at once",
     "megascale_cli:MAX_STEPS": "the demo is to end within two minutes",
-    "megascale_client:MAX_FILE_BYTES": "a job file has a few KiB",
+    "megascale_job:MAX_FILE_BYTES": "a job file has a few KiB",
     "megascale_client:MAX_MESSAGE_BYTES": "the same limit as on the server's side",
     "megascale_common:BURST_CALLS": (
         "the same at once: a page of lists, or a node's start, needs tens"

@@ -17,9 +17,8 @@ from megascale_driver.core.values.events import (
     SilenceRequested,
     UpdateRequested,
 )
-from megascale_driver.core.values.rules import RULES
-from megascale_driver.core.values.severities import ALERTS
-from megascale_driver.core.values.state import Job
+from megascale_driver.core.values.job import Job
+from megascale_driver.core.values.reasons import ALERTS, RULES
 from megascale_driver.service import admission, update_request
 from megascale_driver.service.base import (
     Context,

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from kubernetes_asyncio import client, config
@@ -52,7 +53,8 @@ class KubernetesApi:
         found = client.Configuration()
         try:
             if self._kubeconfig is None:
-                config.load_incluster_config(client_configuration=found)  # type: ignore[no-untyped-call]
+                load: Any = config.load_incluster_config  # it has no types
+                load(client_configuration=found)
             else:
                 await config.load_kube_config(
                     config_file=str(self._kubeconfig),

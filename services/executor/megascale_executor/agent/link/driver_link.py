@@ -28,7 +28,7 @@ from megascale_executor.agent.reports.step_reports import StepReports
 
 _log = logs.get(__name__)
 
-PROTOCOL = (1, 4)  # lowest and highest version of the link protocol that this agent has
+PROTOCOL = (1, 5)  # lowest and highest version of the link protocol that this agent has
 MIN_BEAT_GAP_S = 0.05
 DEFAULT_INTERVAL_S = 5.0
 _BACKOFF_S = (0.2, 2.0)
