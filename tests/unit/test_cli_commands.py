@@ -152,7 +152,7 @@ def test_a_command_imports_its_own_module_alone(
     }
     assert not slow & loaded
     assert {name for name in loaded if name.startswith("megascale_")} == {
-        *("megascale_cli", "megascale_client"),
+        *("megascale_cli", "megascale_client", "megascale_job", "megascale_job.visible"),
         *(name for name in loaded if name.startswith(("megascale_cli.", "megascale_client."))),
     }
 
