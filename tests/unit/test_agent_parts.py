@@ -17,7 +17,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import link_pb2
 from megascale_common.node.unix_sockets import create_socket_folder
 from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
-from megascale_common.service.status import encodable
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.config import addresses_from, parse_devices, parse_topology
 from megascale_executor.agent.link.driver_link import MAX_HEARTBEAT_BYTES, fit

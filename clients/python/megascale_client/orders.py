@@ -217,9 +217,11 @@ class OrderCalls:
     ) -> SetPolicyResponse:
         """Have a rule of the driver observed or enforced. Raises InvalidRequest."""
         request = driver_pb2.SetPolicyRequest(
-            rule=rule, reason=reason, validate_only=validate_only,
+            rule=rule,
+            reason=reason,
+            validate_only=validate_only,
             mode=types_pb2.PolicyMode.ValueType(PolicyMode.of(mode)),
-        )  # fmt: skip
+        )
         return SetPolicyResponse(await self._order(request, driver_pb2.SetPolicyResponse))
 
     async def set_quota(
@@ -230,9 +232,11 @@ class OrderCalls:
         Jobs that run go on. Raises InvalidRequest.
         """
         request = driver_pb2.SetQuotaRequest(
-            tenant=tenant, devices=devices, reason=reason,
+            tenant=tenant,
+            devices=devices,
+            reason=reason,
             validate_only=validate_only,
-        )  # fmt: skip
+        )
         return await self._order(request, driver_pb2.SetQuotaResponse)
 
     async def silence_alerts(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.service.status import enum_name
+from megascale_common.service.wire_text import enum_name
 from megascale_driver.analysis.baselines import (
     MAX_NODES,
     REPEATS,

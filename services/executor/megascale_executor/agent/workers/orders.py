@@ -21,7 +21,7 @@ from megascale_common.node.messages import (
     Stay,
 )
 from megascale_common.service import logs
-from megascale_common.service.status import encodable
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.workers.workers import Worker
 
