@@ -48,8 +48,7 @@ from benchmarks.convergence_studies import QUICK, STUDIES, VOCABULARY, Sizes, jo
 from benchmarks.loss_plot import Curve, cannot_draw, draw
 
 from megascale_job.config import JobConfig
-from megascale_trainer.data.indexed import token_dtype
-from megascale_trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.indexed import IndexedWriter, token_dtype
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.trainer import Trainer, set_determinism
 

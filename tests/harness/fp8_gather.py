@@ -14,14 +14,13 @@ from megascale_job.sizes.fp8_weights import fp8_buckets, fp8_weights
 from megascale_job.sizes.parameter_table import parameter_table
 from megascale_kernels.casts import casts
 from megascale_kernels.quantize import Operand
+from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.data.fp8_gather import fp8_gather_of
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Group, Groups, Pending, single_process_groups
 from megascale_trainer.parallel.tensor.fp8_weights import Fp8Weights
-from megascale_trainer.parallel.weight_gradients import WeightGradients
 from megascale_trainer.process.bootstrap import destroy_groups
-from megascale_trainer.weights import bind_weights
+from megascale_trainer.weights import WeightGradients, bind_weights
 
 
 class CountingGroup(Group):

@@ -11,10 +11,12 @@ from tests.unit.test_overlapped_data import ALONE, _backward_passes, _Recorder
 
 from megascale_job.config import from_accepted
 from megascale_job.sizes.parameter_table import parameter_table
-from megascale_trainer.parallel.data.backward_order import BackwardOrder, WrongOrder
-from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
-from megascale_trainer.parallel.weight_gradients import WeightGradients
-from megascale_trainer.weights import Weight
+from megascale_trainer.parallel.data.overlapped_buffers import (
+    BackwardOrder,
+    OverlappedBuffers,
+    WrongOrder,
+)
+from megascale_trainer.weights import Weight, WeightGradients
 
 
 class _Boundary(torch.autograd.Function):

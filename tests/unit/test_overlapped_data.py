@@ -18,14 +18,13 @@ from megascale_job.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
 from megascale_trainer import compat
 from megascale_trainer.model.initial_values import fill_shard
+from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.data.fp8_gather import fp8_gather_of
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Group, Pending, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
-from megascale_trainer.parallel.weight_gradients import WeightGradients
-from megascale_trainer.weights import bind_weights
+from megascale_trainer.weights import WeightGradients, bind_weights
 
 ALONE = single_process_groups().world
 

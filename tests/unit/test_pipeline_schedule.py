@@ -20,6 +20,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megascale_trainer.parallel.pipeline.drawing import Durations, simulate
 from megascale_trainer.parallel.pipeline.schedule import (
     Action,
     Kind,
@@ -30,7 +31,6 @@ from megascale_trainer.parallel.pipeline.schedule import (
     warm_up_forwards,
     zero_bubble,
 )
-from megascale_trainer.parallel.pipeline.timing import Durations, simulate
 
 _ACTIVATIONS = (Kind.SEND_ACTIVATION, Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION)
 _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)

@@ -16,7 +16,7 @@ from megascale_planner.gpus import GPUS
 from megascale_planner.rows import predict_lines
 from megascale_planner.systems import SYSTEMS
 from megascale_planner.training_share import with_measured_share
-from megascale_trainer.training_rate import ON_CPU, measure_step
+from megascale_trainer.rates import ON_CPU, measure_step
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "planner"
 

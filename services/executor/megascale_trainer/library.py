@@ -28,7 +28,7 @@ from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted
 from megascale_trainer import trainer as core
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.indexed import DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 from megascale_trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megascale_trainer.launch.host_services import HostServices, new_token

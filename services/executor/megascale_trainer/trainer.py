@@ -24,32 +24,31 @@ from megascale_job.sizes.parameter_table import parameter_names, parameter_table
 from megascale_job.visible import counted
 from megascale_kernels.operators import Operators, choose
 from megascale_trainer.batch import MicroBatch
+from megascale_trainer.compat import cuda_event, has_passed
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
-from megascale_trainer.optimizer.learning_rate import learning_rate
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
     SKIP_REASONS,
     StepControl,
     StepTotals,
+    learning_rate,
     local_totals,
     step_control,
 )
+from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.data.fp8_gather import fp8_gather_of
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.parallel.pipeline.graphs import GraphedStage, graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
-from megascale_trainer.parallel.pipeline.rehearsal import Rehearsal
-from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
+from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor, Rehearsal
 from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Action, forward_only
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.save.host_copy import CopyEnd, Landed, parts
-from megascale_trainer.telemetry.spans import span
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.weights import bind_weights
 
@@ -113,14 +112,14 @@ class StepResult:
             # and for nothing else.
             self._values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._values.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = cuda_event()
             self._event.record()
         else:
             self._values = packed
 
     def ready(self) -> bool:
         """Whether :meth:`read` would return at once; never waits."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or has_passed(self._event)
 
     def read(self) -> StepRecord:
         """The record; waits until the device has finished the step. Best called one step late."""
@@ -267,7 +266,7 @@ class Trainer:
                 vector, settings.clip_norm, settings.skip_norm, self._skipped
             )
             rate = learning_rate(self.config, self.step)
-            with span("optimizer"), self._timer.span(OPTIMIZER):
+            with self._timer.span(OPTIMIZER, shown="optimizer"):
                 shards = [shard for _, shard in gradients]
                 self._optimizer.update(
                     shards, self._buffers.parameter_shards(), control, rate, self.step + 1

@@ -17,7 +17,7 @@ from megascale_job.sizes.parameter_slices import ParameterTable
 from megascale_job.sizes.parameter_table import parameter_names, parameter_table, shard_layout
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
-from megascale_trainer.model.head import loss_sums
+from megascale_trainer.model.ends import loss_sums
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import StepControl

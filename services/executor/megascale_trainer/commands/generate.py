@@ -12,7 +12,7 @@ import typer
 
 from megascale_job.problems import JobError
 from megascale_job.visible import visible
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.indexed import DataError
 
 app = typer.Typer(help="A sample of text from a job's newest checkpoint.", add_completion=False)
 

@@ -11,9 +11,14 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from megascale_job.visible import counted, visible
-from megascale_trainer.parallel.pipeline.drawing import as_svg, as_text
+from megascale_trainer.parallel.pipeline.drawing import (
+    Durations,
+    Timeline,
+    as_svg,
+    as_text,
+    simulate,
+)
 from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Kind
-from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simulate
 
 USER_MISTAKE_EXIT_CODE = 2
 

@@ -27,10 +27,9 @@ from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted, visible
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
-from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch
+from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch, SpanKeeper
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed, NameUnresolved
 from megascale_trainer.launch.place import Place, own_address
-from megascale_trainer.launch.span_keeper import SpanKeeper
 from megascale_trainer.process import worker
 
 FAILED, REFUSED = 1, 2

@@ -14,8 +14,7 @@ import torch
 from megascale_job.sizes.parameter_table import DEFAULT_STATES
 from megascale_kernels import adamw
 from megascale_kernels.adamw import AdamWKernel, AdamWUpdate
-from megascale_trainer.optimizer.interface import OptimizerFactory, OptimizerSetup
-from megascale_trainer.optimizer.runs import decay_runs
+from megascale_trainer.optimizer.interface import OptimizerFactory, OptimizerSetup, decay_runs
 from megascale_trainer.optimizer.step_control import StepControl
 
 

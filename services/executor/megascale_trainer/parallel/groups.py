@@ -22,6 +22,7 @@ from megascale_common.node.spans.ops import Op
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_kernels.overlap.peer_messages import Transfer
 from megascale_trainer import compat
+from megascale_trainer.compat import cuda_event, has_passed
 from megascale_trainer.telemetry.timer import StepTimer
 
 
@@ -50,12 +51,12 @@ class _Mark:
     """A point of the current CUDA stream, behind an operation."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = cuda_event()
         self._event.record()
 
     def ended(self) -> bool:
         """Whether the device has reached it; never waits."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return has_passed(self._event)
 
 
 class Messages(Protocol):

@@ -21,7 +21,7 @@ from megascale_job.layout import RankLayout
 from megascale_job.visible import counted
 from megascale_trainer.parallel.groups import Edges, Group, Groups, single_process_groups
 from megascale_trainer.process.group_plan import PlannedGroup, edge_name, group_plan
-from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.telemetry.timer import Timeline
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -29,9 +29,8 @@ from megascale_job.config import JobConfig
 from megascale_job.sizes.checkpoint_interval import PUBLISHED_DEVICE_HOURS, mtbf_s
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.process.loaded_model import schedule_of
-from megascale_trainer.save.auto_interval import AutoCadence, wished_steps
+from megascale_trainer.save.auto_interval import AutoCadence, SaveCost, wished_steps
 from megascale_trainer.save.host_copy import CopyEnd
-from megascale_trainer.save.save_cost import SaveCost
 from megascale_trainer.save.snapshot import Snapshotter
 from megascale_trainer.save.snapshot_schedule import Cadence, Votes
 

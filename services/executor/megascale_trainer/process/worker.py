@@ -44,15 +44,12 @@ from megascale_job.visible import counted
 from megascale_kernels import flash_attention_4
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
-from megascale_trainer.data.errors import CorpusError, DataError
+from megascale_trainer.data.indexed import CorpusError, DataError
 from megascale_trainer.model.layer import attention_backends
 from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
-from megascale_trainer.process import flight_dump, title
+from megascale_trainer.process import flight_dump
 from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
-from megascale_trainer.process.descriptors import make_room
-from megascale_trainer.process.interfaces import pin_interface
-from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.loaded_model import (
     differences,
     other_data,
@@ -60,14 +57,14 @@ from megascale_trainer.process.loaded_model import (
     position_of,
 )
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
-from megascale_trainer.process.step_loop import StepLoop
+from megascale_trainer.process.step_loop import LeaveOrder, StepLoop
 from megascale_trainer.process.step_records import StepRecords
+from megascale_trainer.process.system import make_room, pin_interface, show_title
 from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.save.restore import MemoryLook, RestoreRefused, restore
 from megascale_trainer.save.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
-from megascale_trainer.telemetry.timeline import Timeline
-from megascale_trainer.telemetry.timer import StepTimer, step_timer
+from megascale_trainer.telemetry.timer import StepTimer, Timeline, step_timer
 from megascale_trainer.telemetry.trackers import problem_of
 from megascale_trainer.trainer import Trainer, layout_of_rank
 
@@ -92,7 +89,7 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
     """Carry out the assignment; returns the exit status and never raises."""
     assignment = cast(Assignment, message)
     rank, job, attempt = (assignment[key] for key in ("rank", "job", "attempt"))
-    title.show(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
+    show_title(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
     # Of crashes of native code, which would leave no line in the log. It needs no interpreter lock.
     faulthandler.enable()
     try:

@@ -22,9 +22,13 @@ from megascale_common.node.restore_messages import LookInMemory, MemoryState, Ve
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.save.daemon_link import START_TIMEOUT_S, DaemonLink
-from megascale_trainer.save.restore_votes import RestoreRefused, Votes
-from megascale_trainer.save.stored_state import RestoredInto, StoredStateReader
-from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.save.stored_state import (
+    RestoredInto,
+    RestoreRefused,
+    StoredStateReader,
+    Votes,
+)
+from megascale_trainer.telemetry.timer import Timeline
 
 PINNED_WITHIN_S = 30.0  # else the copy is made from what is there
 

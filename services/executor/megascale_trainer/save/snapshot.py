@@ -33,14 +33,13 @@ from megascale_common.node.messages import (
 )
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.visible import agreed, counted
-from megascale_trainer.save.copy_check import CopyCheck
+from megascale_trainer.compat import cuda_event, cuda_stream
 from megascale_trainer.save.daemon_link import (
     LONGEST_HOLD_S,
     DaemonLink,
 )
-from megascale_trainer.save.host_copy import CopyEnd, HostCopies, Landed, LandingNotes
-from megascale_trainer.save.replica_rounds import ReplicaRounds
-from megascale_trainer.save.snapshot_schedule import SnapshotSchedule, ToSeal, Votes
+from megascale_trainer.save.host_copy import CopyCheck, CopyEnd, HostCopies, Landed, LandingNotes
+from megascale_trainer.save.snapshot_schedule import ReplicaRounds, SnapshotSchedule, ToSeal, Votes
 
 ACQUIRE_RETRY_S = 0.2
 # Small slots are prepared by then; large ones only behind the first step, which would be slower.
@@ -105,7 +104,7 @@ class Snapshotter:
     ) -> None:
         self.replicas = ReplicaRounds(enabled=replicas)
         self._state, self._device, self._verified_share = state, device, verified_share
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = cuda_stream(device) if device.type == "cuda" else None
         self._host_copies, self._landing_notes = HostCopies(), LandingNotes(device)
         self._schedule = SnapshotSchedule()
         self._copies: dict[int, _Copy] = {}
@@ -345,7 +344,7 @@ class Snapshotter:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done = cuda_event()
             done.record(self._stream)
         return cast(CopyEnd, done)
 

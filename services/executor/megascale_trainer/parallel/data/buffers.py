@@ -5,7 +5,7 @@ buffers into which all micro-batches accumulate. After the last backward each bu
 reduce-scattered, so that a dp rank holds the total of its own shard; after the update each bucket
 of parameters is all-gathered, in the order of forward (ZeRO-2 as in MegaScale section 3.1). Both
 happen in place: a rank's shard is a view of the buffer. Buckets of weights in FP8 may travel as
-bytes instead (:mod:`megascale_trainer.parallel.data.fp8_gather`).
+bytes instead (:mod:`megascale_trainer.parallel.data.bucket_parameters`).
 :mod:`megascale_trainer.parallel.data.overlapped_buffers` hides both under computation.
 """
 
@@ -18,11 +18,11 @@ import torch
 from megascale_job.sizes.parameter_slices import BufferPlan, ParameterTable
 from megascale_trainer.parallel.data.bucket_parameters import (
     BucketParameters,
+    Fp8Gather,
     PlacedBucket,
     PlainParameters,
     placed_buckets,
 )
-from megascale_trainer.parallel.data.fp8_gather import Fp8Gather
 from megascale_trainer.parallel.groups import Group
 
 

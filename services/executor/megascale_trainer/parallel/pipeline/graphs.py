@@ -32,15 +32,15 @@ from megascale_kernels.attention import attention
 from megascale_kernels.documents import Documents
 from megascale_kernels.overlap.row_transfers import RowTransfers
 from megascale_trainer.batch import MicroBatch
+from megascale_trainer.compat import apply, cuda_stream
 from megascale_trainer.model.layer import Context
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
 from megascale_trainer.parallel.pipeline.schedule import Action, most_in_flight, split_chunks
-from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, unit_of
+from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, given_gradient, unit_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
-from megascale_trainer.parallel.weight_gradients import WeightGradients, Work, run_all
+from megascale_trainer.weights import WeightGradients, Work, run_all
 
 EAGER_STEPS = 2  # before the first capture
 _LEAST_DOCUMENTS = 16
@@ -145,7 +145,7 @@ class GraphedStage:
             self._stage.renew_casts(index)
         self._even()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(copies.tokens.device)  # type: ignore[no-untyped-call]
+            self._stream = cuda_stream(copies.tokens.device)
         # The activations of steps without graphs have left memory that a graph's pool cannot take.
         torch.cuda.synchronize(copies.tokens.device)
         torch.cuda.empty_cache()
@@ -184,7 +184,7 @@ class GraphedStage:
         hidden = self._stage.embed(batch) if received is None else received
         slot = self._free.pop()
         slot.batch.refilled(batch)
-        output: torch.Tensor = _Replay.apply(hidden, slot, self)  # type: ignore[no-untyped-call]
+        output = apply(_Replay, hidden, slot, self)
         return output, None if slot.sums is None else slot.sums.clone()
 
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
@@ -341,7 +341,7 @@ class _Capture:
         if not self._contexts:  # in the first unit's graph: masks and tables follow the batch
             self._contexts.update(self._stage.contexts(batch))
         with torch.enable_grad():
-            entered: torch.Tensor = _Entry.apply(x.requires_grad_(), d_x)  # type: ignore[no-untyped-call]
+            entered = apply(_Entry, x.requires_grad_(), d_x)
             if index is None:
                 return self._stage.head(entered, batch)
             return self._stage.layer(index, entered, self._contexts), None

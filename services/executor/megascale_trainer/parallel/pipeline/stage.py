@@ -1,9 +1,16 @@
-"""A virtual pipeline stage: some layers, with the embedding before the first and the head last."""
+"""A virtual pipeline stage: some layers, with the embedding before the first and the head last.
+
+The backward of a stage that begins with the gradient of its output, which another stage sent.
+
+``torch.autograd.backward(output, gradient)`` does the same, and compares the two shapes as symbols:
+its first call imports sympy, which takes a rank a third of a second of its first step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,13 +20,32 @@ from megascale_job.sizes.parameter_slices import ModelChunk
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.operators import Operators
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.model.embedding import embed
-from megascale_trainer.model.head import logits_of, loss_sums
+from megascale_trainer.compat import apply
+from megascale_trainer.model.ends import embed, logits_of, loss_sums
 from megascale_trainer.model.layer import Context, batch_context, layer
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.tensor.fp8 import Fp8
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
+
+
+def given_gradient(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A scalar without a value; its ``backward()`` gives ``output`` this gradient, bit for bit."""
+    begin = apply(_Given, output, gradient)
+    return begin
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        assert gradient.shape == output.shape, "a stage was sent the gradient of another output"
+        ctx.gradient = gradient
+        return output.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, one: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient, None
+
 
 HEAD = "head"  # the last unit of the model
 
@@ -129,12 +155,12 @@ class Stage:
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of :func:`megascale_trainer.model.head.logits_of`; last stage only."""
+        """The logits of :func:`megascale_trainer.model.ends.logits_of`; last stage only."""
         hidden = self._buffers.enter(HEAD, hidden)
         return logits_of(hidden, self._weights, self._config, self._tp, self._operators)
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Objective and sums of :func:`megascale_trainer.model.head.loss_sums`; last stage only."""
+        """Objective and sums of :func:`megascale_trainer.model.ends.loss_sums`; last stage only."""
         return self.head(self._buffers.enter(HEAD, hidden), batch)
 
     def head(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

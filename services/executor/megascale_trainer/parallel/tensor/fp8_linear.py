@@ -22,9 +22,9 @@ from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.gemm import Gemm
 from megascale_kernels.overlap.fp8_matmul import Fp8Gemms
 from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand
+from megascale_trainer.compat import apply
 from megascale_trainer.parallel.tensor.fp8_weights import Fp8Weights
-from megascale_trainer.parallel.weight_gradients import WeightGradients
-from megascale_trainer.weights import Weight
+from megascale_trainer.weights import Weight, WeightGradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,15 @@ class Fp8Linears:
     def column_parallel(self, x: Fp8Activation, weight: Weight) -> torch.Tensor:
         """[S / tp, B, in] times ``weight`` [out / tp, in]: this rank's columns [S, B, out / tp]."""
         operand = self._weights.operand(weight)
-        y: torch.Tensor = _Column.apply(x.stand_in, x.operand, operand, weight.main_grad, self)  # type: ignore[no-untyped-call]
+        y = apply(_Column, x.stand_in, x.operand, operand, weight.main_grad, self)
         return y
 
     def row_parallel(self, x: Fp8Activation, weight: Weight) -> torch.Tensor:
         """[S, B, in / tp] times ``weight`` [in / tp, out], summed over tp: [S / tp, B, out]."""
         gradient = _Gradient()
-        standing = _RowInput.apply(x.stand_in, x.operand, weight.main_grad, gradient, self)  # type: ignore[no-untyped-call]
+        standing = apply(_RowInput, x.stand_in, x.operand, weight.main_grad, gradient, self)
         operand = self._weights.operand(weight)
-        y: torch.Tensor = _Row.apply(standing, x.operand.over_columns(), operand, gradient, self)  # type: ignore[no-untyped-call]
+        y = apply(_Row, standing, x.operand.over_columns(), operand, gradient, self)
         return y
 
     def gradient(self, d: torch.Tensor, *, gathered: bool, transposed: bool) -> Operand:

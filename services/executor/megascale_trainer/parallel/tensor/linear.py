@@ -1,7 +1,7 @@
 """The linear operators behind every GEMM of the model: column-parallel in, row-parallel out.
 
 They own what a weight needs: its gradient is accumulated into ``main_grad`` in float32, at once or
-when :class:`megascale_trainer.parallel.weight_gradients.WeightGradients` runs it. How GEMMs and
+when :class:`megascale_trainer.weights.WeightGradients` runs it. How GEMMs and
 transfers run is decided by :class:`megascale_trainer.parallel.tensor.matmul.SequenceMatmuls`.
 Forward and backward of each operator gather the sequence once and scatter it once: a parallel
 block has one of each operator and so two all-gathers and two reduce-scatters, a serial block twice
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megascale_trainer import compat
+from megascale_trainer.compat import apply
 from megascale_trainer.parallel.tensor.matmul import SequenceMatmuls
-from megascale_trainer.parallel.weight_gradients import WeightGradients
-from megascale_trainer.weights import Weight
+from megascale_trainer.weights import Weight, WeightGradients
 
 
 def column_parallel(
@@ -33,7 +33,7 @@ def column_parallel(
     Returns:
         [S, B, out / tp] in the dtype of ``x``.
     """
-    y: torch.Tensor = _Column.apply(x, weight.value, weight.main_grad, matmuls, weight_gradients)  # type: ignore[no-untyped-call]
+    y = apply(_Column, x, weight.value, weight.main_grad, matmuls, weight_gradients)
     return y
 
 
@@ -50,8 +50,8 @@ def row_parallel(
         [S / tp, B, out] in the dtype of ``x``.
     """
     gradient = _Gradient()
-    x = _RowInput.apply(x, weight.main_grad, gradient, weight_gradients)  # type: ignore[no-untyped-call]
-    y: torch.Tensor = _Row.apply(x, weight.value, matmuls, gradient)  # type: ignore[no-untyped-call]
+    x = apply(_RowInput, x, weight.main_grad, gradient, weight_gradients)
+    y = apply(_Row, x, weight.value, matmuls, gradient)
     return y
 
 

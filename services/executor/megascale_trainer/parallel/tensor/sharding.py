@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.tensor import linear, sequence
+from megascale_trainer.parallel.tensor import linear, matmul
 from megascale_trainer.parallel.tensor.matmul import PlainMatmuls, SequenceMatmuls
-from megascale_trainer.parallel.weight_gradients import WeightGradients
-from megascale_trainer.weights import Weight
+from megascale_trainer.weights import Weight, WeightGradients
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ class TensorParallel:
         return linear.row_parallel(x, weight, self.matmuls, self.weight_gradients)
 
     def reduce_scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """See :func:`megascale_trainer.parallel.tensor.sequence.reduce_scatter_sequence`."""
-        return sequence.reduce_scatter_sequence(x, self.group)
+        """See :func:`megascale_trainer.parallel.tensor.matmul.reduce_scatter_sequence`."""
+        return matmul.reduce_scatter_sequence(x, self.group)
 
     def sequence_part(self, x: torch.Tensor) -> torch.Tensor:
-        """See :func:`megascale_trainer.parallel.tensor.sequence.sequence_part`."""
-        return sequence.sequence_part(x, self.group)
+        """See :func:`megascale_trainer.parallel.tensor.matmul.sequence_part`."""
+        return matmul.sequence_part(x, self.group)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place."""
