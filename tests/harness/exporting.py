@@ -22,7 +22,7 @@ from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.layer import normalise
 from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
+from megascale_trainer.parallel.tensor.sharding import tensor_parallel
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.trainer import Trainer
 from megascale_trainer.weights import bind_weights

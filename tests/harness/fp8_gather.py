@@ -18,7 +18,7 @@ from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Group, Groups, Pending, single_process_groups
-from megascale_trainer.parallel.tensor.fp8_weights import Fp8Weights
+from megascale_trainer.parallel.tensor.fp8 import Fp8Weights
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.weights import WeightGradients, bind_weights
 

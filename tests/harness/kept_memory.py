@@ -23,8 +23,8 @@ from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
-from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls, chunks
-from megascale_trainer.parallel.tensor.sharding import TensorParallel, plain_tensor_parallel
+from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
+from megascale_trainer.parallel.tensor.sharding import TensorParallel, chunks, plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
 
 

@@ -46,8 +46,7 @@ from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor, Rehear
 from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Action, forward_only
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
-from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
-from megascale_trainer.parallel.tensor.sharding import TensorParallel
+from megascale_trainer.parallel.tensor.sharding import TensorParallel, tensor_parallel
 from megascale_trainer.save.host_copy import CopyEnd, Landed, parts
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.weights import bind_weights

@@ -38,7 +38,7 @@ from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.pipeline.schedule import Action, most_in_flight, split_chunks
 from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, given_gradient, unit_of
-from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls
+from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import WeightGradients, Work, run_all
 

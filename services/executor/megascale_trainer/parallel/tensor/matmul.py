@@ -2,7 +2,7 @@
 
 Each is the other's backward: the gradient of an all-gather matmul is a matmul reduce-scatter and
 the other way round. The plain version is here;
-:mod:`megascale_trainer.parallel.tensor.overlapped_matmul` hides the transfers under the GEMMs.
+:mod:`megascale_trainer.parallel.tensor.sharding` hides the transfers under the GEMMs.
 
 Sequence parallelism outside the GEMMs: what the embedding needs of it.
 
@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
+from megascale_kernels.overlap.row_transfers import RowTransfers
 from megascale_trainer.compat import apply
 from megascale_trainer.parallel.groups import Group
 
@@ -106,3 +108,31 @@ class PlainMatmuls:
         if meanwhile is not None:
             meanwhile()
         return reduce_scatter(partial, self._group)
+
+
+class OverlappedMatmuls:
+    """The kernel's overlapped matmuls, each counted as one operation of the group.
+
+    Copies between peers bypass the communicator, so the status page would not show them otherwise.
+    """
+
+    def __init__(self, group: Group, kernel: CollectiveMatmuls) -> None:
+        self._group = group
+        self._kernel = kernel
+
+    @property
+    def transfers(self) -> RowTransfers:
+        """Those of the kernel, for FP8 GEMMs of the same group."""
+        return self._kernel.transfers
+
+    def all_gather_matmul(
+        self, part: torch.Tensor, factor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._group.operation(part):
+            return self._kernel.all_gather_matmul(part, factor)
+
+    def matmul_reduce_scatter(
+        self, x: torch.Tensor, factor: torch.Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        with self._group.operation(x):
+            return self._kernel.matmul_reduce_scatter(x, factor, meanwhile)
