@@ -34,7 +34,7 @@ def adamw(
     _kernel[(triton.cdiv(size, _BLOCK),)](
         *(states, gradient, parameters, scale, apply, states.stride(0), size),
         *(update.learning_rate, 1.0 - update.beta1, 1.0 - update.beta2),
-        *(update.factors, update.epsilon, update.weight_decay),
+        *(update.bias.factors, update.epsilon, update.weight_decay),
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )

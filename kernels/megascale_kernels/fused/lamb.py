@@ -65,7 +65,7 @@ class LambRuns:
             *(states, gradient, self._partial, scale, apply),
             *(self._numbers, self._owners, self._bounds, self._decays),
             *(states.stride(0), self._size),
-            *(1.0 - update.beta1, 1.0 - update.beta2, update.factors),
+            *(1.0 - update.beta1, 1.0 - update.beta2, update.bias.factors),
             *(update.epsilon, update.weight_decay),
             BLOCK=BLOCK,
             MULTIPLE=self._multiple,

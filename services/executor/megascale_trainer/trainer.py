@@ -170,8 +170,11 @@ class Trainer:
         timer: StepTimer | None = None,
     ) -> None:
         set_determinism(config, device)
-        self.config, self.step = config, 0
-        self._groups, self._device, self._status = groups, device, status
+        self.config = config
+        self.step = 0
+        self._groups = groups
+        self._device = device
+        self._status = status
         self._timer = timer or StepTimer()
         groups.time_with(self._timer)
         self._copied: CopyEnd | None = None

@@ -22,7 +22,8 @@ class GenerateRefused(Exception):
 
     def __init__(self, message: str, reason: str, code: str = "INVALID_ARGUMENT") -> None:
         super().__init__(message)
-        self.reason, self.code = reason, code
+        self.reason = reason
+        self.code = code
 
 
 @app.command()

@@ -24,7 +24,8 @@ class StepBatches:
     """
 
     def __init__(self, loader: LoaderClient, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+        self._loader = loader
+        self._device = device
 
     def take(self) -> list[MicroBatch]:
         """The next step's micro-batches, in order; valid until the next call but one."""

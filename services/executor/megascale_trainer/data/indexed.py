@@ -286,7 +286,8 @@ class TokenFile:
     """
 
     def __init__(self, prefix: str, token_count: int, dtype: np.dtype[Any]) -> None:
-        self._path, self._dtype = _checked_tokens(prefix, token_count, dtype), dtype
+        self._path = _checked_tokens(prefix, token_count, dtype)
+        self._dtype = dtype
         try:
             self._file = self._path.open("rb", buffering=0)
         except OSError as error:
@@ -363,7 +364,8 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
         self._code = {known: code for code, known in TOKEN_DTYPES.items()}[np.dtype(dtype)]
         self._dtype = np.dtype(dtype)
-        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        self._bin = bin_path(prefix)
+        self._idx = idx_path(prefix)
         self._temporary = [_draft(path) for path in (self._bin, self._idx)]
         self._lengths: list[int] = []
         self._open_tokens = 0  # of the document that has not ended

@@ -90,7 +90,9 @@ class _Ring:
         readers: int,
         repeat_after: int,
     ) -> None:
-        self.first_sample, self.readers, self._repeat_after = first_sample, readers, repeat_after
+        self.first_sample = first_sample
+        self.readers = readers
+        self._repeat_after = repeat_after
         self.members: dict[int, _ConnectedWorker] = {}
         self.abandoned = False  # a reader has left: the others may read on, none may join
         self.filled = 0
@@ -159,7 +161,9 @@ class LoaderServer:
     def __init__(
         self, listener: socket.socket, geometry: Geometry, streams: Mapping[str, Stream]
     ) -> None:
-        self._listener, self._geometry, self._streams = listener, geometry, streams
+        self._listener = listener
+        self._geometry = geometry
+        self._streams = streams
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._workers: set[_ConnectedWorker] = set()
@@ -234,7 +238,8 @@ class LoaderServer:
         ring = self._ring_for(message)
         if reader in ring.members:
             raise DataError(f"reader {reader} of dp rank {message['dp_rank']} is connected already")
-        worker.ring, worker.reader = ring, reader
+        worker.ring = ring
+        worker.reader = reader
         ring.members[reader] = worker
         opened = {
             "kind": "opened",

@@ -38,7 +38,8 @@ class WindowSource:
     """
 
     def __init__(self, corpus: MappedCorpus, source: int, seed: int, length: int) -> None:
-        self._corpus, self._length = corpus, length
+        self._corpus = corpus
+        self._length = length
         self._name = f"samples/{seed}/{source}"
         self._orders: dict[int, Permutation] = {}
         if not corpus.token_count:
@@ -100,8 +101,10 @@ class DocumentSource:
     """
 
     def __init__(self, corpus: Corpus, source: int, seed: int, length: int) -> None:
-        self._corpus, self._length = corpus, length
-        self._source, self._seed = source, seed
+        self._corpus = corpus
+        self._length = length
+        self._source = source
+        self._seed = seed
         self._nonempty = np.flatnonzero(corpus.document_lengths)
         self._lengths = corpus.document_lengths[self._nonempty]
         self._tokens_per_epoch = int(self._lengths.sum())

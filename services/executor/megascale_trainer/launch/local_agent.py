@@ -51,7 +51,8 @@ class SpanKeeper:
         layout: RankLayout,
         half_bytes: int = HALF_BYTES,
     ) -> None:
-        self._ring, self._half_bytes = ring, half_bytes
+        self._ring = ring
+        self._half_bytes = half_bytes
         self._files = KeptFiles(folder, rank)
         self._head = {"rank": rank, "node": node, "layout": asdict(layout)}
         self._offset_ns = time.time_ns() - time.monotonic_ns()
@@ -160,8 +161,13 @@ class LocalAgent(threading.Thread):
         give_up: Callable[[str], None],
     ) -> None:
         super().__init__(name="local-agent", daemon=True)
-        self._ours, self._rank, self._meeting, self._display = ours, rank, meeting, display
-        self._services, self._ends_at_s, self._give_up = services, ends_at_s, give_up
+        self._ours = ours
+        self._rank = rank
+        self._meeting = meeting
+        self._display = display
+        self._services = services
+        self._ends_at_s = ends_at_s
+        self._give_up = give_up
         self._report = report
         self._saves = saves
         self._orders = 0

@@ -58,8 +58,12 @@ class Run:
         output: TextIO,
         errors: TextIO,
     ) -> None:
-        self._config, self._place, self._options = config, place, options
-        self._folder, self._services, self._token = folder, services, token
+        self._config = config
+        self._place = place
+        self._options = options
+        self._folder = folder
+        self._services = services
+        self._token = token
         self._errors = errors
         shown = output if place.rank == 0 else None
         self._display = Display(shown, config.training.steps, as_json=options.json)

@@ -134,7 +134,10 @@ class _Factory:
         timeout_s: float,
         status: StatusPageWriter | None,
     ) -> None:
-        self._layout, self._rank, self._device, self._status = layout, rank, device, status
+        self._layout = layout
+        self._rank = rank
+        self._device = device
+        self._status = status
         self._timeout = timedelta(seconds=timeout_s)
         self._cuda = device.type == "cuda"
         if self._cuda:

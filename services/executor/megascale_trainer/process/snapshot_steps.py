@@ -57,7 +57,9 @@ class SnapshotSteps:
         device_hours: float = PUBLISHED_DEVICE_HOURS,
         position: Mapping[str, Any] | None = None,
     ) -> None:
-        self._config, self._status, self._snapshots = config, status, snapshots
+        self._config = config
+        self._status = status
+        self._snapshots = snapshots
         self._position = position or {}
         # of the newest step whose result was read: (step, skipped updates, its values are finite)
         self._settled: tuple[int, int, bool] | None = None

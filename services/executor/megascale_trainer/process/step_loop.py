@@ -42,8 +42,10 @@ class LeaveOrder:
     """The newest order that this rank has from its agent; ``report`` sends the agent a failure."""
 
     def __init__(self, rank: int, report: Callable[[NotLeft], None]) -> None:
-        self._rank, self._report = rank, report
-        self._wanted, self._failed = "", ""
+        self._rank = rank
+        self._report = report
+        self._wanted = ""
+        self._failed = ""
 
     def take(self, message: framing.Message) -> None:
         """A message of the agent that is not about profiles.

@@ -122,7 +122,9 @@ class _Worker:
     def __init__(
         self, agent: socket.socket, assignment: Assignment, store_listen: int | None
     ) -> None:
-        self._agent, self._assignment, self._store_listen = agent, assignment, store_listen
+        self._agent = agent
+        self._assignment = assignment
+        self._store_listen = store_listen
         self._config: JobConfig = job_config.from_accepted(assignment["config"])
         self._plan = RestorePlan.from_mapping(assignment["restore"])
         self._device = _device(assignment)
@@ -133,7 +135,8 @@ class _Worker:
         self._snapshots: Snapshotter | None = None
         self._link: DaemonLink | None = None
         self._look: MemoryLook | None = None
-        self._skipped, self._consumed = 0, 0
+        self._skipped = 0
+        self._consumed = 0
         self._stored: dict[str, Any] = {}  # the small state of the step that is continued
         self._notes: list[str] = []
         self._start = Timeline()
@@ -365,7 +368,8 @@ class _Worker:
             )
         self._stored = small_state
         self._notes += other_schedule(small_state.get("schedule"), self._config, plan.step)
-        self._skipped, self._consumed = int(small_state.get("skipped_updates", 0)), consumed
+        self._skipped = int(small_state.get("skipped_updates", 0))
+        self._consumed = consumed
         trainer.finish_load(plan.step, skipped_updates=self._skipped)
         if "cpu_rng" in small_state:  # an imported model has none: the job's seed holds
             random_state = bytearray(base64.b64decode(small_state["cpu_rng"]))

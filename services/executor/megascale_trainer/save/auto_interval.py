@@ -31,7 +31,8 @@ class SaveCost:
         self._quiet: deque[float] = deque(maxlen=KEPT_STEPS)
         self._saves: deque[float] = deque(maxlen=KEPT_SAVES)
         self._warm_up = WARM_UP_STEPS
-        self._began, self._disturbed = False, list[float]()
+        self._began = False
+        self._disturbed = list[float]()
 
     @property
     def step_s(self) -> float | None:
@@ -66,7 +67,8 @@ class SaveCost:
         if self._began and step_s is not None:
             extra_s = sum(time_s - step_s for time_s in self._disturbed)
             self._saves.append(max(0.0, extra_s))
-        self._began, self._disturbed = False, []
+        self._began = False
+        self._disturbed = []
 
 
 FIRST_STEPS = 10  # until the cost of a first save is known
@@ -109,7 +111,8 @@ class AutoCadence(Cadence):
         )
         self._world_size = world_size
         self.interval = FIRST_STEPS
-        self._next, self._busy = done + FIRST_STEPS, False
+        self._next = done + FIRST_STEPS
+        self._busy = False
 
     def due(self, step: int) -> bool:
         """Whether ``step`` has a snapshot."""
@@ -144,5 +147,6 @@ class AutoCadence(Cadence):
         wanted = max(LEAST_STEPS, min(mean, MOST_GROWTH * self.interval))
         if self._busy:
             wanted = max(wanted, round(BUSY_GROWTH * self.interval))
-        self.interval, self._busy = wanted, False
+        self.interval = wanted
+        self._busy = False
         self._next = step + self.interval

@@ -93,7 +93,8 @@ class MemoryLook:
     """
 
     def __init__(self, link: DaemonLink, plan: RestorePlan) -> None:
-        self.plan, self._link = plan, link
+        self.plan = plan
+        self._link = link
         self._state: MemoryState | None = None
         request = LookInMemory(kind="restore_memory", plan=plan.to_mapping(), verified_later=True)
         link.post(request, self._found)

@@ -103,13 +103,17 @@ class Snapshotter:
         replicas: bool = False,
     ) -> None:
         self.replicas = ReplicaRounds(enabled=replicas)
-        self._state, self._device, self._verified_share = state, device, verified_share
+        self._state = state
+        self._device = device
+        self._verified_share = verified_share
         self._stream = cuda_stream(device) if device.type == "cuda" else None
-        self._host_copies, self._landing_notes = HostCopies(), LandingNotes(device)
+        self._host_copies = HostCopies()
+        self._landing_notes = LandingNotes(device)
         self._schedule = SnapshotSchedule()
         self._copies: dict[int, _Copy] = {}
         self._said_hung = False
-        self.store, self._time_unanswered = StoreState(), False
+        self.store = StoreState()
+        self._time_unanswered = False
         self.skipped = 0
         self.link = link
         if self.link.slots_bytes <= SMALL_SLOTS_BYTES:
@@ -354,7 +358,8 @@ class Snapshotter:
         self.replicas.lost()
         self._copies.clear()
         self._said_hung = False
-        self.store, self._time_unanswered = StoreState(), False
+        self.store = StoreState()
+        self._time_unanswered = False
         self.link.lost(error)
 
     def _join_copies(self) -> None:

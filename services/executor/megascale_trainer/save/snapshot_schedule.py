@@ -78,8 +78,10 @@ class Cadence:
     def __init__(
         self, *, snapshot_interval: int, persist_interval: int, last_step: int, done: int
     ) -> None:
-        self._snapshot_interval, self._persist_interval = snapshot_interval, persist_interval
-        self._last, self._persisted = last_step, done
+        self._snapshot_interval = snapshot_interval
+        self._persist_interval = persist_interval
+        self._last = last_step
+        self._persisted = done
         self._planned = last_step
 
     @property
@@ -189,7 +191,9 @@ class SnapshotSchedule:
         known = self._steps.get(step)
         if known is None or known.phase is not Phase.ASKED:
             return slot  # the vote has passed, or the step
-        known.phase, known.slot, known.store_ready = Phase.GRANTED, slot, store_ready
+        known.phase = Phase.GRANTED
+        known.slot = slot
+        known.store_ready = store_ready
         return None
 
     def refused(self, step: int) -> None:
@@ -226,7 +230,9 @@ class SnapshotSchedule:
         self._skipped.clear()
         if known is None or known.phase is not Phase.GRANTED:
             return None
-        known.phase, known.persist, known.replicate = Phase.COPYING, persist, replicate
+        known.phase = Phase.COPYING
+        known.persist = persist
+        known.replicate = replicate
         return known.slot
 
     def copied(self, step: int) -> None:
@@ -283,7 +289,8 @@ class ReplicaRounds:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        self._enabled, self.count = enabled, 0
+        self._enabled = enabled
+        self.count = 0
         self._decided = 0  # the newest step that is copied, or was
         self._cast: dict[int, int] = {}  # by the step of a vote: what was decided when it was cast
         self._unsealed = 0  # the decided step, until its seal has gone to the daemon
@@ -329,4 +336,5 @@ class ReplicaRounds:
             self._ended = ended
 
     def _next_question(self) -> None:
-        self._question, self._ended = self._question + 1, False
+        self._question = self._question + 1
+        self._ended = False

@@ -60,7 +60,8 @@ class Votes:
     """Small exchanges of all ranks; every rank calls each of them together."""
 
     def __init__(self, world: Group, device: torch.device) -> None:
-        self._world, self._device = world, device
+        self._world = world
+        self._device = device
 
     def numbers(self, *mine: int) -> list[list[int]]:
         """Every rank's numbers, by rank."""
@@ -138,8 +139,12 @@ class StoredStateReader:
         world: Group,
         timeline: Timeline,
     ) -> None:
-        self._link, self._state, self._device, self._world = link, state, device, world
-        self._timeline, self._votes = timeline, Votes(world, device)
+        self._link = link
+        self._state = state
+        self._device = device
+        self._world = world
+        self._timeline = timeline
+        self._votes = Votes(world, device)
         self._rank = world.index
         self._problem: RestoreRefused | None = None
         self._slot = -1

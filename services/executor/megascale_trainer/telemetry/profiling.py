@@ -164,7 +164,10 @@ class StepProfiler:
         others: Callable[[framing.Message], None],
         settle: Callable[[], None],
     ) -> None:
-        self._agent, self._device, self._others, self._settle = agent, device, others, settle
+        self._agent = agent
+        self._device = device
+        self._others = others
+        self._settle = settle
         self._wanted: ProfileSteps | None = None
         self._ready: Any = None  # the profiler of ``_wanted``, once it is prepared
         self._recording: _Recording | None = None
@@ -270,7 +273,9 @@ class StepProfiler:
 
     def _drop(self, command: ProfileSteps, state: State, why: str) -> None:
         """Give up the wanted profile, and what was prepared for it."""
-        ready, self._wanted, self._ready = self._ready, None, None
+        ready = self._ready
+        self._wanted = None
+        self._ready = None
         if ready is not None:
             try:
                 ready._start_trace()  # a prepared profiler can only be ended once it was started

@@ -97,7 +97,8 @@ class PlainParameters:
 
     def __init__(self, placed: PlacedBucket, whole: torch.Tensor) -> None:
         self._start = placed.bucket.start
-        self.whole, self.own = whole, placed.own_of(whole)
+        self.whole = whole
+        self.own = placed.own_of(whole)
         self.shard = self.own
 
     def pack(self) -> None:
@@ -203,7 +204,9 @@ class Fp8Parameters:
         amaxes: dict[str, torch.Tensor],
         rest: dict[str, torch.Tensor],
     ) -> None:
-        self._casts, self._start, self._rest = casts, placed.bucket.start, rest
+        self._casts = casts
+        self._start = placed.bucket.start
+        self._rest = rest
         self.whole = torch.zeros(bucket.elements, dtype=torch.uint8, device=device)
         self.own = placed.own_of(self.whole)
         self.shard = torch.zeros(self.own.numel(), dtype=torch.bfloat16, device=device)

@@ -46,7 +46,10 @@ class FlatBuffers:
         ends: Group | None = None,
         fp8: Fp8Gather | None = None,
     ) -> None:
-        self._tp, self._dp, self._ends, self._fp8 = tp, dp, ends, fp8
+        self._tp = tp
+        self._dp = dp
+        self._ends = ends
+        self._fp8 = fp8
         self._sharded = placed_buckets(table)
         self.parameters, self._held = _parameters(self._sharded, dtype, device, fp8)
         self.scales = {} if fp8 is None else fp8.scales

@@ -139,7 +139,8 @@ class OverlappedBuffers(FlatBuffers):
         fp8: Fp8Gather | None = None,
     ) -> None:
         super().__init__(table, dtype, device, tp, dp, ends, fp8)
-        self._micro_batches, self._weight_gradients = micro_batches, weight_gradients
+        self._micro_batches = micro_batches
+        self._weight_gradients = weight_gradients
         # The one order in which all ranks start reductions: the reverse of forward, replicated
         # buckets last.
         self._in_backward_order = sorted(
@@ -147,7 +148,8 @@ class OverlappedBuffers(FlatBuffers):
         )
         self._early = sum(not placed.plan.replicated_over for placed in self._sharded)
         self._backwards: dict[str, int] = {}  # of each unit, in this step
-        self._order, self._entered = BackwardOrder(_Boundary), set[str]()
+        self._order = BackwardOrder(_Boundary)
+        self._entered = set[str]()
         self._reductions: list[Pending | None] = []
         self._gathers: dict[PlacedBucket, Pending] = {}
 
@@ -236,7 +238,8 @@ class _Boundary(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, unit: str, note: Callable[[str], None]
     ) -> torch.Tensor:
-        ctx.unit, ctx.note = unit, note
+        ctx.unit = unit
+        ctx.note = note
         return hidden.view_as(hidden)
 
     @staticmethod

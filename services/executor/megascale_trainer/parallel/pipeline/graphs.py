@@ -110,11 +110,17 @@ class GraphedStage:
         *,
         split: bool,
     ) -> None:
-        self._stage, self._config, self._buffers = stage, config, buffers
-        self._tp, self._transfers = tp, transfers
-        self.first, self.last = stage.first, stage.last
+        self._stage = stage
+        self._config = config
+        self._buffers = buffers
+        self._tp = tp
+        self._transfers = transfers
+        self.first = stage.first
+        self.last = stage.last
         self._weight_gradients = weight_gradients
-        self._empty_hidden, self._slots, self._split = empty_hidden, slots, split
+        self._empty_hidden = empty_hidden
+        self._slots = slots
+        self._split = split
         self._steps = 0  # begun
         self._captures = 0
         self._room = 0  # documents that a slot holds; 0: each sequence is one
@@ -135,7 +141,8 @@ class GraphedStage:
         room = max(self._needed_room(batch.documents) for batch in batches)
         if self._free and room <= self._room:
             return
-        self._room, self._captures = max(room, self._room), self._captures + 1
+        self._room = max(room, self._room)
+        self._captures = self._captures + 1
         self._free.clear()
         copies = self._copies(batches[0])
         if self._room:
@@ -300,7 +307,10 @@ class _Capture:
         even: Callable[[], None],
         weight_gradients: WeightGradients | None,
     ) -> None:
-        self._stage, self._stream, self._tp, self._even = stage, stream, tp, even
+        self._stage = stage
+        self._stream = stream
+        self._tp = tp
+        self._even = even
         self._weight_gradients = weight_gradients
         self._pool = torch.cuda.graph_pool_handle()
         self._contexts: dict[int, Context[torch.Tensor]] = {}
@@ -390,7 +400,8 @@ class _Entry(torch.autograd.Function):
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, slot: _Slot, stage: GraphedStage) -> torch.Tensor:
-        ctx.slot, ctx.stage = slot, stage
+        ctx.slot = slot
+        ctx.stage = stage
         return stage.replay_forward(slot, hidden)
 
     @staticmethod

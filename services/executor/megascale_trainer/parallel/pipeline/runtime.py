@@ -45,8 +45,10 @@ class Rehearsal:
         empty_hidden: Callable[[], torch.Tensor],
         forget: Callable[[], None],
     ) -> None:
-        self._chunks, self._weight_gradients = chunks, weight_gradients
-        self._empty_hidden, self._forget = empty_hidden, forget
+        self._chunks = chunks
+        self._weight_gradients = weight_gradients
+        self._empty_hidden = empty_hidden
+        self._forget = forget
         self._split = split_chunks(program)
         self._seen: set[Hashable] = set()
 
@@ -125,8 +127,11 @@ class PipelineExecutor:
     ) -> None:
         self.chunks = self._chunks = chunks
         self._rehearsal = rehearsal
-        self._edges, self._weight_gradients, self._timer = edges, weight_gradients, timer
-        self._empty_hidden, self._on_forward = empty_hidden, on_forward
+        self._edges = edges
+        self._weight_gradients = weight_gradients
+        self._timer = timer
+        self._empty_hidden = empty_hidden
+        self._on_forward = on_forward
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: dict[_Place, torch.Tensor] = {}
         self._outputs: dict[_Place, torch.Tensor] = {}
@@ -159,7 +164,8 @@ class PipelineExecutor:
             On the last stage the sums of :func:`megascale_trainer.model.ends.loss_sums`, one
             float64 [3] per micro-batch, on the device; elsewhere nothing.
         """
-        self._batches, self._sums = batches, []
+        self._batches = batches
+        self._sums = []
         if self._rehearsal is not None:
             with self._timer.paused():
                 self._rehearsal.before(batches)

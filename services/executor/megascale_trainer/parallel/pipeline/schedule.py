@@ -207,7 +207,9 @@ class _Line:
                 f"multiples of the stages: got {counted(stages, 'stage')} and "
                 f"{counted(micro_batches, 'micro-batch')}"
             )
-        self._stage, self._stages, self._chunks = stage, stages, chunks
+        self._stage = stage
+        self._stages = stages
+        self._chunks = chunks
 
     def forward(self, number: int) -> list[Action]:
         """Forward ``number`` of the stage."""

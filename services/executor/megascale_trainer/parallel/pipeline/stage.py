@@ -69,9 +69,15 @@ class Stage:
         operators: Operators,
         fp8: Fp8 | None = None,
     ) -> None:
-        self._config, self._weights, self._tp = config, weights, tp
-        self._buffers, self._operators, self._fp8 = buffers, operators, fp8
-        self.first, self.last, self.at_once = chunk.first, chunk.last, 1
+        self._config = config
+        self._weights = weights
+        self._tp = tp
+        self._buffers = buffers
+        self._operators = operators
+        self._fp8 = fp8
+        self.first = chunk.first
+        self.last = chunk.last
+        self.at_once = 1
         self.layers = tuple(chunk.layers)
         self._layers = {
             index: (config.model.window_of(index), subset(weights, f"{unit_of(index)}."))

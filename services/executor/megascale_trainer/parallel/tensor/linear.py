@@ -149,7 +149,7 @@ class Linears(Generic[Input, Op]):
         """
         standing, part = self.arithmetic.input(x)
         operand = self.arithmetic.weight(weight)
-        return apply(_Column, standing, part, operand, self._weight_sum(weight))
+        return apply(_Column, standing, weight.value, part, operand, self._weight_sum(weight))
 
     def row_parallel(self, x: Input, weight: Weight) -> torch.Tensor:
         """The ranks' partial results summed, for this rank's part of the sequence.
@@ -167,8 +167,9 @@ class Linears(Generic[Input, Op]):
         standing, operand = self.arithmetic.input(x)
         standing = apply(_RowInput, standing, operand, self._weight_sum(weight), gathered)
         factor = operand.over_columns()
+        operand_of_weight = self.arithmetic.weight(weight)
         return apply(
-            _Row, standing, factor, self.arithmetic.weight(weight), gathered, self.arithmetic
+            _Row, standing, weight.value, factor, operand_of_weight, gathered, self.arithmetic
         )
 
     def _weight_sum(self, weight: Weight) -> _WeightSum:
@@ -250,9 +251,16 @@ class _WeightSum:
 
 
 class _Column(torch.autograd.Function):
+    # ``leaf``, the stored weight, is only for the edge that it has in autograd's graph: so the
+    # nodes that use a weight can be counted (parallel/data/overlapped_buffers.py).
     @staticmethod
     def forward(
-        ctx: Any, standing: torch.Tensor, part: Operand, weight: Operand, weight_sum: _WeightSum
+        ctx: Any,
+        standing: torch.Tensor,
+        leaf: torch.Tensor,
+        part: Operand,
+        weight: Operand,
+        weight_sum: _WeightSum,
     ) -> torch.Tensor:
         arithmetic = weight_sum.arithmetic
         y, gathered = arithmetic.all_gather_matmul(
@@ -265,7 +273,7 @@ class _Column(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         weight_sum: _WeightSum = ctx.weight_sum
         arithmetic = weight_sum.arithmetic
         d = arithmetic.gradient(d_y, gathered=False, transposed=True)
@@ -274,7 +282,7 @@ class _Column(torch.autograd.Function):
         d_x = arithmetic.matmul_reduce_scatter(
             d.over_columns(), ctx.weight.over_rows(), "input_gradient", d_y.shape[1], meanwhile
         )
-        return d_x, None, None, None
+        return d_x, None, None, None, None
 
 
 class _Gathered:
@@ -315,6 +323,7 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any,
         standing: torch.Tensor,
+        leaf: torch.Tensor,
         x: Factor,
         weight: Operand,
         gathered: _Gathered,
@@ -327,7 +336,9 @@ class _Row(torch.autograd.Function):
         return arithmetic.matmul_reduce_scatter(x, weight.over_rows(), "row", standing.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, d_part: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(
+        ctx: Any, d_part: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
         arithmetic: Arithmetic[Any, Any] = ctx.arithmetic
         alone = arithmetic.size == 1  # then there is nothing to gather before the transposed copy
         part = arithmetic.gradient(d_part, gathered=True, transposed=alone)
@@ -336,4 +347,4 @@ class _Row(torch.autograd.Function):
         )
         # The weight needs the gathered gradient too: _RowInput's backward runs next and takes it.
         ctx.gathered.gradient = arithmetic.ready_for_rows(gathered)
-        return d_x, None, None, None, None
+        return d_x, None, None, None, None, None
