@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megascale_job.sizes.parameter_slices import ParameterTable
+from megascale_job.sizes.parameter_table import ParameterTable
 from megascale_trainer.compat import apply
 
 

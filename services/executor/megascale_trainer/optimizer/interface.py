@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import torch
 
 from megascale_job.config import OptimizerConfig
-from megascale_job.sizes.parameter_slices import ParameterTable, ShardRange
+from megascale_job.sizes.parameter_table import ParameterTable, ShardRange
 from megascale_trainer.optimizer.step_control import StepControl
 
 

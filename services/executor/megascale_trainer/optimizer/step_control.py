@@ -17,7 +17,7 @@ import torch
 
 from megascale_job.config import JobConfig
 from megascale_job.layout import Coordinates
-from megascale_job.sizes.parameter_slices import BufferPlan, stands_for
+from megascale_job.sizes.parameter_table import BufferPlan, stands_for
 
 
 def learning_rate(config: JobConfig, step: int) -> float:

@@ -17,12 +17,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from megascale_common.node import framing
-from megascale_common.node.messages import NotLeft
+from megascale_common.node.messages import Leave, NotLeft, Stay
 from megascale_common.node.spans.ops import DATA_WAIT, EVALUATION, SNAPSHOT
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_trainer.data.device_batches import StepBatches
@@ -47,19 +45,9 @@ class LeaveOrder:
         self._wanted = ""
         self._failed = ""
 
-    def take(self, message: framing.Message) -> None:
-        """A message of the agent that is not about profiles.
-
-        Raises:
-            FramingError: it is of a kind that a worker which trains does not accept.
-        """
-        kind: Any = message["kind"]
-        if kind not in ("leave", "stay"):
-            raise framing.FramingError(
-                "a worker that trains accepts 'profile', 'cancel_profile', 'leave' and 'stay', "
-                f"not {kind!r}"
-            )
-        self._wanted = message["id"] if kind == "leave" else ""
+    def take(self, order: Leave | Stay) -> None:
+        """An order of the agent."""
+        self._wanted = order.id if isinstance(order, Leave) else ""
 
     @property
     def vote(self) -> int:
@@ -71,7 +59,7 @@ class LeaveOrder:
         """The order could not be carried out: the agent gets the reason now."""
         self._failed = self._wanted
         if self._wanted:
-            self._report(NotLeft(kind="not_left", id=self._wanted, problem=problem[:MAX_PROBLEM]))
+            self._report(NotLeft(id=self._wanted, problem=problem[:MAX_PROBLEM]))
 
 
 # Collections at chosen steps, the same on all ranks: irregular ones spread ranks apart (MegaScale

@@ -35,7 +35,15 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from megascale_common.node import framing
-from megascale_common.node.messages import Profiled, ProfileSteps
+from megascale_common.node.messages import (
+    Accepted,
+    CancelProfile,
+    Leave,
+    Profiled,
+    ProfileSteps,
+    Stay,
+    WorkerOrder,
+)
 from megascale_trainer.telemetry.timer import show_spans
 
 State = Literal["written", "skipped", "failed"]
@@ -62,7 +70,7 @@ class TraceWriter(threading.Thread):
         # Of this thread alone: on Linux priorities belong to threads.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
         try:
-            size_bytes = write_trace(self._profile, Path(self.command["path"]))
+            size_bytes = write_trace(self._profile, Path(self.command.path))
             self.outcome = ("written", "", size_bytes)
         except Exception as error:
             self.outcome = ("failed", text_of(error), 0)
@@ -131,6 +139,9 @@ def _compress(raw: Path, packed: Path) -> None:
 
 
 LAST_TRACE_TIMEOUT_S = 120.0
+ORDERS: Accepted[WorkerOrder] = Accepted(
+    "a worker that trains", ProfileSteps, CancelProfile, Leave, Stay
+)
 
 
 @dataclass(slots=True)
@@ -161,7 +172,7 @@ class StepProfiler:
         self,
         agent: socket.socket,
         device: torch.device,
-        others: Callable[[framing.Message], None],
+        others: Callable[[Leave | Stay], None],
         settle: Callable[[], None],
     ) -> None:
         self._agent = agent
@@ -191,7 +202,7 @@ class StepProfiler:
         if recording is None:
             return
         recording.step_span.__exit__(None, None, None)
-        if step < recording.command["last_step"]:
+        if step < recording.command.last_step:
             return
         self._recording = None
         show_spans(False)
@@ -221,30 +232,30 @@ class StepProfiler:
         if received is None:  # the agent has ended, and this process ends with it
             self._inbox.unregister(self._agent)
             return
-        message, _ = received
-        if message["kind"] == "cancel_profile":
-            if self._wanted is not None and self._wanted["id"] == message["id"]:
+        order = ORDERS.read(received[0])
+        if isinstance(order, CancelProfile):
+            if self._wanted is not None and self._wanted.id == order.id:
                 self._drop(self._wanted, "skipped", "cancelled before its first step")
             return
-        if message["kind"] != "profile":
-            self._others(message)
+        if not isinstance(order, ProfileSteps):
+            self._others(order)
             return
         if self._wanted is not None:
             self._drop(
                 self._wanted, "skipped", "another profile was asked for before its first step"
             )
-        self._wanted = cast(ProfileSteps, message)
+        self._wanted = order
 
     def _approach(self, command: ProfileSteps, step: int) -> None:
         """Prepare before the step ahead of the first, begin before the first, or report why not."""
-        first = command["first_step"]
+        first = command.first_step
         if step > first:
             self._drop(
                 command,
                 "skipped",
                 f"the request arrived before step {step}, its first step is {first}",
             )
-        elif step == first and time.time() > command["not_after_s"]:
+        elif step == first and time.time() > command.not_after_s:
             self._drop(command, "skipped", f"it took too long to reach step {first}")
         elif step >= first - 1:
             try:
@@ -293,13 +304,9 @@ class StepProfiler:
     def _report(
         self, command: ProfileSteps, state: State, detail: str = "", size_bytes: int = 0
     ) -> None:
-        steps = f"steps {command['first_step']} to {command['last_step']}"
-        print(f"profile of {steps}: {state} {detail or command['path']}", flush=True)
-        answer: Profiled = {
-            "kind": "profiled",
-            "id": command["id"],
-            "state": state,
-            "size_bytes": size_bytes,
-            "detail": detail,
-        }
-        framing.send(self._agent, answer)
+        steps = f"steps {command.first_step} to {command.last_step}"
+        print(f"profile of {steps}: {state} {detail or command.path}", flush=True)
+        framing.send(
+            self._agent,
+            Profiled(id=command.id, state=state, size_bytes=size_bytes, detail=detail),
+        )

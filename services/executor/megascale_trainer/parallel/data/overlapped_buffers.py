@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from megascale_job.sizes.parameter_slices import ParameterTable
+from megascale_job.sizes.parameter_table import ParameterTable
 from megascale_job.visible import counted
 from megascale_trainer.compat import apply
 from megascale_trainer.parallel.data.bucket_parameters import Fp8Gather, PlacedBucket
