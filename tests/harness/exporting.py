@@ -125,10 +125,10 @@ def trainer_logits(
     folder.mkdir(exist_ok=True)
     trainer = start(config, 0, 1, folder)
     try:
-        layout = trainer.shard_layout()
+        layout = trainer.state.shard_layout()
         image = bytearray(layout.slot_bytes)
         restore.fill(manifest_uri, step, 0, layout, memoryview(image))
-        trainer.load_from(torch.frombuffer(image, dtype=torch.uint8))
+        trainer.state.load_from(torch.frombuffer(image, dtype=torch.uint8))
         trainer.finish_load(step)
         return _logits(trainer, config, tokens)
     finally:

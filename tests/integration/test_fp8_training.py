@@ -241,12 +241,12 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_not() -> None:
     """Scales of a broken tensor are NaN, and so are results: the update is masked, and counted."""
     trainer = _started(_job("parallel", {}, "fp8", "hybrid"))
     [first] = _run(trainer, 0, 1)
-    before = trainer.states()["master"].clone()
+    before = trainer.state.states()["master"].clone()
     broken = micro_batches(trainer.config, 1, 0)
     broken[0].loss_weight[0, 0] = float("inf")
     record = trainer.train_step(broken).read()
     assert (first.skipped, record.skipped) == (False, True)
-    assert torch.equal(trainer.states()["master"], before)
+    assert torch.equal(trainer.state.states()["master"], before)
     [after] = _run(trainer, 2, 3)
     assert not after.skipped and after.loss < first.loss
 

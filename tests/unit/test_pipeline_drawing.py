@@ -23,7 +23,7 @@ from megascale_trainer.parallel.pipeline.drawing import (
     as_text,
     simulate,
 )
-from megascale_trainer.parallel.pipeline.schedule import one_forward_one_backward
+from megascale_trainer.parallel.pipeline.schedule import PipelineShape, one_forward_one_backward
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLAIN = """\
@@ -46,7 +46,8 @@ def _timeline(
     stages: int, micro_batches: int, chunks: int = 1, durations: Durations | None = None
 ) -> Timeline:
     programs = [
-        one_forward_one_backward(stage, stages, micro_batches, chunks) for stage in range(stages)
+        one_forward_one_backward(PipelineShape(stage, stages, micro_batches, chunks))
+        for stage in range(stages)
     ]
     return simulate(programs, durations or Durations())
 

@@ -123,13 +123,13 @@ class Trainer(core.Trainer):
         link = DaemonLink(
             socket,
             registration,
-            self.shard_layout(),
+            self.state.shard_layout(),
             self._device,
             collective_timeout_s=START_TIMEOUT_S,
         )
         link.connect(START_TIMEOUT_S)
         try:
-            found = restore(link, plan, self, self._device)
+            found = restore(link, plan, self.state, self._device)
         finally:
             link.close()
         skipped = int(found.small_state.get("skipped_updates", 0)) if found.plan.step else 0

@@ -150,7 +150,7 @@ class StepLoop:
         # A snapshot that is still being copied reads the states: the update must not write them.
         copied = self.snapshots.copied
         if copied is not None:
-            self.trainer.wait_before_update(copied)
+            self.trainer.state.wait_before_update(copied)
         launched = _InFlight(step, self.trainer.train_step(batches, vote=vote, wish=wish))
         if step < self.snapshots.last:
             self.data.prefetch()

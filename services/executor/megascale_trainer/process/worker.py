@@ -62,10 +62,11 @@ from megascale_trainer.process.system import make_room, pin_interface, show_titl
 from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.save.restore import MemoryLook, RestoreRefused, restore
 from megascale_trainer.save.snapshot import Snapshotter
+from megascale_trainer.save.state_image import layout_of_rank
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timer import StepTimer, Timeline, step_timer
 from megascale_trainer.telemetry.trackers import problem_of
-from megascale_trainer.trainer import Trainer, layout_of_rank
+from megascale_trainer.trainer import Trainer
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 LOADER_TIMEOUT_S = 120.0
@@ -258,7 +259,7 @@ class _Worker:
         try:
             self._timer = self._make_timer()
             return Trainer(
-                *(self._config, rank, self._groups, self._device, self._status, self._timer)
+                self._config, rank, self._groups, self._device, self._status, self._timer
             )
         except ValueError as error:
             # Sizes or names that this build or this node's packages refuse, such as an optimizer.
@@ -314,7 +315,7 @@ class _Worker:
     def _snapshotter(self, trainer: Trainer, link: DaemonLink) -> Snapshotter:
         return Snapshotter(
             link,
-            trainer,
+            trainer.state,
             self._device,
             verified_share=self._config.checkpoint.verify_d2h,
             replicas=self._config.checkpoint.replicas > 0,
@@ -334,7 +335,7 @@ class _Worker:
         self._status.update(phase=Phase.RESTORE)
         world = self._groups.world
         link, device = self._snapshots.link, self._device
-        restored = restore(link, plan, trainer, device, world, self._look)
+        restored = restore(link, plan, trainer.state, device, world, self._look)
         plan = self._plan = restored.plan
         self._passed_over = restored.passed_over
         for problem in restored.passed_over:

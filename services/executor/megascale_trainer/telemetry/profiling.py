@@ -262,11 +262,9 @@ class StepProfiler:
                 self._prepare()
                 if step == first:
                     self._ready._start_trace()
-                    self._wanted, self._ready, self._recording = (
-                        None,
-                        None,
-                        _Recording(command, self._ready),
-                    )
+                    self._recording = _Recording(command, self._ready)
+                    self._wanted = None
+                    self._ready = None
                     show_spans(True)
             except Exception as error:
                 self._drop(command, "failed", text_of(error))

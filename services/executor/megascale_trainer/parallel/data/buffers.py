@@ -12,6 +12,7 @@ bytes instead (:mod:`megascale_trainer.parallel.data.bucket_parameters`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -26,32 +27,39 @@ from megascale_trainer.parallel.data.bucket_parameters import (
 from megascale_trainer.parallel.groups import Group
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the buffers of a stage lie, and the groups that share them.
+
+    ``dtype`` is that of parameters; ``ends`` the group of the first and the last stage, which hold
+    tied embeddings.
+    """
+
+    table: ParameterTable
+    dtype: torch.dtype
+    device: torch.device
+    tp: Group
+    dp: Group
+    ends: Group | None = None
+
+
 class FlatBuffers:
     """Parameters and gradients of one stage.
 
     By buffer name: ``parameters`` are flat in ``dtype``, without the buckets of which ``fp8`` has
     the parameters; ``gradients`` are flat float32 of the buffer's full size. By name of the stored
     tensor: ``values`` are what is computed with; of those in FP8 ``scales`` (float32 [1]) are the
-    factors that restore them. ``ends`` is the group of the first and the last stage, which hold
-    tied embeddings.
+    factors that restore them.
     """
 
-    def __init__(
-        self,
-        table: ParameterTable,
-        dtype: torch.dtype,
-        device: torch.device,
-        tp: Group,
-        dp: Group,
-        ends: Group | None = None,
-        fp8: Fp8Gather | None = None,
-    ) -> None:
-        self._tp = tp
-        self._dp = dp
-        self._ends = ends
+    def __init__(self, place: Place, fp8: Fp8Gather | None = None) -> None:
+        table, device = place.table, place.device
+        self._tp = place.tp
+        self._dp = place.dp
+        self._ends = place.ends
         self._fp8 = fp8
         self._sharded = placed_buckets(table)
-        self.parameters, self._held = _parameters(self._sharded, dtype, device, fp8)
+        self.parameters, self._held = _parameters(self._sharded, place.dtype, device, fp8)
         self.scales = {} if fp8 is None else fp8.scales
         self.values = {
             tensor.name: self._held[placed].value(tensor)

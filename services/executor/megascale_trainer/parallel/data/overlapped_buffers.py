@@ -29,12 +29,11 @@ from typing import Any
 
 import torch
 
-from megascale_job.sizes.parameter_table import ParameterTable
 from megascale_job.visible import counted
 from megascale_trainer.compat import apply
 from megascale_trainer.parallel.data.bucket_parameters import Fp8Gather, PlacedBucket
-from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.groups import Group, Pending
+from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
+from megascale_trainer.parallel.groups import Pending
 from megascale_trainer.weights import WeightGradients
 
 
@@ -128,17 +127,12 @@ class OverlappedBuffers(FlatBuffers):
 
     def __init__(
         self,
-        table: ParameterTable,
-        dtype: torch.dtype,
-        device: torch.device,
-        tp: Group,
-        dp: Group,
-        ends: Group | None,
+        place: Place,
         micro_batches: int,
         weight_gradients: WeightGradients,
         fp8: Fp8Gather | None = None,
     ) -> None:
-        super().__init__(table, dtype, device, tp, dp, ends, fp8)
+        super().__init__(place, fp8)
         self._micro_batches = micro_batches
         self._weight_gradients = weight_gradients
         # The one order in which all ranks start reductions: the reverse of forward, replicated

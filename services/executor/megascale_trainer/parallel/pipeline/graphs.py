@@ -30,7 +30,6 @@ import torch
 from megascale_job.config import JobConfig
 from megascale_kernels.attention import attention
 from megascale_kernels.documents import Documents
-from megascale_kernels.overlap.row_transfers import RowTransfers
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.compat import apply, cuda_stream
 from megascale_trainer.model.layer import Context
@@ -89,9 +88,7 @@ class GraphedStage:
 
     Args:
         buffers: those of the stage, on a CUDA device.
-        tp: the tensor-parallel group, all of whose ranks capture together.
-        weight_gradients: those of the stage's operators.
-        transfers: the group's, where they are overlapped.
+        tp: the tensor-parallel group, all of whose ranks capture together, and its operators.
         empty_hidden: makes an uninitialised [S / tp, B, H].
         slots: the most micro-batches between forward and the end of backward.
         split: whether weight gradients run after all input gradients of a micro-batch.
@@ -102,9 +99,7 @@ class GraphedStage:
         stage: Stage,
         config: JobConfig,
         buffers: FlatBuffers,
-        tp: Group,
-        transfers: RowTransfers | None,
-        weight_gradients: WeightGradients,
+        tp: TensorParallel,
         empty_hidden: Callable[[], torch.Tensor],
         slots: int,
         *,
@@ -113,11 +108,12 @@ class GraphedStage:
         self._stage = stage
         self._config = config
         self._buffers = buffers
-        self._tp = tp
-        self._transfers = transfers
+        self._tp = tp.group
+        matmuls = tp.matmuls
+        self._transfers = matmuls.transfers if isinstance(matmuls, OverlappedMatmuls) else None
         self.first = stage.first
         self.last = stage.last
-        self._weight_gradients = weight_gradients
+        self._weight_gradients = tp.weight_gradients
         self._empty_hidden = empty_hidden
         self._slots = slots
         self._split = split
@@ -159,7 +155,10 @@ class GraphedStage:
         try:
             for _ in range(self._slots):
                 capture = _Capture(
-                    *(self._stage, self._stream, self._tp, self._even),
+                    self._stage,
+                    self._stream,
+                    self._tp,
+                    self._even,
                     self._weight_gradients if self._split else None,
                 )
                 self._free.append(capture.slot(self._empty_hidden(), self._copies(batches[0])))
@@ -281,11 +280,14 @@ def graphed(
     empty_hidden: Callable[[], torch.Tensor],
 ) -> list[GraphedStage]:
     """The virtual ``stages`` of a rank, replayed, with slots for its ``program`` of a step."""
-    transfers = tp.matmuls.transfers if isinstance(tp.matmuls, OverlappedMatmuls) else None
     split = split_chunks(program)
     return [
         GraphedStage(
-            *(stage, config, buffers, tp.group, transfers, tp.weight_gradients, empty_hidden),
+            stage,
+            config,
+            buffers,
+            tp,
+            empty_hidden,
             slots=most_in_flight(program, chunk),
             split=chunk in split,
         )

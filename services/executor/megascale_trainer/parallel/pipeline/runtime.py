@@ -19,9 +19,8 @@ import torch
 from megascale_common.node.spans.ops import BACKWARD, BACKWARD_WEIGHT, FORWARD, Op
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Edges, Group, Receive, Send
-from megascale_trainer.parallel.pipeline.graphs import GraphedStage
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind, split_chunks
-from megascale_trainer.parallel.pipeline.stage import Stage, given_gradient
+from megascale_trainer.parallel.pipeline.stage import VirtualStage, given_gradient
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.weights import WeightGradients, Work, run_all
 
@@ -39,7 +38,7 @@ class Rehearsal:
 
     def __init__(
         self,
-        chunks: Sequence[Stage | GraphedStage],
+        chunks: Sequence[VirtualStage],
         program: Sequence[Action],
         weight_gradients: WeightGradients,
         empty_hidden: Callable[[], torch.Tensor],
@@ -66,7 +65,7 @@ class Rehearsal:
                     self._seen.add(kind)
                     self._run(stage, batch, split=chunk in self._split)
 
-    def _run(self, stage: Stage | GraphedStage, batch: MicroBatch, *, split: bool) -> None:
+    def _run(self, stage: VirtualStage, batch: MicroBatch, *, split: bool) -> None:
         outputs = [stage.run(self._received(stage), batch)[0] for _ in range(stage.at_once)]
         if not torch.is_grad_enabled():
             return
@@ -81,7 +80,7 @@ class Rehearsal:
             # After each one: the last of a step's backwards would have gradients leave.
             self._forget()
 
-    def _received(self, stage: Stage | GraphedStage) -> torch.Tensor | None:
+    def _received(self, stage: VirtualStage) -> torch.Tensor | None:
         if stage.first:
             return None
         return self._empty_hidden().zero_().requires_grad_(torch.is_grad_enabled())
@@ -117,7 +116,7 @@ class PipelineExecutor:
 
     def __init__(
         self,
-        chunks: Sequence[Stage | GraphedStage],
+        chunks: Sequence[VirtualStage],
         edges: Edges,
         weight_gradients: WeightGradients,
         empty_hidden: Callable[[], torch.Tensor],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -31,8 +31,7 @@ from megascale_trainer.weights import Weights, subset
 
 def given_gradient(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A scalar without a value; its ``backward()`` gives ``output`` this gradient, bit for bit."""
-    begin = apply(_Given, output, gradient)
-    return begin
+    return apply(_Given, output, gradient)
 
 
 class _Given(torch.autograd.Function):
@@ -48,6 +47,47 @@ class _Given(torch.autograd.Function):
 
 
 HEAD = "head"  # the last unit of the model
+
+
+class VirtualStage(Protocol):
+    """One virtual stage of a rank, run by its operators or replayed from graphs.
+
+    ``first`` and ``last``: the stage begins the model, or ends it.
+    """
+
+    first: bool
+    last: bool
+
+    @property
+    def at_once(self) -> int:
+        """How many micro-batches in flight together launch all that the stage has."""
+        ...
+
+    def prepare(self, batches: Sequence[MicroBatch]) -> None:
+        """Before the first forward of a step of ``batches``."""
+        ...
+
+    def kernels(self, batch: MicroBatch) -> Hashable:
+        """Equal for micro-batches for which the same kernels run."""
+        ...
+
+    def release(self) -> None:
+        """Between steps: free what another step can make again."""
+        ...
+
+    def run(
+        self, received: torch.Tensor | None, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states for the stage after; on the last stage objective and sums of the loss."""
+        ...
+
+    def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        """Hidden states [S / tp, B, H] from those of the stage before (None: first stage)."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of :func:`megascale_trainer.model.ends.logits_of`; last stage only."""
+        ...
 
 
 class Stage:
