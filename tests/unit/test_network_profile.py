@@ -37,7 +37,7 @@ from megascale_job.config import JobConfig
 from megascale_job.problems import JobError
 from megascale_planner.network.profile import BadProfile, Site, parse, render
 from megascale_trainer.process import worker
-from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.telemetry.timer import Timeline
 
 FILE: dict[str, Any] = {
     "nccl": "2.27",

@@ -16,7 +16,7 @@ from megascale_common.node.spans.ring import SpanRingWriter, kept_ranks
 from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.__main__ import main
 from megascale_job.layout import RankLayout
-from megascale_trainer.launch.span_keeper import SpanKeeper
+from megascale_trainer.launch.local_agent import SpanKeeper
 
 LAYOUT = RankLayout(dp=4)
 

@@ -39,7 +39,7 @@ from megascale_common.node.messages import (
 )
 from megascale_common.node.output import redact_streams, steady_streams
 from megascale_common.node.process import arm_parent_death
-from megascale_trainer.process.after_fork import renew_thread_pool
+from megascale_trainer.process.system import renew_thread_pool
 
 _FAILED_EXIT_CODE = 1
 _USED_LATE = (
