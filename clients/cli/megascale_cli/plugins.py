@@ -70,7 +70,7 @@ KNOWN = {
     ),
     "code": Plugin(
         "Put a job's own code on storage, from where every node fetches it.",
-        "megascale_checkpoint.artifacts.commands:app",
+        "megascale_checkpoint.commands.code:app",
         "checkpoint",
     ),
     "data": Plugin(
@@ -129,9 +129,7 @@ FUNCTIONS = {
     "plan_scale": Plugin("", "megascale_driver.commands.scale:app", "plan"),
     "plan_calibrate": Plugin("", "megascale_trainer.commands.calibrate:app", "executor"),
     "effective": Plugin("", "megascale_driver.commands.effective:effective_job"),
-    "storage_problem": Plugin(
-        "", "megascale_checkpoint.storage:storage_problem", "checkpoint"
-    ),
+    "storage_problem": Plugin("", "megascale_checkpoint.storage:storage_problem", "checkpoint"),
     "import_model": Plugin("", "megascale_checkpoint.export.commands:import_for_job", "checkpoint"),
     "open_storage": Plugin("", "megascale_checkpoint.storage:open_storage", "checkpoint"),
 }

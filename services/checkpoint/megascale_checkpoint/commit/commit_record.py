@@ -287,7 +287,8 @@ class LogState:
 
     def apply(self, record: Record, data: bytes) -> None:
         """Take up the next record, whose bytes are ``data``."""
-        self.seq, self.end = record.seq, checksum(data)
+        self.seq = record.seq
+        self.end = checksum(data)
         self.previous = self.end
         self.attempt = max(self.attempt, record.attempt)
         job = record.values.get("job")

@@ -30,18 +30,9 @@ from megascale_checkpoint.export.safetensors_files import (
     write_files,
 )
 from megascale_checkpoint.export.stored import ParameterReader
-from megascale_checkpoint.export.tensors import (
-    EMBEDDING,
-    HEAD,
-    Floats,
-    Transfer,
-    check_model,
-    narrow,
-    to_foreign,
-    to_logical,
-    transfers,
-)
+from megascale_checkpoint.export.tensors import EMBEDDING, HEAD, Transfer, check_model, transfers
 from megascale_checkpoint.export.tokenizer_files import GENERATION, TokenizerFiles, of_folder
+from megascale_checkpoint.export.values import Floats, narrow, to_foreign, to_logical
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError, invalid
 from megascale_job.config import ModelConfig
 from megascale_job.visible import counted

@@ -58,8 +58,11 @@ class _Fetch:
         image: memoryview,
         cancelled: Cancellation,
     ) -> None:
-        self._endpoint, self._token, self._key = endpoint, token, key
-        self._image, self._cancelled = image, cancelled
+        self._endpoint = endpoint
+        self._token = token
+        self._key = key
+        self._image = image
+        self._cancelled = cancelled
         self.state: SealedState | None = None
         self._shares: Shares | None = None
         self._activity = Activity()
@@ -92,7 +95,8 @@ class _Fetch:
         if state.key != self._key or state.slot_bytes > len(self._image):
             raise DamagedError(self._endpoint, "the peer sends another state than it was asked for")
         _clear_between(state, self._image)
-        self.state, self._activity = state, Activity(state.size_bytes)
+        self.state = state
+        self._activity = Activity(state.size_bytes)
 
     def _move(self, connection: Connection, numbers: Sequence[int]) -> None:
         assert self.state is not None

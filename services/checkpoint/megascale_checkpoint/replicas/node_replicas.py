@@ -46,7 +46,10 @@ class NodeReplicas:
         token: str,
         streams: int = STREAMS,
     ) -> None:
-        self._jobs, self._pools, self._token, self._streams = jobs, pools, token, streams
+        self._jobs = jobs
+        self._pools = pools
+        self._token = token
+        self._streams = streams
         self.store = ReplicaStore(staging, pools, self._attempt_of, jobs.changed)
         self.sender = ReplicaSender(token, jobs.changed, streams)
         self._server = ReplicaServer(self.store, token)

@@ -54,7 +54,9 @@ class RestoreRequests:
         registration: Callable[[], RegisteredRank],
         held: Callable[[], set[int]],
     ) -> None:
-        self._restores, self._registration, self._held = restores, registration, held
+        self._restores = restores
+        self._registration = registration
+        self._held = held
         self._reads: StoredReads | None = None
         self._found: FoundInMemory | None = None
         self._ended = False
@@ -96,16 +98,21 @@ class RestoreRequests:
         else:
             found = await self._restores().look_in_memory(plan)
         if isinstance(found, FoundInMemory):
-            self._found, slot = found, found.restoration.slot
+            self._found = found
+            slot = found.restoration.slot
             if found.arriving:
                 restores = self._restores()
                 found.verdict.add_done_callback(
                     lambda ended: self._held_once_whole(ended, slot, restores)
                 )
                 return MemoryState(
-                    kind="memory_state", slot=slot, small_state={}, problem="", file="",
+                    kind="memory_state",
+                    slot=slot,
+                    small_state={},
+                    problem="",
+                    file="",
                     arriving=True,
-                )  # fmt: skip
+                )
             found.verdict.add_done_callback(lambda ended: self._not_held_if_damaged(ended, slot))
             found = found.restoration
         if isinstance(found, Restoration):
@@ -126,7 +133,8 @@ class RestoreRequests:
         )
 
     async def _verify(self, message: Message) -> Verified:
-        found, self._found = self._found, None
+        found = self._found
+        self._found = None
         if found is None:
             raise RequestError(
                 "nothing is being verified: send restore_memory with verified_later first"

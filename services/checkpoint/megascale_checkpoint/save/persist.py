@@ -53,7 +53,8 @@ class WriteHashes:
     """Those of one file. Its chunks must not reach from one piece into the next."""
 
     def __init__(self, threads: ThreadPoolExecutor, pieces: Pieces) -> None:
-        self._threads, self._pieces = threads, pieces
+        self._threads = threads
+        self._pieces = pieces
         self._file = xxhash.xxh3_128()
 
     def chunk_checksums(self, image: memoryview) -> list[list[str]]:
@@ -140,13 +141,18 @@ class PersistPace:
 
     def __init__(self, tolerated: float) -> None:
         self.tolerated = tolerated
-        self.limit, self.hold, self.slowdown = 0.0, False, 0.0
+        self.limit = 0.0
+        self.hold = False
+        self.slowdown = 0.0
         self._step = 0
         self._quiet: deque[float] = deque(maxlen=KEPT_QUIET)
         self._beside: list[float] = []
-        self._written, self._beside_s = 0, 0.0
+        self._written = 0
+        self._beside_s = 0.0
         self._fastest = 0.0  # bytes per second, without a limit
-        self._since_quiet, self._was_writing, self._was_held = 0, False, False
+        self._since_quiet = 0
+        self._was_writing = False
+        self._was_held = False
 
     def add(self, step: int, time_s: float, *, writing: bool, written: int) -> None:
         """``step`` took ``time_s``; every rank of the node reports it, and the first one counts.
@@ -159,7 +165,8 @@ class PersistPace:
         beside = writing and not self.hold
         # A step in which a write, or a hold, began or ended is neither the one nor the other.
         mixed = beside is not self._was_writing or self.hold is not self._was_held
-        self._was_writing, self._was_held = beside, self.hold
+        self._was_writing = beside
+        self._was_held = self.hold
         if beside:
             self._written += written
             self._beside_s += time_s
@@ -192,7 +199,8 @@ class PersistPace:
         if not self.limit:
             self._fastest = max(self._fastest, rate)
         self._beside.clear()
-        self._written, self._beside_s = 0, 0.0
+        self._written = 0
+        self._beside_s = 0.0
         if not self._fastest:
             return
         if self.slowdown > self.tolerated:
@@ -235,7 +243,8 @@ class Progress:
 
     def __init__(self, total_bytes: int = 0) -> None:
         self.moved_s = time.monotonic()
-        self.total_bytes, self.written_bytes = total_bytes, 0
+        self.total_bytes = total_bytes
+        self.written_bytes = 0
 
     def begin(self) -> None:
         """A try begins: its file is written from the start."""

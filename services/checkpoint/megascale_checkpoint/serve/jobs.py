@@ -145,7 +145,8 @@ class JobCheckpoints:
         """A step of this node took ``time_s``; returns whether a state is written beside it."""
         attempt, before = self._paced
         if given.attempt != attempt:
-            self.pace, before = PersistPace(given.max_step_slowdown), LIMITS.taken(self.name)
+            self.pace = PersistPace(given.max_step_slowdown)
+            before = LIMITS.taken(self.name)
         written = LIMITS.taken(self.name)
         writing = any(snapshots.persisting is not None for snapshots in self.ranks.values())
         self._paced = given.attempt, written
@@ -196,7 +197,9 @@ class Jobs:
 
     def __init__(self, staging: StagingFolder, pools: Pools, committer: CommitterClient) -> None:
         self.changed = Signal()
-        self._staging, self._pools, self._committer = staging, pools, committer
+        self._staging = staging
+        self._pools = pools
+        self._committer = committer
         self._jobs: dict[str, JobCheckpoints] = {}
         self.replicas: Replicas | None = None
         self._job_pools: dict[str, Pools] = {}

@@ -24,7 +24,7 @@ from megascale_checkpoint.memory.registration import (
 )
 from megascale_checkpoint.restore.restore_requests import RestoreRequests
 from megascale_checkpoint.save.rank_snapshots import RankSnapshots
-from megascale_checkpoint.serve.hand_openings import HandOpenings
+from megascale_checkpoint.serve.driverless import HandOpenings
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_common.node import framing
 from megascale_common.node.framing import Message
@@ -55,7 +55,8 @@ class LocalServer:
     """Serves workers until it is closed."""
 
     def __init__(self, path: Path, jobs: Jobs, openings: HandOpenings | None = None) -> None:
-        self._jobs, self._openings = jobs, openings
+        self._jobs = jobs
+        self._openings = openings
         self._path = path
         self._listener = listen(path, "checkpoint daemon", MAX_CONNECTIONS)
         self._listener.setblocking(False)
@@ -93,7 +94,10 @@ class _WorkerConnection:
     def __init__(
         self, sock: socket.socket, jobs: Jobs, serial: int, openings: HandOpenings | None
     ) -> None:
-        self._sock, self._jobs, self.serial, self._openings = sock, jobs, serial, openings
+        self._sock = sock
+        self._jobs = jobs
+        self.serial = serial
+        self._openings = openings
         self._registration: RegisteredRank | None = None
         self._snapshots: RankSnapshots | None = None
         self._registering = RegistrationFrames()
@@ -131,7 +135,8 @@ class _WorkerConnection:
     def end(self) -> set[int]:
         """Close this connection for its successor; the slots that it held, to be released."""
         # Emptied first: the cancelled task must not release what the successor releases.
-        held, self._held = self._held, set()
+        held = self._held
+        self._held = set()
         if self._task is not None:
             self._task.cancel()
         return held
@@ -162,7 +167,8 @@ class _WorkerConnection:
     async def _register(self, message: Message) -> None:
         registration = parse(message)
         snapshots = await self._jobs.register(registration, self)
-        self._registration, self._snapshots = registration, snapshots
+        self._registration = registration
+        self._snapshots = snapshots
         descriptors = [memory.descriptor for memory in snapshots.memories]
         first = snapshots.memories[0]
         answer = Registered(

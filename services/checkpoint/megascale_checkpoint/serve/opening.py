@@ -2,7 +2,7 @@
 
 A driver asks over gRPC (:mod:`megascale_checkpoint.serve.service`) and issues the attempt's number.
 A run by hand has no driver: its first process asks over the daemon's local socket
-(:mod:`megascale_checkpoint.serve.hand_openings`), and the commit log gives the number.
+(:mod:`megascale_checkpoint.serve.driverless`), and the commit log gives the number.
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     def __init__(
         self, jobs: Jobs, committer: Committer, node: str, replica_endpoint: str = ""
     ) -> None:
-        self._jobs, self._committer, self._node = jobs, committer, node
+        self._jobs = jobs
+        self._committer = committer
+        self._node = node
         self._replica_endpoint = replica_endpoint
 
     @answers
