@@ -9,12 +9,13 @@ _DEVICES = "devices of a node, far above any machine"
 # By module:NAME. docs.generate_limits fails for a bound that has neither a comment nor a line here.
 REASONS = {
     "megascale_checkpoint/serve/jobs:MAX_ERROR_CHARS": _ERROR,
-    "megascale_checkpoint/serve/jobs:KEPT_DAMAGED": "damaged slots that a heartbeat names, the newest",
+    "megascale_checkpoint/serve/jobs:KEPT_DAMAGED": "damaged slots that a heartbeat names, "
+    "the newest",
     "megascale_checkpoint/write_limit:KEPT_JOBS": "jobs whose writing rate is remembered",
     "megascale_checkpoint/serve/local_server:MOST_DRAIN_S": "longest that a worker may ask for to "
     "drain",
-    "megascale_checkpoint/memory/registration:MOST_IN_FLIGHT": "snapshots of a rank under way; more "
-    "means that its store is too slow",
+    "megascale_checkpoint/memory/registration:MOST_IN_FLIGHT": "snapshots of a rank under way; "
+    "more means that its store is too slow",
     "megascale_checkpoint/memory/registration:MOST_LOCAL_RANKS": _DEVICES,
     "megascale_checkpoint/replicas/sender:MAX_ERROR_CHARS": _ERROR,
     "megascale_checkpoint/replicas/streams:MOST_BREAKS": "broken connections of one transfer; then "
