@@ -51,7 +51,7 @@ class Architecture:
 
     name: str
     model_type: str
-    needs: Mapping[str, str | bool]
+    needs: Mapping[str, Any]
     layer_names: Mapping[str, str]
     epsilon: str
     final_norm: str = "model.norm"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megascale_checkpoint.memory.registration import RegisteredRank, field
 from megascale_checkpoint.restore.rank_restore import (
@@ -263,9 +263,9 @@ def _plan(message: Message) -> RestorePlan:
     return plan
 
 
-def _read_of(values: object) -> Read:
+def _read_of(values: Any) -> Read:
     try:
-        read = Read(*values)  # type: ignore[misc]
+        read = Read(*values)
         numbers = (read.file, read.first, read.size_bytes, read.start, read.stop, read.at)
         good = all(type(number) is int for number in numbers) and isinstance(read.checksum, str)
     except TypeError:
