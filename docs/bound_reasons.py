@@ -11,7 +11,7 @@ REASONS = {
     "megascale_checkpoint/serve/jobs:MAX_ERROR_CHARS": _ERROR,
     "megascale_checkpoint/serve/jobs:KEPT_DAMAGED": "damaged slots that a heartbeat names, "
     "the newest",
-    "megascale_checkpoint/write_limit:KEPT_JOBS": "jobs whose writing rate is remembered",
+    "megascale_checkpoint/save/write_limit:KEPT_JOBS": "jobs whose writing rate is remembered",
     "megascale_checkpoint/serve/local_server:MOST_DRAIN_S": "longest that a worker may ask for to "
     "drain",
     "megascale_checkpoint/memory/registration:MOST_IN_FLIGHT": "snapshots of a rank under way; "

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale_checkpoint.export.tensors import Change
+from megascale_checkpoint.export.architectures import Change
 
 Floats = NDArray[np.float32]
 # By safetensors' names: the type that carries the bits.

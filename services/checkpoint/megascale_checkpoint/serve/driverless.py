@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_checkpoint.memory.registration import field
-from megascale_checkpoint.retention.policy import Retention
+from megascale_checkpoint.retention.retire import Retention
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_checkpoint.serve.opening import Opening

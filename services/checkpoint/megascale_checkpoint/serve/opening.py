@@ -14,8 +14,7 @@ from typing import Any
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.commit_record import Record
 from megascale_checkpoint.commit.restore_decision import RestoreDecision, SealedStep, decide
-from megascale_checkpoint.retention.policy import Retention
-from megascale_checkpoint.retention.retire import hold
+from megascale_checkpoint.retention.retire import Retention, hold
 from megascale_checkpoint.storage import open_storage
 from megascale_common.service.errors import RequestError, SupersededError
 

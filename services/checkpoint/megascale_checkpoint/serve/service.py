@@ -14,7 +14,7 @@ import grpc.aio
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2
 from megascale_checkpoint.commit.restore_decision import SealedStep
-from megascale_checkpoint.retention.policy import Retention
+from megascale_checkpoint.retention.retire import Retention
 from megascale_checkpoint.save.committer_client import HOLD_S
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.jobs import Jobs
