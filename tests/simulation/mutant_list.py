@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 DRIVER = "services/driver/megascale_driver/"
 COMMON = "services/common/megascale_common/"
+JOB = "services/common/megascale_job/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +351,7 @@ MUTANTS = (
         "    return",
     ),
     Mutant(
-        "take a device for a node in the rule of spares", COMMON + "sizes/spare_count.py",
+        "take a device for a node in the rule of spares", JOB + "sizes/failures.py",
         "hours / max(1, devices_per_node)", "hours",
     ),
     _driver(

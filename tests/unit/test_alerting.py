@@ -18,11 +18,9 @@ from megascale_common.service.errors import OptionError
 from megascale_driver.alerting import opening, sender
 from megascale_driver.alerting.grouping import COLLECT_S, MAX_LINES, REPEAT_S, Groups
 from megascale_driver.alerting.sender import MAX_QUEUED, Alerts, Webhook
+from megascale_driver.core.values.cluster import Cluster, Silence
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.severities import ALERTS
-from megascale_driver.core.values.standing import Silence
-from megascale_driver.core.values.state import Cluster
+from megascale_driver.core.values.reasons import ALERTS, Reason
 
 
 def line(reason: str, *, job: str = "demo", attempt: int = 1, message: str = "it is so") -> Audit:

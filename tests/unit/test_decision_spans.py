@@ -14,8 +14,9 @@ from tests.harness.waiting import until
 from megascale.v1 import types_pb2
 from megascale_common.service.errors import OptionError
 from megascale_driver.core.values.attempt import Attempt, NodeSlot
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit, Evidence
-from megascale_driver.core.values.state import AttemptRecord, Cluster, Job, JobPhase
+from megascale_driver.core.values.job import AttemptRecord, Job, JobPhase
 from megascale_driver.tracing import ids, opening
 from megascale_driver.wire import messages as wire
 

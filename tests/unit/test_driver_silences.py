@@ -12,8 +12,8 @@ from megascale_cli.silencing import duration_s
 from megascale_common.service.errors import LimitError
 from megascale_driver.core.orders import silencing
 from megascale_driver.core.orders.silencing import MAX_SILENCES
+from megascale_driver.core.values.cluster import in_force
 from megascale_driver.core.values.events import SilenceRequested
-from megascale_driver.core.values.standing import in_force
 from megascale_driver.service.base import raise_refusal
 
 

@@ -35,7 +35,7 @@ from megascale_checkpoint.checksums import (
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, RequestError
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_job.sizes.piece_runs import chunk_bytes
+from megascale_job.sizes.read_plan import chunk_bytes
 from megascale_job.visible import agreed, counted
 
 FORMAT = "megascale-shard-1"

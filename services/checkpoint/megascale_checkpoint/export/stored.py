@@ -32,7 +32,8 @@ from megascale_common.service.errors import (
     RequestError,
     invalid,
 )
-from megascale_job.config import JobConfig, ModelConfig, from_accepted
+from megascale_job.config import JobConfig, ModelConfig
+from megascale_job.loading import from_accepted
 from megascale_job.problems import JobError
 from megascale_job.sizes.checkpoint_layout import DTYPE_BYTES, MASTER
 from megascale_job.visible import counted

@@ -36,7 +36,7 @@ from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder
 from megascale_common.service import tasks
 from megascale_common.service.errors import LimitError, RequestError
 from megascale_job.sizes.checkpoint_layout import ShardLayout
-from megascale_job.sizes.staging import HELD_FOR_REPLICAS, LEAST_SLOTS, REPLICA_SLOTS
+from megascale_job.sizes.memory import HELD_FOR_REPLICAS, LEAST_SLOTS, REPLICA_SLOTS
 
 
 class SlotPhase(enum.Enum):

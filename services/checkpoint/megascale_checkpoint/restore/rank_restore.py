@@ -28,8 +28,7 @@ from megascale_common.service.errors import (
     ServiceError,
 )
 from megascale_job.restore import RestorePlan, RestoreSource
-from megascale_job.sizes.piece_runs import Runs
-from megascale_job.sizes.read_rounds import Read
+from megascale_job.sizes.read_plan import Read, Runs
 
 T = TypeVar("T")
 log = logs.get("restore")

@@ -22,17 +22,20 @@ from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.checkpoint_layout import ShardLayout
-from megascale_job.sizes.piece_runs import (
+from megascale_job.sizes.read_plan import (
     PARAMETER,
     START,
     STOP,
+    DoesNotFit,
     Parameter,
+    Read,
+    Rounds,
     Runs,
+    check_placed,
     join,
+    plan_reads,
     runs_of,
 )
-from megascale_job.sizes.read_plan import DoesNotFit, check_placed, plan_reads
-from megascale_job.sizes.read_rounds import Read, Rounds
 
 
 class StoredCheckpoint:

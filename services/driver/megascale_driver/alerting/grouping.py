@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from megascale_driver.core.orders.silencing import silenced
+from megascale_driver.core.values.cluster import Silence
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.severities import SEVERITIES, Severity, rank_of, severity_of
-from megascale_driver.core.values.standing import Silence
+from megascale_driver.core.values.reasons import SEVERITIES, Severity, rank_of, severity_of
 
 COLLECT_S: Final = 5.0
 REPEAT_S: Final = 600.0

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from megascale_driver.alerting.grouping import Alert
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.severities import severity_of
+from megascale_driver.core.values.reasons import severity_of
 
 Format = Literal["json", "slack"]
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)

@@ -11,7 +11,7 @@ from megascale_common.service.errors import OptionError
 from megascale_driver.alerting.grouping import Groups
 from megascale_driver.alerting.messages import FORMATS
 from megascale_driver.alerting.sender import Alerts, Webhook
-from megascale_driver.core.values.severities import ALERTS, SEVERITIES
+from megascale_driver.core.values.reasons import ALERTS, SEVERITIES
 
 MAX_WEBHOOKS = 16  # each has a queue and a task
 

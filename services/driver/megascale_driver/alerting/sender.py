@@ -20,8 +20,8 @@ from typing import Final
 from megascale_common.service import logs, tasks
 from megascale_driver.alerting.grouping import Alert, Groups
 from megascale_driver.alerting.messages import Format, body
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster
 
 MAX_QUEUED: Final = 256
 REQUEST_S: Final = 10.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from megascale_common.etcd.errors import ResourceExhausted
-from megascale_common.etcd.operations import KeyValue
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd, KeyValue
 from megascale_driver.journal import records
 
 PAGE_KEYS = 512

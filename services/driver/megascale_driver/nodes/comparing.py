@@ -2,7 +2,7 @@
 
 The figures are in the leader's memory. Each node keeps its own and says them in its hello, so a new
 leader has them when the fleet has linked; how often a target failed in a row is stored with the
-node (:mod:`megascale_driver.core.recovery.repeated_checks`).
+node (:mod:`megascale_driver.core.nodes.nodes`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.service.wire_text import enum_name
+from megascale_common.service.status import enum_name
 from megascale_driver.analysis.baselines import (
     MAX_NODES,
     REPEATS,

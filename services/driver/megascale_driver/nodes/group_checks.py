@@ -15,7 +15,7 @@ import grpc
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from megascale_driver.analysis.group_search import Answer
-from megascale_driver.core.values.group_events import CheckGroup, GroupMember
+from megascale_driver.core.values.events import CheckGroup, GroupMember
 
 # For the whole call: a template that starts, a fork per device, and the collective's own limit,
 # which the node sets. Below Policy.group_check_timeout_s, so that the core gets every answer.

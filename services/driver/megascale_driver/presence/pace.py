@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 
 from megascale_driver.core.jobs import timers
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster
 from megascale_driver.presence.lane import Lane
 
 TICK_INTERVAL_S = 0.25

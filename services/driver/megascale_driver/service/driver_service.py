@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc
-from megascale_common.service.build import build_version
-from megascale_common.service.handlers import answers
-from megascale_driver.core.queue.demand import demand
+from megascale_common.service.start import build_version
+from megascale_common.service.status import answers
 from megascale_driver.core.queue.explain import explanation
+from megascale_driver.core.queue.scheduling import demand
+from megascale_driver.core.values.cluster import Liveness, in_force
 from megascale_driver.core.values.events import (
     CancelRequested,
     JobSubmitted,
     ProfileCancelRequested,
 )
-from megascale_driver.core.values.standing import in_force
-from megascale_driver.core.values.state import JobPhase, Liveness
+from megascale_driver.core.values.job import JobPhase
 from megascale_driver.service import admission, profile_request, storage_reach
 from megascale_driver.service.base import (
     MAX_REASON,

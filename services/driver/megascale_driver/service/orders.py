@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.service.errors import NotFoundError, invalid
-from megascale_common.service.handlers import answers
+from megascale_common.service.status import answers
 from megascale_driver.core.orders.silencing import MAX_SILENCE_S
 from megascale_driver.core.values.events import (
     BreakerResetRequested,
@@ -17,9 +17,8 @@ from megascale_driver.core.values.events import (
     SilenceRequested,
     UpdateRequested,
 )
-from megascale_driver.core.values.rules import RULES
-from megascale_driver.core.values.severities import ALERTS
-from megascale_driver.core.values.state import Job
+from megascale_driver.core.values.job import Job
+from megascale_driver.core.values.reasons import ALERTS, RULES
 from megascale_driver.service import admission, update_request
 from megascale_driver.service.base import (
     Context,

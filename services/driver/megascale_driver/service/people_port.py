@@ -14,9 +14,8 @@ from megascale.v1 import driver_pb2, driver_pb2_grpc
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity.certificates import Certificates
-from megascale_common.service.identity.oidc import Oidc, OidcConfig
 from megascale_common.service.identity.peers import Role
-from megascale_common.service.identity.people import ROLES, People
+from megascale_common.service.identity.people import ROLES, Oidc, OidcConfig, People
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import write_address
 

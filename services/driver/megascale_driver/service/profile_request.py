@@ -9,7 +9,7 @@ from __future__ import annotations
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.service.errors import StateError, invalid
 from megascale_driver.core.values.events import ProfileRequested, RequestKey
-from megascale_driver.core.values.state import Job
+from megascale_driver.core.values.job import Job
 from megascale_driver.wire import messages as wire
 from megascale_job.visible import counted
 

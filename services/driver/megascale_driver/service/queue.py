@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megascale.v1 import driver_pb2
-from megascale_common.service.handlers import answers
+from megascale_common.service.status import answers
 from megascale_driver.core.values.events import DeleteRequested, ResumeRequested, SuspendRequested
 from megascale_driver.service.base import Context, ServiceBase
 

@@ -15,7 +15,7 @@ import grpc
 from megascale.v1 import driver_pb2
 from megascale_common.service import status
 from megascale_common.service.errors import ForbiddenError, RequestError
-from megascale_driver.core.values.state import Cluster, Liveness, Node
+from megascale_driver.core.values.cluster import Cluster, Liveness, Node
 from megascale_job.config import JobConfig
 from megascale_job.problems import JobError, JobProblem
 

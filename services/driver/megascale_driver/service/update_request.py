@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import TRAINER_SECTIONS, JobConfig
 from megascale_job.problems import JobError, JobProblem
 
@@ -53,7 +53,7 @@ def changed_fields(old: JobConfig, new: JobConfig) -> list[str]:
 
 
 def _leaves(config: JobConfig) -> Iterator[tuple[str, Any]]:
-    for section, value in job_config.to_mapping(config).items():
+    for section, value in loading.to_mapping(config).items():
         path = f"trainer.{section}" if section in TRAINER_SECTIONS else section
         yield from _flat(path, value)
 

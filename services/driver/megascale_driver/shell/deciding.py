@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from megascale_common.service import logs
 from megascale_driver.core import machine
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Event, NodeReport, Outcome
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster
 
 # Nodes from which on decisions are computed in a thread: below, the dearest takes some 100 ms, and
 # the way to the thread and back would cost more than most.

@@ -15,15 +15,12 @@ import numpy as np
 
 from megascale.v1 import driver_pb2
 from megascale_common.service import logs
-from megascale_driver.core.values.analysis_events import PlanCompared
-from megascale_driver.core.values.events import (
-    Event,
-)
-from megascale_driver.core.values.state import Cluster, Job, JobPhase
+from megascale_driver.core.values.cluster import Cluster
+from megascale_driver.core.values.events import Event, PlanCompared
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.telemetry.views import SpanViews
-from megascale_planner.beside import Comparison, PlanRule, beside
-from megascale_planner.calibration_file import BadCalibration
-from megascale_planner.job_plan import JobPlan, plan_of
+from megascale_planner.devices import BadCalibration
+from megascale_planner.job_plan import Comparison, JobPlan, PlanRule, compare_steps, plan_of
 from megascale_planner.workload import Refused
 
 LOOK_S: Final = 5.0
@@ -164,7 +161,7 @@ class PlanWatch:
         if job.config.telemetry.spans == "none" or window < LEAST_WINDOW_STEPS:
             times = np.array(job.step_times[-RULE.windows * RULE.window_steps :], np.float64)
             numbers = np.arange(job.current.step - len(times) + 1, job.current.step + 1)
-            return beside(numbers, times, {}, plan, before, RULE), {}
+            return compare_steps(numbers, times, {}, plan, before, RULE), {}
         found = await self._views.measured_steps(job, RULE.windows * window)
         rule = replace(RULE, window_steps=window)
         single = {
@@ -172,7 +169,7 @@ class PlanWatch:
             for key, (network, waiting) in found.collectives.items()
             if len(network)
         }
-        return beside(found.steps, found.step_s, found.terms, plan, before, rule), single
+        return compare_steps(found.steps, found.step_s, found.terms, plan, before, rule), single
 
     def _plan(self, state: Cluster, job: Job) -> JobPlan:
         models: set[str] = set()

@@ -22,8 +22,8 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from megascale.v1 import types_pb2
 from megascale_common.service import logs
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster
 from megascale_driver.tracing.recording import Recorded, decision, ended
 
 MAX_QUEUED: Final = 8192  # a switch with its nodes and jobs at once

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megascale.v1 import types_pb2
-from megascale_common.service.build import build_version
 from megascale_common.service.errors import OptionError
+from megascale_common.service.start import build_version
 
 if TYPE_CHECKING:
     from megascale_driver.tracing.exporter import DecisionSpans

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.overlay import changed_keys
-from megascale_driver.core.values.severities import severity_of
-from megascale_driver.core.values.state import Cluster, Job, JobPhase
+from megascale_driver.core.values.reasons import severity_of
 from megascale_driver.tracing import ids
 
 MAX_EVIDENCE: Final = 16  # pieces that a span has
