@@ -101,7 +101,7 @@ test-ha: $(READY) ## three drivers and three etcd members under a training job: 
 test-builds: $(READY) ## this build and the one before (PREVIOUS=commit; by default the newest tag, else HEAD^) lead in turn under a training job
 	MEGASCALE_PREVIOUS_BUILD=$(PREVIOUS) $(PY) -m pytest -s -m slow -rs tests/chaos/test_two_builds.py $(PYTEST_ARGS)
 
-test-export: $(READY) $(EXPORT_READY) ## run the tests with other people's libraries: exported models in transformers, wandb, mlflow
+test-export: $(READY) $(EXPORT_READY) ## run the tests with other people's libraries: exported models in transformers and Megatron-core, wandb, mlflow
 	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices
@@ -257,8 +257,10 @@ $(VENV)/.triton: $(VENV)/.ready
 	@$(PY) -c 'import triton' 2>/dev/null || { echo "installing $(TRITON) for the kernels' tests"; $(PIP) $(TRITON); }
 	@touch $@
 
+# Megatron-core needs torch, numpy and packaging, which are there; no user needs it.
 $(VENV)/.export: $(VENV)/.ready
 	$(PIP) --constraint constraints.txt --editable '.[export,trackers]'
+	$(PIP) --no-deps megatron-core==0.16.1
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.ready

@@ -19,7 +19,7 @@ from tests.harness.waiting import eventually
 from tests.harness.wheel import one_module_wheel
 from tests.unit.test_job_validation import values_of
 
-from megascale_checkpoint.artifacts import packing, storing
+from megascale_checkpoint import artifacts
 from megascale_common.node.account import Account
 from megascale_common.node.output import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError, RequestError
@@ -225,8 +225,8 @@ async def test_an_artifact_is_fetched_once_and_checked(tmp_path: Path) -> None:
     (source / "acme" / "__init__.py").write_text("VERSION = 7\n")
     store = tmp_path / "store"
     for pushed in (source, one_module_wheel(tmp_path, "acme_wheel", "1.0")):
-        uri, digest = storing.push(pushed, str(store))
-        assert storing.push(pushed, str(store)) == (uri, digest)
+        uri, digest = artifacts.push(pushed, str(store))
+        assert artifacts.push(pushed, str(store)) == (uri, digest)
         code = CodeConfig(uri=uri, sha256=digest)
         preparation = Preparation(NodeSetup(tmp_path / "cache"), tmp_path)
         found = await preparation.processes(job(code))
@@ -267,20 +267,20 @@ def test_artifacts_that_leave_their_folder_are_refused(
     (tmp_path / "3").write_text("no archive")
     for number, (name, file) in enumerate(bad.items()):
         with pytest.raises(RequestError):
-            packing.unpack(file, tmp_path / f"to-{number}", name)
+            artifacts.unpack(file, tmp_path / f"to-{number}", name)
     assert not list(tmp_path.glob("outside*")) and not list(tmp_path.glob("to-*/link"))
     source = tmp_path / "source"
     source.mkdir()
     with pytest.raises(RequestError, match="no files"):
-        packing.pack(source, tmp_path / "packed")
+        artifacts.pack(source, tmp_path / "packed")
     (source / "a.py").symlink_to("/etc/passwd")
     with pytest.raises(RequestError, match="no plain file"):
-        packing.pack(source, tmp_path / "packed")
+        artifacts.pack(source, tmp_path / "packed")
     (source / "a.py").unlink()
     (source / "a.py").write_text("x" * 100)
-    monkeypatch.setattr(packing, "MAX_BYTES", 99)
+    monkeypatch.setattr(artifacts, "MAX_BYTES", 99)
     with pytest.raises(RequestError, match="code alone"):
-        packing.pack(source, tmp_path / "packed")
+        artifacts.pack(source, tmp_path / "packed")
 
 
 def test_an_account_must_reach_what_its_processes_need(
@@ -320,7 +320,7 @@ async def test_what_is_fetched_can_be_read_by_the_accounts(tmp_path: Path) -> No
     (source / "acme" / "__init__.py").write_text("VERSION = 7\n")
     (source / "acme" / "tool").write_text("#!/bin/sh\n")
     (source / "acme" / "tool").chmod(0o700)
-    uri, digest = storing.push(source, str(tmp_path / "store"))
+    uri, digest = artifacts.push(source, str(tmp_path / "store"))
     setup = NodeSetup(tmp_path / "cache", accounts=(NOBODY,))
     before = os.umask(0o077)
     try:

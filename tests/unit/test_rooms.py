@@ -64,7 +64,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         (
             "megascale_checkpoint.export.architectures",
             "megascale_checkpoint.export.foreign_config",
-            "megascale_checkpoint.export.tensors",
         ),
         ("megascale_checkpoint.export", "megascale_common.service.errors", *PURE),
     ),

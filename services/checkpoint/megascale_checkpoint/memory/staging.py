@@ -74,8 +74,10 @@ class SlotMemory:
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        self.path, self.size_bytes = path, size_bytes
-        self.populated, self._closed = False, False
+        self.path = path
+        self.size_bytes = size_bytes
+        self.populated = False
+        self._closed = False
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             self.landing_at = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -65,7 +65,8 @@ class Sidecar:
     """One daemon at a time; a connection that comes while one runs waits for its end."""
 
     def __init__(self, path: Path, extra: list[str]) -> None:
-        self._path, self._extra = path, extra
+        self._path = path
+        self._extra = extra
         self._busy = asyncio.Lock()
         self._stopping = asyncio.Event()
 
@@ -109,7 +110,11 @@ class Sidecar:
                 messages = decoder.feed(data)
         options = [str(word) for word in messages[0]["options"]]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "megascale_checkpoint", *options, *self._extra),
+            sys.executable,
+            "-m",
+            "megascale_checkpoint",
+            *options,
+            *self._extra,
             env=child_environment(),
         )
         _log.info("the daemon starts", pid=process.pid)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megascale_checkpoint.artifacts import storing
+from megascale_checkpoint import artifacts
 from megascale_common.service.errors import RequestError
 from megascale_job.visible import visible
 
@@ -41,7 +41,7 @@ def push(
     if "://" not in to:
         to = str(Path(to).absolute())
     try:
-        uri, found = storing.push(source, to)
+        uri, found = artifacts.push(source, to)
     except OSError as error:
         raise RequestError(f"{source} cannot be written to {to}: {error}") from error
     if as_json:

@@ -1,25 +1,37 @@
-"""An artifact of code as one file: a wheel as it is, or a folder as a packed file.
+"""Artifacts of code on storage: packed, written under their digest, fetched by every node.
 
-A packed folder has no times, owners or compiled files, so the same folder gives the same bytes.
-What is unpacked comes from storage: names that leave the folder, links and special files are
-refused, and so is more than a folder of code can need.
+An artifact is one file: a wheel as it is, or a folder as a packed file. A packed folder has no
+times, owners or compiled files, so the same folder gives the same bytes. What is unpacked comes
+from storage: names that leave the folder, links and special files are refused, and so is more than
+a folder of code can need.
+
+What a node's agent runs for `code.uri` fetches one artifact into a new folder:
+
+    python -m megascale_checkpoint.artifacts --uri URI --sha256 DIGEST --to FOLDER
+
+Exit status 0, or 1 with one line on stderr that says why.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import os
 import shutil
 import stat
+import sys
 import tarfile
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from megascale_common.service.errors import RequestError
+from megascale_checkpoint.storage import Storage, join, open_storage, split
+from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.service.errors import RequestError, ServiceError
 
 WHEEL, PACKED = ".whl", ".tar.gz"
 MAX_FILES = 20_000  # of one artifact: a large package has a few thousand
@@ -158,3 +170,101 @@ def digest(file: Path) -> str:
     """SHA-256 of a file's bytes."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def push(source: Path, folder_uri: str) -> tuple[str, str]:
+    """Write a wheel or a folder to storage; returns the artifact's URI and its SHA-256.
+
+    Its name is its digest: one that is there already, with as many bytes, is left as it is.
+
+    Raises:
+        RequestError: it is neither, or cannot be packed, or another file has the name.
+        OSError: it cannot be read, or the storage does not take it.
+    """
+    storage = open_storage(folder_uri)
+    with tempfile.TemporaryDirectory(prefix="megascale-code-") as scratch:
+        file, end = source, WHEEL
+        if source.is_dir():
+            file, end = Path(scratch) / "packed", PACKED
+            pack(source, file)
+        elif not source.name.endswith(WHEEL):
+            raise RequestError(f"{source} is neither a folder nor a wheel (.whl)")
+        found = digest(file)
+        name, size = f"{found}{end}", file.stat().st_size
+        # Whoever fetches it unpacks it: what a node would refuse is refused here.
+        unpack(file, Path(scratch) / "tried", name)
+        try:
+            storage.write(name, _chunks(file))
+        except FileExistsError:
+            if storage.size(name) != size:
+                raise RequestError(
+                    f"{join(folder_uri, name)} has other bytes than its name says: remove it"
+                ) from None
+    return join(folder_uri, name), found
+
+
+def _chunks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as content:
+        while chunk := content.read(CHUNK_BYTES):
+            yield chunk
+
+
+def fetch(uri: str, sha256: str, folder: Path) -> None:
+    """Fetch an artifact, compare its digest, and unpack it into the new ``folder``.
+
+    Raises:
+        RequestError: there is none, its digest is another, or it cannot be unpacked.
+        OSError: the storage does not answer.
+    """
+    place, name = split(uri)
+    storage = open_storage(place)
+    size = storage.size(name)
+    if size is None:
+        raise RequestError(f"code.uri {uri}: there is no such file")
+    if size > MAX_BYTES:
+        raise RequestError(f"code.uri {uri}: more than {MAX_BYTES >> 20} MiB")
+    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=folder.parent) as scratch:
+        file = Path(scratch) / "artifact"
+        _copy(storage, name, size, file)
+        found = digest(file)
+        if found != sha256:
+            raise RequestError(
+                f"code.uri {uri} has the digest {found}, and code.sha256 is {sha256}: push it "
+                "again and update the job"
+            )
+        unpack(file, folder, name)
+
+
+def _copy(storage: Storage, name: str, size: int, target: Path) -> None:
+    buffer, offset = memoryview(bytearray(CHUNK_BYTES)), 0
+    with target.open("wb") as copy:
+        while offset < size:
+            count = storage.read_into(name, offset, buffer[: size - offset])
+            if not count:
+                raise RequestError(f"{name} ends after {offset} of {size} bytes")
+            copy.write(buffer[:count])
+            offset += count
+
+
+def main() -> int:
+    """See the module's text."""
+    if PARENT_PID_VARIABLE in os.environ:
+        arm_parent_death()
+    parser = argparse.ArgumentParser(prog="python -m megascale_checkpoint.artifacts")
+    parser.add_argument("--uri", required=True, help="the artifact")
+    parser.add_argument("--sha256", required=True, help="its digest")
+    parser.add_argument("--to", type=Path, required=True, help="a folder that is not there yet")
+    options = parser.parse_args()
+    try:
+        fetch(options.uri, options.sha256, options.to)
+    except ServiceError as error:
+        print(error.message.replace("\n", " "), file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"code.uri {options.uri} cannot be fetched: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

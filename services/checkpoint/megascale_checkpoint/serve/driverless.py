@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from megascale_checkpoint.retention.policy import Retention
+from megascale_checkpoint.retention.retire import Retention
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_checkpoint.serve.opening import Opening
