@@ -13,7 +13,6 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -32,8 +31,6 @@ from megascale_common.service.identity import certificates
 from megascale_common.service.metrics import MetricsServer, bind_option
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
-from megascale_driver.alerting import opening as alerting
-from megascale_driver.alerting.sender import Alerts
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
@@ -54,10 +51,6 @@ from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
 from megascale_driver.queue_options import add_queue_options
 from megascale_driver.service import DriverService
 from megascale_driver.telemetry import opening
-from megascale_driver.tracing import opening as tracing
-
-if TYPE_CHECKING:
-    from megascale_driver.tracing.exporter import DecisionSpans
 
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
 STOP_GRACE_S = 1.0
@@ -138,8 +131,6 @@ async def _serve_until(
         sweep_every_s=options.sweep_every_s,
     )
     telemetry = opening.opened(options, engine)
-    alerts = alerting.opened(options, options.cluster, engine.clock.now_s)
-    traces = tracing.opened(options, lambda: engine.term.epoch if engine.term else None)
     stored = (telemetry.views, telemetry.plans) if telemetry is not None else ()
     service = DriverService(engine, leader, options.cluster, *stored)
     driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
@@ -150,7 +141,7 @@ async def _serve_until(
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         await people.start()
-        metrics = await _serve_metrics(engine, options, alerts, telemetry, traces)
+        metrics = await _serve_metrics(engine, options, telemetry)
         await require_etcd("--etcd", client.endpoints, tls=client.tls)
         if options.address_file is not None:
             write_address("--address-file", options.address_file, engine.address)
@@ -165,11 +156,9 @@ async def _serve_until(
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
     collecting.cancel()
-    await _shut_down(server, people, engine, alerts, term)
+    await _shut_down(server, people, engine, term)
     if telemetry is not None:
         await telemetry.close()
-    if traces is not None:
-        await asyncio.to_thread(traces.close)
     await metrics.stop()
 
 
@@ -188,26 +177,18 @@ def _policy(options: argparse.Namespace) -> Policy:
 async def _serve_metrics(
     engine: Engine,
     options: argparse.Namespace,
-    alerts: Alerts,
     telemetry: opening.Telemetry | None,
-    traces: DecisionSpans | None,
 ) -> MetricsServer:
-    """Have the engine observed by metrics, alerts and traces; serve metrics with --metrics-bind."""
+    """Have the engine observed by metrics; serve them with --metrics-bind."""
     watch = LoopWatch()
     watch.start()
-    sources = Sources(alerts=alerts.outcomes)
+    sources = Sources()
     if telemetry is not None:
         plans, slow = telemetry.plans.comparisons, telemetry.stragglers.ratios
         sources = replace(sources, plans=plans, slow=slow, spans=lambda: telemetry.intake.counts)
         sources = replace(sources, collectives=telemetry.plans.collectives)
-    if traces is not None:
-        sources = replace(sources, traces=traces.outcomes)
     figures = DriverMetrics(engine, watch, sources)
-    engine.observers += [figures, alerts]
-    alerts.start()
-    if traces is not None:
-        engine.observers.append(traces)
-        traces.start()
+    engine.observers.append(figures)
     server = MetricsServer(figures.registry)
     if options.metrics_bind:
         await server.start(options.metrics_bind, options.metrics_address_file)
@@ -218,7 +199,6 @@ async def _shut_down(
     server: RpcServer,
     people: PeoplePort,
     engine: Engine,
-    alerts: Alerts,
     term: asyncio.Task[None],
 ) -> None:
     """Report NOT_SERVING, resign so that a standby leads at once, let calls end."""
@@ -230,7 +210,7 @@ async def _shut_down(
         await term
     engine.links.close_all()
     await engine.close()
-    await asyncio.gather(server.stop(STOP_GRACE_S), people.stop(STOP_GRACE_S), alerts.close())
+    await asyncio.gather(server.stop(STOP_GRACE_S), people.stop(STOP_GRACE_S))
     if failed:
         raise failed
 
@@ -310,8 +290,6 @@ def _parser() -> argparse.ArgumentParser:
     add_people_options(parser)
     _add_retention(parser)
     opening.add_options(parser)
-    alerting.add_options(parser)
-    tracing.add_options(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
 

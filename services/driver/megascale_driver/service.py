@@ -20,7 +20,6 @@ from megascale_driver.core.events import (
     ProfileCancelRequested,
 )
 from megascale_driver.core.explain import explanation
-from megascale_driver.core.standing import in_force
 from megascale_driver.core.state import JobPhase, Liveness
 from megascale_driver.service_base import (
     MAX_REASON,
@@ -171,7 +170,6 @@ class DriverService(
         return driver_pb2.GetClusterInfoResponse(
             rules=self._rules(),
             tenants=wire.tenant_messages(state, self.engine.policy),
-            silences=map(wire.silence_message, in_force(state.silences, self.engine.clock.now_s())),
             breaker_tripped_at=wire.timestamp(tripped_s) if tripped_s else None,
             cluster=self._cluster,
             leader=self.engine.address if term is not None else "",

@@ -64,14 +64,12 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `megascale nodes` lists all"),
     "NODE_QUARANTINED": (StateError, "the node is quarantined already and gets no work"),
     "TOO_MANY_TENANTS": (LimitError, "there are too many tenants; use one that exists"),
-    "TOO_MANY_SILENCES": (LimitError, "there are too many silences; end one"),
     "REQUEST_ID_REUSED": (RequestError, "the request_id belongs to another request; use a new one"),
 }
 # The field of the request that such a refusal is about.
 _REFUSED_FIELDS = {
     "REQUEST_ID_REUSED": "request_id",
     "TOO_MANY_TENANTS": "tenant",
-    "TOO_MANY_SILENCES": "subject",
 }
 Context = grpc.aio.ServicerContext[Any, Any]
 

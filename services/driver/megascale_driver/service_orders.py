@@ -15,12 +15,9 @@ from megascale_driver.core.events import (
     PolicyRequested,
     QuotaRequested,
     RestartRequested,
-    SilenceRequested,
     UpdateRequested,
 )
 from megascale_driver.core.rules import RULES
-from megascale_driver.core.severities import ALERTS
-from megascale_driver.core.silencing import MAX_SILENCE_S
 from megascale_driver.core.state import Job
 from megascale_driver.service_base import (
     Context,
@@ -157,37 +154,6 @@ class OrderMethods(WatchMethods):
         )
         tenant = wire.tenant_message(self.engine.state, self.engine.policy, request.tenant)
         return driver_pb2.SetQuotaResponse(tenant=tenant, consequence=consequence)
-
-    @answers
-    async def SilenceAlerts(
-        self, request: driver_pb2.SilenceAlertsRequest, context: Context
-    ) -> driver_pb2.SilenceAlertsResponse:
-        """Keep the alerts of a subject quiet for a time, or end that."""
-        asked = self._asked(request, context)
-        duration_s = request.duration.ToNanoseconds() / 1e9
-        if not 0 <= duration_s <= MAX_SILENCE_S:
-            remedy = "give at most 30 days, or 0 to end the silence"
-            raise invalid("duration", f"{duration_s:g} s is out of range", remedy)
-        if request.subject not in self.engine.state.silences:
-            self._require_alerting(request.subject)
-        event = SilenceRequested(subject=request.subject, duration_s=duration_s, **asked)
-        line = "ALERTS_SILENCED" if duration_s else "SILENCE_ENDED"
-        consequence = await self._carried_out(event, line, "silence", dry=request.validate_only)
-        answer = driver_pb2.SilenceAlertsResponse(consequence=consequence)
-        found = self.engine.state.silences.get(request.subject)
-        if found is not None and found.until_s > self.engine.clock.now_s():
-            answer.silence.CopyFrom(wire.silence_message(found))
-        return answer
-
-    def _require_alerting(self, subject: str) -> None:
-        """Refuse what no alert is ever about: a name that is wrong would silence nothing."""
-        kind, _, name = subject.partition("/")
-        state = self.engine.state
-        if subject in ALERTS or name in {"nodes": state.nodes, "jobs": state.jobs}.get(kind, ()):
-            return
-        known = ", ".join(sorted(ALERTS))
-        remedy = f"give nodes/NAME, jobs/NAME, or one of {known}"
-        raise invalid("subject", f"{subject[:80]!r} is no node, no job and no reason", remedy)
 
     @answers
     async def ResetBreaker(

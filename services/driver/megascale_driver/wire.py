@@ -20,7 +20,6 @@ from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.rules import RULES, mode_of
-from megascale_driver.core.standing import Silence
 from megascale_driver.core.state import (
     Cluster,
     Device,
@@ -30,7 +29,6 @@ from megascale_driver.core.state import (
     Node,
     Profile,
 )
-from megascale_driver.tracing import ids
 from megascale_driver.wire_placement import placement_message
 
 MAX_DEVICES = 1024
@@ -288,16 +286,6 @@ def tenant_messages(state: Cluster, policy: Policy) -> list[driver_pb2.Tenant]:
     return [tenant_message(state, policy, name) for name in sorted({*limited, *holding})]
 
 
-def silence_message(found: Silence) -> driver_pb2.AlertSilence:
-    """A silence for clients."""
-    return driver_pb2.AlertSilence(
-        subject=found.subject,
-        until=timestamp(found.until_s),
-        reason=found.reason,
-        actor=found.actor,
-    )
-
-
 def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event:
     """A line of the audit log for clients."""
     return types_pb2.Event(
@@ -316,7 +304,6 @@ def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event
             for e in line.evidence
         ],
         outcome=line.outcome,
-        trace_id=ids.trace_id(epoch.cluster_generation, line),
     )
 
 
