@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.data.packing import Arrays, SampleStream, sample_numbers
 

@@ -35,18 +35,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_common.job.rank_layout import RankLayout
-from megascale_common.job.restore import RestorePlan
-from megascale_common.job.wire import restore as wire
 from megascale_common.service.channel import open_channel
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_trainer.daemon_link import DaemonLink, RankRegistration
-from megascale_trainer.host_copy import Landed
-from megascale_trainer.host_copy import parts as cut
+from megascale_job.layout import RankLayout
+from megascale_job.restore import RestorePlan
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.wire import restore as wire
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
-from megascale_trainer.restore import restore
-from megascale_trainer.snapshot import Snapshotter
+from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.save.host_copy import Landed
+from megascale_trainer.save.host_copy import parts as cut
+from megascale_trainer.save.restore import restore
+from megascale_trainer.save.snapshot import Snapshotter
 
 CPU = torch.device("cpu")
 STATES = ("master", "exp_avg", "exp_avg_sq")

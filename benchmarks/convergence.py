@@ -47,7 +47,7 @@ from benchmarks.convergence_curves import read_curve, rows_of, table
 from benchmarks.convergence_studies import QUICK, STUDIES, VOCABULARY, Sizes, job_of
 from benchmarks.loss_plot import Curve, cannot_draw, draw
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 from megascale_trainer.data.indexed import token_dtype
 from megascale_trainer.data.indexed_writer import IndexedWriter
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups

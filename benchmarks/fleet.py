@@ -32,12 +32,11 @@ from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.operations import Put
 from megascale_common.etcd.protocol import Etcd
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.job import config as job_config
 from megascale_common.node.process import child_environment, stat_fields
 from megascale_common.service.token import read_or_create_token
-from megascale_driver.core.attempt import Attempt, NodeSlot
-from megascale_driver.core.events import Audit
-from megascale_driver.core.state import (
+from megascale_driver.core.values.attempt import Attempt, NodeSlot
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.state import (
     AttemptRecord,
     Cluster,
     Device,
@@ -48,6 +47,7 @@ from megascale_driver.core.state import (
 )
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.store import LEADER_KEY, Store
+from megascale_job import config as job_config
 
 LIMIT_S = 5.0
 PREFIX = "/megascale/fleet/v1"

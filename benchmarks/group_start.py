@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.addresses import listen
 from megascale_common.node.process import child_environment, stat_fields
+from megascale_job.layout import RankLayout
 
 TP, PP = 8, 8  # the paper's, section 6
 LIMITS_S = {2_048: 2.0, 12_288: 10.0}

@@ -37,14 +37,14 @@ import torch
 from benchmarks.checkpoint_dcp import Daemon
 
 from megascale_checkpoint.checksums import checksum
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node.process import arm_parent_death, child_environment
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_trainer.daemon_link import DaemonLink, RankRegistration
-from megascale_trainer.host_copy import Landed, parts
-from megascale_trainer.mapped_slots import _pin, _populate
-from megascale_trainer.restore import MemoryLook, restore
-from megascale_trainer.snapshot import Snapshotter
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.save.host_copy import Landed, parts
+from megascale_trainer.save.mapped_slots import _pin, _populate
+from megascale_trainer.save.restore import MemoryLook, restore
+from megascale_trainer.save.snapshot import Snapshotter
 
 PIECES, STEP, LIMIT_S = 96, 5, 300.0
 THREADS = (1, 4, 8)  # of the checksums

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from benchmarks.presets import OVERLAPS, PRESETS, ConfigurationRefused, Run
 
-from megascale_common.job.config import (
+from megascale_job.config import (
     Block,
     FastAccumulation,
     Fp8Config,

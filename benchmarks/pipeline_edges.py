@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megascale_common.job.rank_layout import RankLayout
+from megascale_job.layout import RankLayout
 from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable
 from megascale_kernels.overlap.peer_messages import PeerMessages, region_bytes
 from megascale_trainer.parallel.groups import Group

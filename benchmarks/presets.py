@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale_common.job.config import Fp8Config, JobConfig, from_accepted
-from megascale_common.job.validation import validate
+from megascale_job.config import Fp8Config, JobConfig, from_accepted
+from megascale_job.validation import validate
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from benchmarks.batches import DOCUMENT_TOKENS
 from benchmarks.silence import all_groups
 from benchmarks.timing import StepClock
 
-from megascale_common.job.config import DataSource, JobConfig
-from megascale_common.job.rank_layout import readers_of
 from megascale_common.node import framing
 from megascale_common.node.messages import Assignment
 from megascale_common.node.status_page import StatusPageWriter
+from megascale_job.config import DataSource, JobConfig
+from megascale_job.layout import readers_of
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import step_batches

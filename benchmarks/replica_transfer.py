@@ -35,16 +35,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.memory_restore import layout_of
 from tests.harness.checkpoint_files import registration_of
 
-from megascale_checkpoint import staging as stagings
 from megascale_checkpoint.checksums import piece_checksums
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
+from megascale_checkpoint.memory import staging as stagings
+from megascale_checkpoint.memory.slots import SlotSeal, SlotTable
+from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder, default_base
 from megascale_checkpoint.replicas.fetch import fetch
 from megascale_checkpoint.replicas.protocol import StateKey
 from megascale_checkpoint.replicas.sender import ReplicaSender
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import ReplicaStore
-from megascale_checkpoint.slots import SlotSeal, SlotTable
-from megascale_checkpoint.staging import SlotMemory, StagingFolder, default_base
 from megascale_common.service import logs
 from megascale_common.service.channel import present
 from megascale_common.service.identity import authority

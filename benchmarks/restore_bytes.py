@@ -22,12 +22,12 @@ import sys
 import time
 from typing import Any
 
-from megascale_common.job.config import from_accepted
-from megascale_common.sizes.checkpoint_layout import ShardLayout
-from megascale_common.sizes.parameter_table import parameter_table, shard_layout
-from megascale_common.sizes.piece_runs import Runs, chunk_bytes, decode, encode, join, runs_of
-from megascale_common.sizes.read_plan import BYTES, FROM, TO, plan_reads
-from megascale_common.sizes.read_rounds import Rounds
+from megascale_job.config import from_accepted
+from megascale_job.sizes.checkpoint_layout import ShardLayout
+from megascale_job.sizes.parameter_table import parameter_table, shard_layout
+from megascale_job.sizes.piece_runs import Runs, chunk_bytes, decode, encode, join, runs_of
+from megascale_job.sizes.read_plan import BYTES, FROM, TO, plan_reads
+from megascale_job.sizes.read_rounds import Rounds
 
 # layers, hidden size, heads, vocabulary
 PRESETS = {
@@ -40,7 +40,7 @@ GRIDS = (
     *("tp4", "tp2,pp2,virtual_stages2", "pp4,dp2"),
 )
 MOST_READ = 1.05
-WINDOW_BYTES = 16 << 20  # of megascale_trainer.stored_state
+WINDOW_BYTES = 16 << 20  # of megascale_trainer.save.stored_state
 
 
 def layouts(preset: str, grid: str) -> list[ShardLayout]:

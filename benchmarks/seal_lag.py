@@ -26,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal
-from megascale_checkpoint.jobs import JobCheckpoints
-from megascale_checkpoint.rank_snapshots import RankSnapshots
-from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.staging import SlotMemory, StagingFolder
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_trainer.host_copy import parts
+from megascale_checkpoint.memory.registration import RegisteredRank
+from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder
+from megascale_checkpoint.save.committer_client import CommitterClient
+from megascale_checkpoint.save.rank_snapshots import RankSnapshots
+from megascale_checkpoint.serve.jobs import JobCheckpoints
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_trainer.save.host_copy import parts
 
 PIECE_MIB = 32
 LEGS = ("following", "behind")

@@ -23,10 +23,10 @@ from benchmarks.silence import SilentProcessGroup, create_silent_group, silence
 from benchmarks.timing import StepClock
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from megascale_common.job.config import JobConfig
 from megascale_common.node.status_page import StatusPageWriter
-from megascale_common.sizes.memory import largest_rank_memory
-from megascale_common.sizes.parameter_table import parameter_table
+from megascale_job.config import JobConfig
+from megascale_job.sizes.memory import largest_rank_memory
+from megascale_job.sizes.parameter_table import parameter_table
 from megascale_trainer.launch.place import Place
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups

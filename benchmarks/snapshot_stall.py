@@ -30,15 +30,15 @@ from typing import Any
 
 import torch
 
-from megascale_common.job.config import CheckpointConfig, JobConfig, from_accepted
 from megascale_common.node.process import child_environment
 from megascale_common.node.status_page import StatusPageWriter
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.sizes.staging import snapshots_in_flight
-from megascale_trainer.daemon_link import DaemonLink, RankRegistration
-from megascale_trainer.host_copy import Landed
+from megascale_job.config import CheckpointConfig, JobConfig, from_accepted
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.staging import snapshots_in_flight
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
-from megascale_trainer.snapshot import Snapshotter
+from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.save.host_copy import Landed
+from megascale_trainer.save.snapshot import Snapshotter
 
 START_TIMEOUT_S = 60.0
 PIECES = 64  # a checksum runs over one of them

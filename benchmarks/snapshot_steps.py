@@ -41,19 +41,19 @@ from benchmarks.timing import StepClock
 from torch._C._distributed_c10d import FileStore
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_common.job.config import JobConfig
 from megascale_common.node.messages import ReplicaOrders
 from megascale_common.node.process import arm_parent_death, child_environment
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
-from megascale_common.sizes.checkpoint_layout import ShardLayout
-from megascale_common.sizes.staging import snapshots_in_flight
-from megascale_trainer.daemon_link import DaemonLink, RankRegistration
-from megascale_trainer.host_copy import Landed
+from megascale_job.config import JobConfig
+from megascale_job.sizes.checkpoint_layout import ShardLayout
+from megascale_job.sizes.staging import snapshots_in_flight
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import STEP_POLL_S
-from megascale_trainer.snapshot import Snapshotter
+from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.save.host_copy import Landed
+from megascale_trainer.save.snapshot import Snapshotter
 from megascale_trainer.trainer import StepResult, Trainer
 
 BLOCKS = "ABABAC"

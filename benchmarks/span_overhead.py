@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from benchmarks.loop_overhead import overhead
 
-from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.node.spans.ring import SpanRingReader, SpanRingWriter
+from megascale_job.config import JobConfig, from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.telemetry.timer import StepTimer, step_timer

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megascale_common.job.rank_layout import RankLayout
+from megascale_job.layout import RankLayout
 from megascale_trainer.process.bootstrap import ALL_READY_KEY, RANK_TABLE_KEY, READY_RANKS_KEY
 from megascale_trainer.process.group_plan import group_plan
 

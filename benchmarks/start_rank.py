@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.batches import Batches
 from benchmarks.presets import Run, job
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 from megascale_trainer.parallel.groups import Group, Groups
 from megascale_trainer.process import bootstrap
 from megascale_trainer.process.group_plan import PlannedGroup, group_plan

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.start_operations import Operation, operations
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.process import arm_parent_death
+from megascale_job.layout import RankLayout
 from megascale_trainer.process.bootstrap import ALL_READY_KEY
 
 VALIDATE, SET, GET, ADD, WAIT, MULTI_GET, PING = b"\0", b"\1", b"\3", b"\4", b"\6", b"\n", b"\r"

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megascale_common.job.config import JobConfig
-from megascale_common.sizes.flops import flops_per_token
-from megascale_common.sizes.parameter_table import parameter_table
+from megascale_job.config import JobConfig
+from megascale_job.sizes.flops import flops_per_token
+from megascale_job.sizes.parameter_table import parameter_table
 
 # Dense operations of one multiprocessor of Hopper in a clock (NVIDIA H100 Tensor Core GPU
 # Architecture, white paper: 989.4 TFLOP/s in bf16 and 1978.9 in FP8 with 132 SMs at 1.83 GHz).

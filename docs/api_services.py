@@ -13,7 +13,7 @@ from importlib import resources
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 
 from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, job_pb2, link_pb2, types_pb2
-from megascale_common.job.wire.fields import proto_comments
+from megascale_job.wire.fields import proto_comments
 
 # In the order of the page: what clients call first.
 FILES = (driver_pb2, link_pb2, executor_pb2, checkpoint_pb2, types_pb2, job_pb2)

@@ -84,7 +84,7 @@ REASONS = {
     "thread; the newest are dropped and counted",
     "megascale_driver/link_service:MAX_HEARTBEAT_BYTES": "a larger one is dropped, and still "
     "proves its agent alive",
-    "megascale_driver/planner/search:MAX_DEVICES": "the search is still exact and quick there",
+    "megascale_planner/search:MAX_DEVICES": "the search is still exact and quick there",
     "megascale_driver/platform/local_node:MAX_PAGE": "nodes in one answer, as the service has it",
     "megascale_driver/presence/backlog:MAX_BEHIND_S": "by which deadlines of silence move at most "
     "while the driver itself is behind",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from docs import pages
-from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields
+from megascale_job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 
 PAGE = pages.DOCS / "job-spec.md"
 

@@ -14,7 +14,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 
 from docs import pages
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common.job.wire.fields import proto_comments
+from megascale_job.wire.fields import proto_comments
 
 MODULE = pages.REPOSITORY / "clients" / "python" / "megascale_client" / "messages.py"
 MARKERS = (

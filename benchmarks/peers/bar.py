@@ -24,8 +24,8 @@ from benchmarks import timing
 from benchmarks.presets import PRESETS, ConfigurationRefused, Run, job, sizes
 from benchmarks.sensors import Sensors, Window, shared, summary
 
-from megascale_common.job.config import JobConfig
-from megascale_common.sizes import flops
+from megascale_job.config import JobConfig
+from megascale_job.sizes import flops
 
 WARMUP_STEPS = 3
 TIMEOUT_S = 120.0

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from benchmarks.peers import bar
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 
 VERSION = "0.16.1"
 # In this order: the second where the first cannot run.

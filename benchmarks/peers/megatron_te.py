@@ -32,7 +32,7 @@ import torch.distributed as dist
 from benchmarks.peers import bar, megatron_core
 from benchmarks.peers.megatron_core import Parts
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 
 WITHOUT_MULTICAST = {
     "UB_SKIPMC": "1",

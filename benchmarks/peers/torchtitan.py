@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.peers import bar
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 
 VERSION = "0.2.2"
 _WIDTH_MULTIPLE = 256

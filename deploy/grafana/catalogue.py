@@ -19,26 +19,26 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
-from megascale_checkpoint.jobs import Jobs
-from megascale_checkpoint.metrics import CheckpointMetrics
+from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.replicas.node_replicas import NodeReplicas
 from megascale_checkpoint.replicas.sender import SentTotals
-from megascale_checkpoint.staging import StagingFolder
+from megascale_checkpoint.save.committer_client import CommitterClient
+from megascale_checkpoint.serve.jobs import Jobs
+from megascale_checkpoint.serve.metrics import CheckpointMetrics
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.metrics import registry_of
-from megascale_driver.core.attempt import Attempt
-from megascale_driver.core.events import Audit
-from megascale_driver.core.goodput import submitted
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster, Job, JobPhase, Liveness, Node
-from megascale_driver.engine import Engine, Term
-from megascale_driver.metrics import DriverMetrics
-from megascale_executor.agent.link import DriverLink
-from megascale_executor.agent.metrics import AgentMetrics
-from megascale_executor.agent.span_reports import SpanReports
-from megascale_executor.agent.step_reports import StepReports
+from megascale_driver.core.values.attempt import Attempt
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.goodput import submitted
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster, Job, JobPhase, Liveness, Node
+from megascale_driver.shell.engine import Engine, Term
+from megascale_driver.shell.metrics import DriverMetrics
+from megascale_executor.agent.link.driver_link import DriverLink
+from megascale_executor.agent.link.metrics import AgentMetrics
+from megascale_executor.agent.reports.span_reports import SpanReports
+from megascale_executor.agent.reports.step_reports import StepReports
 from megascale_executor.counters.sampler import Sample
 
 EVERY_SERVICE = "every service"

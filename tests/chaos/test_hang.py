@@ -17,8 +17,8 @@ from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import AsyncClient, PolicyMode
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.status_page import read_status_page
-from megascale_driver.core.policy import Policy
-from megascale_executor.agent import flight_dumps
+from megascale_driver.core.values.policy import Policy
+from megascale_executor.agent.workers import flight_dumps
 from megascale_trainer.process import flight_dump
 
 # A pause below the floor is no hang: a busy machine may give two ranks no CPU time for seconds.

@@ -33,24 +33,26 @@ from tests.crash.oracle import Oracle, Saved
 from tests.harness.checkpoint_files import registration_of
 
 from megascale.v1 import checkpoint_pb2
-from megascale_checkpoint import commit_repair, manifest, restore, storage
+from megascale_checkpoint import storage
 from megascale_checkpoint.checksums import dump_record, load_record, piece_checksums
-from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.committer import Committer
+from megascale_checkpoint.commit import commit_repair, manifest
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.restore_decision import RestoreDecision, SealedStep
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.opening import Opening
-from megascale_checkpoint.persist import Progress, persist
-from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep
+from megascale_checkpoint.memory.slots import SlotSeal
+from megascale_checkpoint.restore import restored_state as restore
 from megascale_checkpoint.retention.policy import Retention
-from megascale_checkpoint.slots import SlotSeal
-from megascale_common.job.restore import RestoreSource
+from megascale_checkpoint.save.persist import Progress, persist
+from megascale_checkpoint.serve.committer import Committer
+from megascale_checkpoint.serve.opening import Opening
 from megascale_common.service.errors import (
     DamagedError,
     ServiceError,
     SupersededError,
     UnavailableError,
 )
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.restore import RestoreSource
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 URI = "crash:///job"
 COLUMNS = 32

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit.commit_log import CommitLog
 
 Key = tuple[int, int]  # attempt and step
 

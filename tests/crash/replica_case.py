@@ -21,7 +21,9 @@ from tests.harness.checkpoint_files import registration_of
 
 from megascale_checkpoint.checksums import piece_checksums
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
-from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.memory.registration import RegisteredRank
+from megascale_checkpoint.memory.slots import SlotSeal, SlotTable
+from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.replicas import streams
 from megascale_checkpoint.replicas.connection import PeerError
 from megascale_checkpoint.replicas.fetch import fetch
@@ -29,10 +31,8 @@ from megascale_checkpoint.replicas.protocol import StateKey
 from megascale_checkpoint.replicas.sender import ReplicaSender
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import ReplicaStore
-from megascale_checkpoint.slots import SlotSeal, SlotTable
-from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.errors import DamagedError, ServiceError
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 TOKEN, JOB, VALUES, SLOTS = "token-of-the-tests", "job", 8_192, 4
 RETRY_AFTER_S = (0.001, 0.001)

@@ -17,7 +17,9 @@ import structlog
 from tests.crash.case import Case
 from tests.crash.replica_case import REPLICA_KINDS, ReplicaCase
 
-from megascale_checkpoint import commit_log, persist, storage
+from megascale_checkpoint import storage
+from megascale_checkpoint.commit import commit_log
+from megascale_checkpoint.save import persist
 
 REPLICAS_EVERY = 4  # of so many cases one is of replicas
 SNAPSHOT_EVERY = 4  # records, so that short logs have snapshots

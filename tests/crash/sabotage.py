@@ -15,29 +15,24 @@ from tests.crash.machine import FAILED_SYNC, KILL, LOST_REPLY, STALL, Process
 from tests.crash.replica_case import FLIP_REPLICA, REPLICA_KINDS
 from tests.crash.wire import CUT, FLIP_ON_THE_WAY, REFUSED
 
-from megascale_checkpoint import (
-    commit_log,
-    commit_record,
-    commit_writer,
-    restore_decision,
-    slots,
-)
-from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.commit_record import LogState, Record
+from megascale_checkpoint.commit import commit_log, commit_record, commit_writer, restore_decision
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.commit_record import LogState, Record
+from megascale_checkpoint.commit.restore_decision import RestoreDecision
 from megascale_checkpoint.concurrency import Lane
+from megascale_checkpoint.memory import slots
 from megascale_checkpoint.replicas import sender
 from megascale_checkpoint.replicas import store as replica_store
 from megascale_checkpoint.replicas.connection import Connection
 from megascale_checkpoint.replicas.protocol import SealedState
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import Filling, ReplicaStore
-from megascale_checkpoint.restore_decision import RestoreDecision
+from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint
 from megascale_checkpoint.retention import retire
 from megascale_checkpoint.retention.policy import Commit, Retention
 from megascale_checkpoint.storage import FileStorage
 from megascale_checkpoint.storage.disk import Disk
-from megascale_checkpoint.stored_checkpoint import StoredCheckpoint
 from megascale_common.service.errors import DamagedError
 
 Patch = pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from megascale_checkpoint.export.foreign_config import config_values
 from megascale_checkpoint.export.hugging_face import export_hugging_face
 from megascale_checkpoint.export.hugging_face_import import import_hugging_face
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
-from megascale_common.job.config import ModelConfig
+from megascale_job.config import ModelConfig
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.export

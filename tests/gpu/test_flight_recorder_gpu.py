@@ -15,7 +15,7 @@ import torch.multiprocessing as processes
 
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_driver.analysis import flight_recorder
-from megascale_executor.agent import flight_dumps
+from megascale_executor.agent.workers import flight_dumps
 from megascale_trainer.process import flight_dump
 
 pytestmark = pytest.mark.gpu

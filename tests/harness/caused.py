@@ -33,7 +33,7 @@ from pathlib import Path
 from torch import distributed
 
 from megascale_trainer import compat
-from megascale_trainer.host_copy import HostCopies
+from megascale_trainer.save.host_copy import HostCopies
 from megascale_trainer.optimizer.adamw import AdamW
 
 FILE = Path(__file__).with_name({_CAUSE!r})

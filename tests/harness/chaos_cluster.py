@@ -26,8 +26,8 @@ from tests.harness.processes import until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, Standstill
 
 from megascale.v1 import driver_pb2, job_pb2
-from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.staging import default_base
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.memory.staging import default_base
 from megascale_checkpoint.storage import FileStorage
 from megascale_client import AsyncClient, MegascaleError, parse_job
 

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum, piece_checksums
-from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.manifest import File, Manifest
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.manifest import File, Manifest
-from megascale_checkpoint.persist import write_rank_file
-from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.slots import SlotSeal
+from megascale_checkpoint.memory.registration import RegisteredRank
+from megascale_checkpoint.memory.slots import SlotSeal
+from megascale_checkpoint.save.persist import write_rank_file
 from megascale_checkpoint.storage import FileStorage
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 Image = bytearray
 STATES = ("master", "exp_avg", "exp_avg_sq")  # the same parameter has other values in each

@@ -22,7 +22,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S, Standstill, until
 
 from megascale_common.node import framing
 from megascale_common.node.process import child_environment
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 Float32 = NDArray[np.float32]
 CLUSTER, TOKEN = "test", "token-of-the-tests"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale_common.job.config import (
+from megascale_job.config import (
     DataConfig,
     DataSource,
     JobConfig,

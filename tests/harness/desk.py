@@ -8,10 +8,9 @@ from typing import Any
 from tests.harness.presence import Presence
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job.config import CheckpointConfig
 from megascale_driver.analysis.group_search import Answer
 from megascale_driver.core import machine
-from megascale_driver.core.events import (
+from megascale_driver.core.values.events import (
     Audit,
     Event,
     JobSubmitted,
@@ -23,9 +22,9 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
-from megascale_driver.core.group_events import CheckGroup, GroupChecked
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import (
+from megascale_driver.core.values.group_events import CheckGroup, GroupChecked
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Cluster,
     Device,
@@ -36,6 +35,7 @@ from megascale_driver.core.state import (
     Report,
     WorkerReport,
 )
+from megascale_job.config import CheckpointConfig
 
 POLICY = Policy()
 

@@ -8,11 +8,11 @@ from typing import Any
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job.config import CheckpointConfig
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver.core.checkpoint_progress import Progress
-from megascale_driver.core.events import AttemptOpened, JobSubmitted, NodeReport
-from megascale_driver.core.state import AttemptPhase, JobPhase, Liveness
+from megascale_driver.core.values.checkpoint_progress import Progress
+from megascale_driver.core.values.events import AttemptOpened, JobSubmitted, NodeReport
+from megascale_driver.core.values.state import AttemptPhase, JobPhase, Liveness
+from megascale_job.config import CheckpointConfig
+from megascale_job.restore import RestorePlan, RestoreSource
 
 
 class Fleet(Desk):

@@ -29,7 +29,7 @@ from tests.harness.processes import free_port, living_processes_of_group, until_
 from tests.harness.waiting import eventually
 
 from megascale.v1 import driver_pb2, job_pb2
-from megascale_checkpoint.staging import default_base
+from megascale_checkpoint.memory.staging import default_base
 from megascale_client import AsyncClient, parse_job
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.server import EtcdServer, Membership

@@ -20,12 +20,12 @@ from tests.harness.lockstep import Ranks, installed
 from tests.harness.training import CPU, micro_batches, tiny_job
 
 from megascale.v1 import link_pb2
-from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.node.status_page import Phase, StatusPageWriter, read_status_page
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.presence import reports
-from megascale_executor.agent.worker_status import worker_status
-from megascale_executor.agent.workers import Worker
+from megascale_executor.agent.workers.worker_status import worker_status
+from megascale_executor.agent.workers.workers import Worker
+from megascale_job.config import JobConfig, from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.process import step_loop
 from megascale_trainer.process.bootstrap import create_groups

@@ -18,7 +18,7 @@ from tests.harness.job_follower import JobFollower, seconds
 from tests.harness.waiting import eventually
 
 from megascale.v1 import types_pb2
-from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.storage import FileStorage
 from megascale_client import AsyncClient, JobPhase, MegascaleError
 

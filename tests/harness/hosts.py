@@ -27,7 +27,7 @@ from tests.harness.processes import living_processes_of_group, until_gone
 from tests.harness.waiting import eventually, log_bytes
 
 from megascale.v1 import job_pb2, types_pb2
-from megascale_checkpoint.staging import default_base
+from megascale_checkpoint.memory.staging import default_base
 from megascale_client import AsyncClient, MegascaleError, parse_job
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import TlsConfig

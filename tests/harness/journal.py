@@ -10,10 +10,10 @@ from tests.harness.simulated_cluster import demo_job
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.operations import Compare, KeyValue, Listing, Operation, Page, TxnResult
-from megascale_driver.core.attempt import Attempt, Fault, FaultKind, NodeSlot
-from megascale_driver.core.events import Audit, Evidence
-from megascale_driver.core.replica_orders import ReplicaOrders
-from megascale_driver.core.state import (
+from megascale_driver.core.values.attempt import Attempt, Fault, FaultKind, NodeSlot
+from megascale_driver.core.values.events import Audit, Evidence
+from megascale_driver.core.values.replica_orders import ReplicaOrders
+from megascale_driver.core.values.state import (
     AttemptRecord,
     Breaker,
     Cluster,

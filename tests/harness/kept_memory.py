@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job.config import JobConfig, from_accepted
-from megascale_common.sizes.memory import rank_memory
-from megascale_common.sizes.parameter_table import parameter_table
+from megascale_job.config import JobConfig, from_accepted
+from megascale_job.sizes.memory import rank_memory
+from megascale_job.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import Operators
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.quantize import Factor

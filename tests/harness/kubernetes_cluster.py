@@ -27,7 +27,7 @@ from tests.harness.paced import paced, python_path, release
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import job_pb2, types_pb2
-from megascale_checkpoint.staging import default_base
+from megascale_checkpoint.memory.staging import default_base
 from megascale_client import AsyncClient, Node, Unavailable, parse_job
 from megascale_common.node.addresses import joined
 from megascale_common.service.channel import present

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from megascale_common.job.rank_layout import RankLayout
+from megascale_job.layout import RankLayout
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 
 UNIQUE_ID = bytes(128)  # ncclUniqueId has 128 bytes

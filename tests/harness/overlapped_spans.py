@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
 from megascale_driver.analysis.spans.table import COLUMNS, SpanTable
+from megascale_job.layout import RankLayout
 
 MS = 1_000_000
 

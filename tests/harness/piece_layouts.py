@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from tests.harness.checkpoint_files import slot_bytes
 
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 SHAPES = {"matrix": (6, 5), "cube": (4, 3, 2), "vector": (7,), "scalar": (1,)}
 VALUES = {

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megascale_driver.planner.gpus import GPUS
-from megascale_driver.planner.prediction import Predictions, predict
-from megascale_driver.planner.systems import SYSTEMS
-from megascale_driver.planner.workload import from_row, points_of
+from megascale_planner.gpus import GPUS
+from megascale_planner.prediction import Predictions, predict
+from megascale_planner.systems import SYSTEMS
+from megascale_planner.workload import from_row, points_of
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 Row = dict[str, Any]

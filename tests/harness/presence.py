@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megascale.v1 import link_pb2
-from megascale_driver.core import hang
-from megascale_driver.core.events import (
+from megascale_driver.core.signs import hang
+from megascale_driver.core.values.events import (
     Event,
     LeaderStarted,
     NodeHello,
@@ -21,8 +21,8 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster
 from megascale_driver.presence.arrival import Arrival, parsed
 from megascale_driver.presence.lane import Lane
 

@@ -27,7 +27,7 @@ from megascale_common.node.process import PARENT_GONE_EXIT_CODE, arm_parent_deat
 # Programs that start others of ours.
 _OWNERS = frozenset(
     (
-        "megascale_checkpoint.sidecar",
+        "megascale_checkpoint.serve.sidecar",
         "megascale_cli",
         "megascale_driver",
         "megascale_driver.commands.node",

@@ -18,7 +18,7 @@ from tests.harness import recorded_timeline
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client import Job, Node, NotFound
 from megascale_client.messages import WatchJobResponse
-from megascale_common.job.rank_layout import RankLayout
+from megascale_job.layout import RankLayout
 
 Situation = Literal["healthy", "node lost", "switch lost", "slow host", "hang"]
 NODES, NODES_PER_SWITCH, DEVICES = 1536, 64, 8

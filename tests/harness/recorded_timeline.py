@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans.ops import Op
 from megascale_common.node.spans.record import NO_MICRO_BATCH
 from megascale_driver.analysis.spans.clocks import Clock
 from megascale_driver.analysis.spans.merged import merged
 from megascale_driver.analysis.spans.table import COLUMNS, SpanTable
+from megascale_job.layout import RankLayout
 
 OPS = (
     Op("forward", "compute", ""),

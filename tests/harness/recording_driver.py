@@ -13,9 +13,9 @@ from google.protobuf.duration_pb2 import Duration
 from tests.harness.waiting import LOOK_INTERVAL_S, ProgressWatch
 
 from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
-from megascale_common.job.config import JobConfig
-from megascale_common.job.wire.spec import to_proto
 from megascale_common.service.server import RpcServer
+from megascale_job.config import JobConfig
+from megascale_job.wire.spec import to_proto
 
 
 def whole_on_one_node(config: JobConfig, attempt: int = 1) -> link_pb2.AttemptAssignment:

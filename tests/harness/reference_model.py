@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 

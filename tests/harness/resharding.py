@@ -9,11 +9,11 @@ import torch
 from tests.harness.training import CPU, GROUP_TIMEOUT_S, start, step
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_common.job.config import from_accepted
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_trainer.daemon_link import DaemonLink, RankRegistration
+from megascale_job.config import from_accepted
+from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_trainer.process.bootstrap import destroy_groups
-from megascale_trainer.restore import restore
+from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.save.restore import restore
 
 FURTHER_STEPS = 2
 

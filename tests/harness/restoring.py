@@ -15,11 +15,11 @@ from tests.harness.planned_restore import trainer_layouts
 from tests.harness.waiting import CALL_TIMEOUT_S
 from torch._C._distributed_c10d import FileStore
 
-from megascale_common.job.restore import RestorePlan
-from megascale_common.sizes.checkpoint_layout import ShardLayout
-from megascale_trainer.daemon_link import DaemonLink, RankRegistration
+from megascale_job.restore import RestorePlan
+from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.restore import RestoreRefused, restore
+from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.save.restore import RestoreRefused, restore
 
 CPU = torch.device("cpu")
 

@@ -12,16 +12,13 @@ from dataclasses import dataclass, field
 
 from tests.harness.presence import Presence
 
-from megascale_common.job import config as job_config
-from megascale_common.job.config import JobConfig
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.group_search import Answer
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import machine
-from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
-from megascale_driver.core.events import (
+from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.events import (
     AttemptOpened,
     Audit,
     Effect,
@@ -37,9 +34,9 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
-from megascale_driver.core.group_events import CheckGroup, GroupChecked
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import (
+from megascale_driver.core.values.group_events import CheckGroup, GroupChecked
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Breaker,
     Check,
@@ -54,6 +51,9 @@ from megascale_driver.core.state import (
     WorkerReport,
 )
 from megascale_driver.journal import codec
+from megascale_job import config as job_config
+from megascale_job.config import JobConfig
+from megascale_job.restore import RestorePlan, RestoreSource
 
 TICK_S = 0.25
 STEP_S = 0.5

@@ -30,9 +30,9 @@ from megascale.v1 import (
     link_pb2,
     types_pb2,
 )
-from megascale_common.job import config as job_config
 from megascale_common.node.spans.record import SPAN, Span, from_columns
 from megascale_common.service.channel import open_channel
+from megascale_job import config as job_config
 
 IDLE, PREPARE, START = (
     link_pb2.DESIRED_PHASE_IDLE,

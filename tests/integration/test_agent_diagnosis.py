@@ -20,8 +20,8 @@ from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
-from megascale_common.job import config as job_config
 from megascale_common.service.channel import open_channel
+from megascale_job import config as job_config
 
 IDLE, PREPARE = link_pb2.DESIRED_PHASE_IDLE, link_pb2.DESIRED_PHASE_PREPARE
 SCRIPT = Path(scripted_template.__file__)

@@ -24,7 +24,7 @@ from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2, types_pb
 from megascale_common.node import framing
 from megascale_common.node.process import child_environment
 from megascale_common.service.channel import open_channel
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 
 @pytest.fixture
@@ -543,7 +543,7 @@ SLOW_RETENTION = """
 import sys
 if "megascale_checkpoint" in sys.orig_argv:
     import asyncio
-    from megascale_checkpoint.committer import Committer
+    from megascale_checkpoint.serve.committer import Committer
     async def finish(self, timeout_s):
         print("retention begins", flush=True)
         await asyncio.sleep(300)

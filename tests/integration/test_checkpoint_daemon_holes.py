@@ -15,7 +15,7 @@ from tests.harness.checkpoint_node import DaemonProcess, WorkerClient
 from tests.integration.test_checkpoint_daemon import commit_steps, open_attempt, progress
 
 from megascale.v1 import types_pb2
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 
 @pytest.fixture

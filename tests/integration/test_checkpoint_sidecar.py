@@ -16,7 +16,7 @@ import pytest
 from tests.harness.processes import until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually, until
 
-from megascale_checkpoint import sidecar
+from megascale_checkpoint.serve import sidecar
 from megascale_common.node.process import child_environment
 
 
@@ -49,11 +49,11 @@ class Pod:
 
     def sidecar(self) -> subprocess.Popen[bytes]:
         """The other container."""
-        return self.start("megascale_checkpoint.sidecar", "--socket", str(self.socket))
+        return self.start("megascale_checkpoint.serve.sidecar", "--socket", str(self.socket))
 
     def stand_in(self) -> subprocess.Popen[bytes]:
         """What the agent starts."""
-        module = "megascale_executor.agent.remote_daemon"
+        module = "megascale_executor.agent.checks.remote_daemon"
         return self.start(module, "--socket", str(self.socket), "--", *self.options)
 
     def daemon(self) -> int:

@@ -34,15 +34,15 @@ from megascale_common.etcd.server import EtcdServer, find_etcd
 from megascale_common.node.process import child_environment
 from megascale_common.service import status
 from megascale_common.service.errors import NotLeaderError, ServiceError
-from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster, Node
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.state import Cluster, Node
 from megascale_driver.journal.store import LEADER_KEY, Store
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]
 
 RUNNING, SUCCEEDED = types_pb2.JOB_PHASE_RUNNING, types_pb2.JOB_PHASE_SUCCEEDED
 START = link_pb2.DESIRED_PHASE_START
-# What the next slower verdict takes (megascale_driver.core.policy).
+# What the next slower verdict takes (megascale_driver.core.values.policy).
 SUSPECT_S, UNCORROBORATED_S = 8.0, 60.0
 
 

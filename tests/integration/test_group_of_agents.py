@@ -19,9 +19,9 @@ from tests.harness.installed_package import install
 from tests.harness.waiting import eventually
 
 from megascale_common.service.channel import open_channel
-from megascale_driver import group_checks
 from megascale_driver.analysis.group_search import Answer, Search, advance, begin
-from megascale_driver.core.group_events import CheckGroup, GroupMember
+from megascale_driver.core.values.group_events import CheckGroup, GroupMember
+from megascale_driver.nodes import group_checks
 
 AGENTS = int(os.environ.get("MEGASCALE_TEST_AGENTS", "32"))
 FAILS = """

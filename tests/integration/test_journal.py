@@ -14,9 +14,9 @@ from tests.harness.journal import Crash, WatchedEtcd, all_failed, elected, leade
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.etcd.server import EtcdServer
-from megascale_driver.core.events import Audit
-from megascale_driver.core.standing import Tenant
-from megascale_driver.core.state import (
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.standing import Tenant
+from megascale_driver.core.values.state import (
     Cluster,
     Disposition,
     Identity,
@@ -24,7 +24,7 @@ from megascale_driver.core.state import (
     JobPhase,
     Node,
 )
-from megascale_driver.core.storing import differs
+from megascale_driver.core.values.storing import differs
 from megascale_driver.journal import codec, ranges, reading, records
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import Store

@@ -16,10 +16,10 @@ from tests.harness.simulated_cluster import demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.job import config as job_config
-from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.state import Cluster
 from megascale_driver.journal import codec
+from megascale_job import config as job_config
 
 etcd_server, etcd_prefix = etcd_harness.etcd_server, etcd_harness.etcd_prefix
 # What the build before the journal had parts and an index left behind (commit f54aabb).

@@ -11,7 +11,7 @@ from tests.harness.snippets import block
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_common.node.visible import visible
+from megascale_job.visible import visible
 from megascale_trainer import Trainer, load_config
 
 

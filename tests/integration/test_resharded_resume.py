@@ -15,9 +15,9 @@ from tests.harness.checkpoint_node import DaemonProcess
 from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import from_accepted
-from megascale_common.sizes.checkpoint_layout import ShardLayout
-from megascale_common.sizes.parameter_table import parameter_table, shard_layout
+from megascale_job.config import from_accepted
+from megascale_job.sizes.checkpoint_layout import ShardLayout
+from megascale_job.sizes.parameter_table import parameter_table, shard_layout
 
 KEPT_STEP = 3
 # As between layouts that train from the start (test_trainer_equality): sums in another order.

@@ -19,7 +19,7 @@ from tests.integration.test_checkpoint_daemon import commit_steps, open_attempt,
 from tests.unit.test_checkpoint_damage import flip
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.job.wire import restore as wire
+from megascale_job.wire import restore as wire
 
 
 @pytest.fixture

@@ -17,19 +17,19 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 from tests.integration.test_checkpoint_daemon import progress
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_common.job.config import from_accepted
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_trainer.daemon_link import LONGEST_HOLD_S, DaemonLink, RankRegistration
-from megascale_trainer.host_copy import Landed
+from megascale_job.config import from_accepted
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
-from megascale_trainer.restore import restore
-from megascale_trainer.snapshot import Snapshotter
-from megascale_trainer.snapshot_schedule import MUST_SKIP, Votes
+from megascale_trainer.save.daemon_link import LONGEST_HOLD_S, DaemonLink, RankRegistration
+from megascale_trainer.save.host_copy import Landed
+from megascale_trainer.save.restore import restore
+from megascale_trainer.save.snapshot import Snapshotter
+from megascale_trainer.save.snapshot_schedule import MUST_SKIP, Votes
 
 PIECE = ShardPiece("vector", "master", "float32", (256,), (0,), (256,), 0, 256, 0, primary=True)
 LAYOUT = ShardLayout((PIECE,), 1024)

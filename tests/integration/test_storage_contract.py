@@ -40,14 +40,14 @@ from tests.harness.scripted_driver import start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2, types_pb2
-from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.storage import Storage, join, open_storage, registry, settle
 from megascale_checkpoint.write_limit import MIB
 from megascale_client import AsyncClient, DamagedCheckpoint
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import RequestError
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-storage-backend.md"
 S3 = pytest.param("s3", marks=pytest.mark.s3)

@@ -16,7 +16,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.server import EtcdServer
-from megascale_driver.core.events import Audit
+from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import records
 
 __all__ = ["etcd_server"]

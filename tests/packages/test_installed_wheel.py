@@ -40,7 +40,7 @@ UNLOCKED = {
         "megascale.v1,megascale_client,megascale_cli,megascale_common,megascale_driver",
         "numpy,pyarrow,duckdb,cryptography,jwt,matplotlib,aiohttp,kubernetes_asyncio",
     ),
-    "plan": ("megascale_common,megascale_driver.planner", ""),
+    "plan": ("megascale_common,megascale_planner", ""),
     "tls,oidc": ("megascale_common.service.identity", ""),
     "dashboard": ("megascale_dashboard", ""),
     "kubernetes": ("megascale_driver.platform.kubernetes", ""),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job, digest
 
-from megascale_driver.core.events import (
+from megascale_driver.core.values.events import (
     CordonRequested,
     EvictRequested,
     JobSubmitted,
     UncordonRequested,
 )
-from megascale_driver.core.state import Cluster, Disposition, JobPhase
+from megascale_driver.core.values.state import Cluster, Disposition, JobPhase
 
 FAULT_ROUNDS = 25
 ROUND_S = 6.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.harness.desk import POLICY, Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver.core.checkpoint_progress import Progress
-from megascale_driver.core.events import AttemptOpened, JobSubmitted
-from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.core.values.checkpoint_progress import Progress
+from megascale_driver.core.values.events import AttemptOpened, JobSubmitted
+from megascale_driver.core.values.state import AttemptPhase, JobPhase
+from megascale_job.restore import RestorePlan, RestoreSource
 
 
 def desk_of(*nodes: str) -> Desk:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
-from megascale_driver.core.events import JobSubmitted, NodeReport
-from megascale_driver.core.state import AttemptPhase, Job, JobPhase, WorkerReport
+from megascale_driver.core.values.events import JobSubmitted, NodeReport
+from megascale_driver.core.values.state import AttemptPhase, Job, JobPhase, WorkerReport
 
 NEVER_S = 1e12  # later than any time of the clock
 

@@ -8,11 +8,10 @@ import pytest
 from tests.harness.desk import Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job.config import CheckpointConfig
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver.core.attempt import LeaveKind
-from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
-from megascale_driver.core.events import (
+from megascale_driver.core.checkpoints.restore import sealed_everywhere
+from megascale_driver.core.values.attempt import LeaveKind
+from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.events import (
     AttemptOpened,
     BreakerResetRequested,
     DrainRequested,
@@ -28,9 +27,10 @@ from megascale_driver.core.events import (
     UncordonRequested,
     UpdateRequested,
 )
-from megascale_driver.core.restore import sealed_everywhere
-from megascale_driver.core.state import AttemptPhase, Check, Job, JobPhase, Liveness
+from megascale_driver.core.values.state import AttemptPhase, Check, Job, JobPhase, Liveness
 from megascale_driver.journal import codec
+from megascale_job.config import CheckpointConfig
+from megascale_job.restore import RestorePlan, RestoreSource
 
 
 def saving_desk(*nodes: str) -> Desk:

@@ -22,7 +22,7 @@ from tests.harness.local_cluster import MARK_VARIABLE, UpProcess, processes_mark
 from tests.harness.paced import python_path
 from tests.harness.waiting import eventually
 
-from megascale_checkpoint.staging import default_base
+from megascale_checkpoint.memory.staging import default_base
 from megascale_client import AsyncClient, MegascaleError, NodeLiveness
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer

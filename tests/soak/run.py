@@ -31,7 +31,7 @@ from tests.soak.follow import Followed
 from tests.soak.measure import WINDOW_S, Measurements
 
 from megascale.v1 import job_pb2
-from megascale_checkpoint.staging import default_base
+from megascale_checkpoint.memory.staging import default_base
 from megascale_client import AsyncClient, MegascaleError, parse_job
 
 PACE_S = 0.12  # a step sleeps so long: faults hit a job in each of its states

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megascale.v1 import types_pb2
-from megascale_common.job import config as job_config
 from megascale_common.node.messages import SelfChecked
 from megascale_common.service.errors import DeviceQueryError
 from megascale_executor.diagnostics import device_present, disk_room, memory_room, rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts, parse_gpus
 from megascale_executor.diagnostics.finding import Finding, failures, verdict_of
+from megascale_job import config as job_config
 from megascale_trainer.process import self_check
 
 _SMI = "0, GPU-aa, NVIDIA H200, 143771\n1, GPU-bb, NVIDIA H200, 143771\n"

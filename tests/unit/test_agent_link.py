@@ -11,9 +11,9 @@ from tests.harness.recording_driver import RecordingDriver
 
 from megascale.v1 import link_pb2
 from megascale_executor.agent.config import addresses_from
-from megascale_executor.agent.link import DriverLink, NodeSide
-from megascale_executor.agent.span_reports import SpanReports
-from megascale_executor.agent.step_reports import StepReports
+from megascale_executor.agent.link.driver_link import DriverLink, NodeSide
+from megascale_executor.agent.reports.span_reports import SpanReports
+from megascale_executor.agent.reports.step_reports import StepReports
 
 
 async def test_a_hello_or_heartbeat_that_cannot_be_built_is_built_again(tmp_path: Path) -> None:

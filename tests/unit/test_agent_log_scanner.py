@@ -11,11 +11,11 @@ import pytest
 
 from megascale.v1 import link_pb2
 from megascale_common.node.logs.signatures import SIGNATURES
-from megascale_executor.agent import log_scanner
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.kernel_log import KernelLog
-from megascale_executor.agent.link import MAX_HEARTBEAT_BYTES, fit
-from megascale_executor.agent.log_scanner import MAX_FINGERPRINTS, MAX_UNKNOWN, LogScanner
+from megascale_executor.agent.link.driver_link import MAX_HEARTBEAT_BYTES, fit
+from megascale_executor.agent.reports import log_scanner
+from megascale_executor.agent.reports.log_scanner import MAX_FINGERPRINTS, MAX_UNKNOWN, LogScanner
 
 KEY = AttemptKey("demo", 3)
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB.\n"

@@ -15,27 +15,23 @@ import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
-from megascale_common.job import config as job_config
-from megascale_common.job.config import CodeConfig
-from megascale_common.job.rank_layout import RankLayout, readers_of
 from megascale_common.node.socket_folder import create_socket_folder
 from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
 from megascale_common.service.wire_text import encodable
-from megascale_executor.agent import (
-    child_processes,
-    folders,
-    job_code,
-    template_process,
-)
-from megascale_executor.agent.assignment import check_assignment
+from megascale_executor.agent import folders
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.child_processes import RestartBudget
 from megascale_executor.agent.config import addresses_from, parse_devices, parse_topology
-from megascale_executor.agent.heartbeat import host_counters
-from megascale_executor.agent.job_processes import DEFAULT, JobProcesses
-from megascale_executor.agent.link import MAX_HEARTBEAT_BYTES, fit
-from megascale_executor.agent.step_reports import StepReports, to_proto
-from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.agent.link.driver_link import MAX_HEARTBEAT_BYTES, fit
+from megascale_executor.agent.link.heartbeat import host_counters
+from megascale_executor.agent.processes import child_processes, job_code, template_process
+from megascale_executor.agent.processes.child_processes import RestartBudget
+from megascale_executor.agent.processes.job_processes import DEFAULT, JobProcesses
+from megascale_executor.agent.processes.template_keeper import TemplateKeeper
+from megascale_executor.agent.reports.step_reports import StepReports, to_proto
+from megascale_executor.agent.run.assignment import check_assignment
+from megascale_job import config as job_config
+from megascale_job.config import CodeConfig
+from megascale_job.layout import RankLayout, readers_of
 
 
 def test_devices_and_topology() -> None:

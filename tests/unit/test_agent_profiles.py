@@ -11,8 +11,8 @@ from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node import framing
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.profiles import MAX_DETAIL_CHARS, Profiles, part_of
-from megascale_executor.agent.workers import Worker
+from megascale_executor.agent.workers.profiles import MAX_DETAIL_CHARS, Profiles, part_of
+from megascale_executor.agent.workers.workers import Worker
 
 KEY = AttemptKey("demo", 3)
 

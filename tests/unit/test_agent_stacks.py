@@ -13,8 +13,8 @@ from tests.harness.waiting import until
 from megascale_common.node.flight_record import GroupRecord, RankRecord
 from megascale_common.node.messages import STACKS_SIGNAL
 from megascale_driver.presence import reports
-from megascale_executor.agent import stacks
-from megascale_executor.agent.worker_status import stopped_attempt
+from megascale_executor.agent.workers import stacks
+from megascale_executor.agent.workers.worker_status import stopped_attempt
 
 # A second thread waits as well: only the one that takes the signal is of interest.
 _PROGRAM = f"""
@@ -70,7 +70,7 @@ def test_stacks_of_an_attempt_in_which_nothing_failed_are_reported(tmp_path: Pat
     from typing import Any, cast
 
     from megascale_executor.agent.attempt import AttemptKey
-    from megascale_executor.agent.workers import Worker
+    from megascale_executor.agent.workers.workers import Worker
 
     worker = Worker(3, cast(Any, None), tmp_path / "log", tmp_path / "page")
     assert stopped_attempt(AttemptKey("a", 1), "", [worker]) is None

@@ -36,7 +36,7 @@ INNER = (
     "megascale_driver/journal/",
     "__main__.py",
     "/telemetry/opening.py",
-    "/megascale_checkpoint/sidecar.py",
+    "/megascale_checkpoint/serve/sidecar.py",
     "/people_port.py",
     "/executor/",
     "/reshard",

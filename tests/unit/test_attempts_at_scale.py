@@ -13,10 +13,13 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from tests.unit.test_driver_orders import fleet
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_driver.core import draft, jobs, machine, recovery, scheduling
-from megascale_driver.core.attempt import Attempt, NodeSlot
-from megascale_driver.core.checkpoint_progress import Progress
-from megascale_driver.core.events import (
+from megascale_driver.core import draft, machine
+from megascale_driver.core.jobs import jobs
+from megascale_driver.core.queue import scheduling
+from megascale_driver.core.recovery import recovery
+from megascale_driver.core.values.attempt import Attempt, NodeSlot
+from megascale_driver.core.values.checkpoint_progress import Progress
+from megascale_driver.core.values.events import (
     CancelRequested,
     JobSubmitted,
     LeaderStarted,
@@ -24,9 +27,9 @@ from megascale_driver.core.events import (
     NodeReport,
     Tick,
 )
-from megascale_driver.core.overlay import Working
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import (
+from megascale_driver.core.values.overlay import Working
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Cluster,
     Device,
@@ -36,8 +39,8 @@ from megascale_driver.core.state import (
     Liveness,
     Report,
 )
-from megascale_driver.open_links import Link, OpenLinks
-from megascale_driver.orders import AT_ONCE, OrderSender
+from megascale_driver.nodes.open_links import Link, OpenLinks
+from megascale_driver.nodes.orders import AT_ONCE, OrderSender
 from megascale_driver.placement.queue import decide
 
 NODES = 384

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascale_common.job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig, from_accepted
 from megascale_kernels import attention as backends
 from megascale_kernels import cudnn_graph, flash_attention_4
 from megascale_trainer.model.layer import attention_backends

@@ -6,10 +6,10 @@ import pytest
 from tests.harness.training import tiny_job
 
 from megascale_cli.jobfile import _lines
-from megascale_common.job.config import JobConfig, from_accepted
-from megascale_common.job.wire.spec import to_proto
-from megascale_common.sizes.batch_scaling import scaled_batch
 from megascale_driver.commands.plan import plan_job
+from megascale_job.config import JobConfig, from_accepted
+from megascale_job.sizes.batch_scaling import scaled_batch
+from megascale_job.wire.spec import to_proto
 
 
 def _job(batch: int, steps: int, rate: float, warmup: int, dp: int = 1) -> JobConfig:

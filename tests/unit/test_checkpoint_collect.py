@@ -10,21 +10,21 @@ import pytest
 from tests.harness.checkpoint_files import write_checkpoint
 from tests.harness.checkpoint_node import layout_of
 
-from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.restore_decision import check_commit
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.restore_decision import check_commit
 from megascale_checkpoint.retention import loads
 from megascale_checkpoint.retention.collect import collect, collect_all, leftovers
 from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.retention.retire import newest_whole, pin, retire, unpin
 from megascale_checkpoint.storage import FileStorage, join, split
 from megascale_checkpoint.storage.disk import SystemDisk
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.errors import (
     NotFoundError,
     NotReadyError,
     StateError,
     SupersededError,
 )
+from megascale_job.restore import RestorePlan, RestoreSource
 
 VALUES = {"matrix": np.ones((8, 96), np.float32), "bias": np.zeros(96, np.float32)}
 LATEST = Retention(keep_latest=2)

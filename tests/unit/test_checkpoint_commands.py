@@ -11,12 +11,12 @@ from tests.harness.checkpoint_files import write_checkpoint
 from tests.harness.checkpoint_node import layout_of
 from tests.harness.command_line import Answer, command
 
-from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.retention.collect import collect_all
 from megascale_checkpoint.storage import FileStorage
 from megascale_cli import checkpoints
 from megascale_cli.exits import FAILED, NOT_FOUND, OK, REFUSED, UNAVAILABLE, USAGE
-from megascale_common.job.names import is_dns_label
+from megascale_job.names import is_dns_label
 
 VALUES = {"matrix": np.ones((8, 96), np.float32), "bias": np.zeros(96, np.float32)}
 
@@ -145,7 +145,7 @@ def test_what_is_logged_on_the_way_is_not_on_stdout(
     verb: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A snapshot of the log that is passed over, which loses nothing."""
-    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr("megascale_checkpoint.commit.commit_log.SNAPSHOT_EVERY", 2)
     CommitLog(FileStorage(root)).append_open(2, lambda: {"job": "job"})
     for path in (root / "snapshots").iterdir():
         path.write_bytes(b"damaged")
@@ -205,8 +205,8 @@ def test_a_target_that_cannot_be_used_has_a_status_and_a_remedy(verb: str, tmp_p
 
 def test_a_long_log_is_listed_to_its_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the oldest checkpoints, which a snapshot of the log leaves out."""
-    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 2)
-    monkeypatch.setattr("megascale_checkpoint.commit_record.KEPT_COMMITS", 2)
+    monkeypatch.setattr("megascale_checkpoint.commit.commit_log.SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr("megascale_checkpoint.commit.commit_record.KEPT_COMMITS", 2)
     log = CommitLog(FileStorage(root))
     for attempt in (2, 3, 4):
         log.append_open(attempt, lambda: {"job": "job"})

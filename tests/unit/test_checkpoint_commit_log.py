@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.harness.checkpoint_files import COMMIT
 from tests.harness.properties import examples
 
-from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.commit.commit_log import CommitLog, Record
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import ServiceError, SupersededError
 

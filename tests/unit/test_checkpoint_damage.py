@@ -21,20 +21,20 @@ from tests.harness.command_line import command
 from tests.harness.properties import examples
 from typer.testing import CliRunner
 
-from megascale_checkpoint import commit_record as records
-from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint import restore
 from megascale_checkpoint.checksums import checksum, dump_record
-from megascale_checkpoint.commands import app
-from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.manifest import MAX_MANIFEST_BYTES
-from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
-from megascale_checkpoint.shard_file import MAX_HEADER_BYTES, Origin, encode_header
+from megascale_checkpoint.commands.app import app
+from megascale_checkpoint.commit import commit_record as records
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.manifest import MAX_MANIFEST_BYTES
+from megascale_checkpoint.commit.restore_decision import RestoreDecision, SealedStep, decide
+from megascale_checkpoint.commit.shard_file import MAX_HEADER_BYTES, Origin, encode_header
+from megascale_checkpoint.restore import restored_state as restore
 from megascale_checkpoint.storage import FileStorage
 from megascale_cli.exits import FAILED, OK, USAGE
-from megascale_common.job import size_checks
 from megascale_common.service.errors import DamagedError, NotFoundError, RequestError, UnusableError
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job import size_checks
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 VALUES = {"matrix": np.arange(60, dtype=np.float32).reshape(6, 10)}
 FILE = "attempts/attempt-000001/step-000000010/rank-00001.safetensors"
@@ -428,7 +428,7 @@ def test_a_record_that_is_nested_without_end_is_damaged(tmp_path: Path, data: by
 def test_a_snapshot_of_the_log_without_meaning_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
-    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr("megascale_checkpoint.commit.commit_log.SNAPSHOT_EVERY", 2)
     write_checkpoint(tmp_path, LAYOUTS, VALUES)
     [path] = (tmp_path / "snapshots").iterdir()
     values = {k: v for k, v in json.loads(path.read_bytes()).items() if k != "xxh3"}
@@ -598,7 +598,7 @@ def test_a_manifest_larger_than_any_is_refused_before_it_is_read(tmp_path: Path)
 def test_a_record_larger_than_any_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr("megascale_checkpoint.commit.commit_log.SNAPSHOT_EVERY", 2)
     write_checkpoint(tmp_path, LAYOUTS, VALUES)
     path = tmp_path / folder / records.name_of(2)
     with path.open("ab") as file:
@@ -643,7 +643,7 @@ def test_what_no_reader_would_take_is_not_written(
     with pytest.raises(RequestError, match=r"commits/000000000003.json would have 1.* bytes"):
         log.append_open(2, lambda: {"job": "job", "load_uri": "x" * records.MAX_RECORD_BYTES})
     assert log.append_open(2, lambda: {"job": "job"}).seq == 3
-    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 1)
+    monkeypatch.setattr("megascale_checkpoint.commit.commit_log.SNAPSHOT_EVERY", 1)
     monkeypatch.setattr(records, "MAX_SNAPSHOT_BYTES", 100)
     log.append_open(3, lambda: {"job": "job"})
     assert log.state.attempt == 3 and not (tmp_path / "snapshots").exists()

@@ -15,17 +15,17 @@ import pytest
 from tests.harness.checkpoint_files import image_of, registration_of
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
-from megascale_checkpoint import rank_snapshots
-from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
-from megascale_checkpoint.jobs import Jobs
-from megascale_checkpoint.persist import Progress
-from megascale_checkpoint.rank_snapshots import RankSnapshots
-from megascale_checkpoint.staging import StagingFolder
+from megascale_checkpoint.memory.staging import StagingFolder
+from megascale_checkpoint.save import rank_snapshots
+from megascale_checkpoint.save.committer_client import CommitterClient
+from megascale_checkpoint.save.persist import Progress
+from megascale_checkpoint.save.rank_snapshots import RankSnapshots
+from megascale_checkpoint.serve.jobs import Jobs
 from megascale_checkpoint.storage import SCHEMES, FileStorage
 from megascale_checkpoint.storage.disk import SystemDisk
 from megascale_common.service.errors import RequestError
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 VALUES = {"vector": np.arange(64, dtype=np.float32)}
 PIECE = ShardPiece("vector", "master", "float32", (64,), (0,), (64,), 0, 64, 0, primary=True)

@@ -12,29 +12,29 @@ from hypothesis import strategies as st
 from tests.harness.properties import examples
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import CheckpointConfig, JobConfig, from_accepted, from_mapping
-from megascale_common.job.problems import JobError
-from megascale_common.sizes import checkpoint_interval
-from megascale_common.sizes.checkpoint_interval import (
+from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.values import failure_rate
+from megascale_driver.core.values.attempt import FailureCount
+from megascale_driver.core.values.goodput import Ledger
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster, Job, JobPhase
+from megascale_job.config import CheckpointConfig, JobConfig, from_accepted, from_mapping
+from megascale_job.problems import JobError
+from megascale_job.sizes import checkpoint_interval
+from megascale_job.sizes.checkpoint_interval import (
     best_interval_s,
     device_hours_per_failure,
     interval_steps,
 )
-from megascale_driver.core import failure_rate
-from megascale_driver.core.attempt import FailureCount
-from megascale_driver.core.explain import explain
-from megascale_driver.core.goodput import Ledger
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster, Job, JobPhase
-from megascale_trainer.auto_interval import (
+from megascale_trainer.save.auto_interval import (
     FIRST_STEPS,
     LEAST_STEPS,
     MOST_GROWTH,
     AutoCadence,
     wished_steps,
 )
-from megascale_trainer.save_cost import WARM_UP_STEPS, SaveCost
-from megascale_trainer.snapshot_schedule import STORE_BUSY, Votes
+from megascale_trainer.save.save_cost import WARM_UP_STEPS, SaveCost
+from megascale_trainer.save.snapshot_schedule import STORE_BUSY, Votes
 
 
 def wall_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: float) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
-from megascale_checkpoint.jobs import KEPT_JOBS, Jobs
-from megascale_checkpoint.staging import StagingFolder
+from megascale_checkpoint.memory.staging import StagingFolder
+from megascale_checkpoint.save.committer_client import CommitterClient
+from megascale_checkpoint.serve.jobs import KEPT_JOBS, Jobs
 
 
 def test_of_jobs_without_slots_only_the_newest_are_reported(tmp_path: Path) -> None:

@@ -10,19 +10,19 @@ import pytest
 from tests.harness.checkpoint_files import registration_of
 from tests.harness.waiting import eventually
 
-from megascale_checkpoint import landing as landings
 from megascale_checkpoint.checksums import piece_checksums
-from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
-from megascale_checkpoint.jobs import JobCheckpoints
-from megascale_checkpoint.landing import Landing
-from megascale_checkpoint.persist import write_rank_file
-from megascale_checkpoint.rank_restore import MemoryProblem
-from megascale_checkpoint.rank_snapshots import RankSnapshots
-from megascale_checkpoint.staging import SlotMemory, StagingFolder
-from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_checkpoint.memory import landing as landings
+from megascale_checkpoint.memory.landing import Landing
+from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder
+from megascale_checkpoint.restore.rank_restore import MemoryProblem
+from megascale_checkpoint.save.committer_client import CommitterClient
+from megascale_checkpoint.save.persist import write_rank_file
+from megascale_checkpoint.save.rank_snapshots import RankSnapshots
+from megascale_checkpoint.serve.jobs import JobCheckpoints
 from megascale_common.service.errors import DamagedError
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 SIZES = (4000, 70_000, 12, 30_000, 4096)  # elements; some pieces are cut by several parts
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_checkpoint import commit_writer, concurrency
-from megascale_checkpoint.commit_writer import LogWriters
+from megascale_checkpoint import concurrency
+from megascale_checkpoint.commit import commit_writer
+from megascale_checkpoint.commit.commit_writer import LogWriters
 from megascale_checkpoint.concurrency import Lane
 from megascale_common.service.errors import UnavailableError
 

@@ -14,13 +14,13 @@ from tests.harness.checkpoint_files import COMMIT, write_checkpoint
 from tests.unit.test_checkpoint_damage import LAYOUTS, VALUES, decided
 
 from megascale.v1 import checkpoint_pb2
-from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint import restore
 from megascale_checkpoint.checksums import checksum
-from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.committer import Committer
-from megascale_checkpoint.opening import Opening
-from megascale_checkpoint.restore_decision import SealedStep
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.restore_decision import SealedStep
+from megascale_checkpoint.restore import restored_state as restore
+from megascale_checkpoint.serve.committer import Committer
+from megascale_checkpoint.serve.opening import Opening
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import DamagedError, UnavailableError
 
@@ -102,7 +102,7 @@ async def test_a_caller_that_waits_for_a_stuck_storage_learns_so(
         return create(storage, path, data)
 
     monkeypatch.setattr(FileStorage, "create", stuck)
-    monkeypatch.setattr("megascale_checkpoint.committer.COMMIT_S", 0.1)
+    monkeypatch.setattr("megascale_checkpoint.serve.committer.COMMIT_S", 0.1)
     committer = Committer(lambda _: None)
     await opened(committer, tmp_path, 1)
     report = prepared(tmp_path, 10)
@@ -111,13 +111,13 @@ async def test_a_caller_that_waits_for_a_stuck_storage_learns_so(
             await committer.report(report)
         assert caught.value.reason == "STORAGE_UNAVAILABLE"
     with monkeypatch.context() as short:
-        short.setattr("megascale_checkpoint.committer.OPEN_S", 0.1)
+        short.setattr("megascale_checkpoint.serve.committer.OPEN_S", 0.1)
         with pytest.raises(UnavailableError, match="commit log"):
             await opened(committer, tmp_path, 2)
     # Another job, on a storage that answers, does not wait for this one.
     assert await opened(committer, tmp_path / "other", 1, "other") == 1
     go_on.set()
-    monkeypatch.setattr("megascale_checkpoint.committer.COMMIT_S", 10.0)
+    monkeypatch.setattr("megascale_checkpoint.serve.committer.COMMIT_S", 10.0)
     assert await committer.report(report)
     committer.close()
 

@@ -8,10 +8,10 @@ import pytest
 from tests.harness.checkpoint_files import COMMIT
 from tests.unit.test_checkpoint_commit_log import MemoryStorage
 
-from megascale_checkpoint import commit_log
 from megascale_checkpoint.checksums import dump_record
-from megascale_checkpoint.commit_log import SNAPSHOT_EVERY, CommitLog
-from megascale_checkpoint.commit_record import KEPT_COMMITS, path_of
+from megascale_checkpoint.commit import commit_log
+from megascale_checkpoint.commit.commit_log import SNAPSHOT_EVERY, CommitLog
+from megascale_checkpoint.commit.commit_record import KEPT_COMMITS, path_of
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import DamagedError, SupersededError
 

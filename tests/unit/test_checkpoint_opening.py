@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tests.unit.test_checkpoint_log_holes import opened, prepared
 
-from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.commit_record import Record
-from megascale_checkpoint.committer import Committer
-from megascale_checkpoint.opening import HELD, Opening, holders_in, runs_of
-from megascale_checkpoint.restore_decision import SealedStep
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.commit_record import Record
+from megascale_checkpoint.commit.restore_decision import SealedStep
+from megascale_checkpoint.serve.committer import Committer
+from megascale_checkpoint.serve.opening import HELD, Opening, holders_in, runs_of
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import ForbiddenError, RequestError, SupersededError
 

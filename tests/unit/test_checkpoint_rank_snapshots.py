@@ -13,16 +13,16 @@ from tests.harness.checkpoint_files import image_of, registration_of, write_chec
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_checkpoint.checksums import piece_checksums
-from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
-from megascale_checkpoint.jobs import JobCheckpoints
-from megascale_checkpoint.persist import write_rank_file
-from megascale_checkpoint.rank_restore import MemoryProblem
-from megascale_checkpoint.rank_snapshots import RankSnapshots
-from megascale_checkpoint.slots import SlotPhase, SlotSeal
-from megascale_checkpoint.staging import StagingFolder
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_checkpoint.memory.slots import SlotPhase, SlotSeal
+from megascale_checkpoint.memory.staging import StagingFolder
+from megascale_checkpoint.restore.rank_restore import MemoryProblem
+from megascale_checkpoint.save.committer_client import CommitterClient
+from megascale_checkpoint.save.persist import write_rank_file
+from megascale_checkpoint.save.rank_snapshots import RankSnapshots
+from megascale_checkpoint.serve.jobs import JobCheckpoints
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 VALUES = {"vector": np.arange(64, dtype=np.float32)}
 PIECE = ShardPiece("vector", "master", "float32", (64,), (0,), (64,), 0, 64, 0, primary=True)

@@ -12,9 +12,9 @@ from tests.harness.checkpoint_files import COMMIT
 from tests.harness.properties import examples
 from typer.testing import CliRunner
 
-from megascale_checkpoint import commit_repair
-from megascale_checkpoint.commands import app
-from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commands.app import app
+from megascale_checkpoint.commit import commit_repair
+from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import DamagedError, DataLossError, SupersededError
 

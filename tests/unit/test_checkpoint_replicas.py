@@ -20,6 +20,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
+from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.replicas import connection as connections
 from megascale_checkpoint.replicas import server as servers
 from megascale_checkpoint.replicas.connection import Connection, PeerError
@@ -33,7 +34,6 @@ from megascale_checkpoint.replicas.protocol import (
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
-from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.channel import present, presented
 from megascale_common.service.errors import (
     DamagedError,

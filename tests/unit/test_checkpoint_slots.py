@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.harness.properties import examples
 
-from megascale_checkpoint.slots import SlotPhase, SlotSeal, SlotTable
+from megascale_checkpoint.memory.slots import SlotPhase, SlotSeal, SlotTable
 from megascale_common.service.errors import RequestError
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale_checkpoint.staging import LOCK_FILE, OWNER_FILE, StagingFolder
+from megascale_checkpoint.memory.staging import LOCK_FILE, OWNER_FILE, StagingFolder
 from megascale_common.service.errors import LimitError
 
 PAGE = 4096
@@ -143,7 +143,7 @@ def test_what_exceeds_the_room_is_refused(tmp_path: Path) -> None:
 def test_folders_of_dead_owners_go_at_the_next_start(tmp_path: Path) -> None:
     crash = (
         "import os, sys; from pathlib import Path\n"
-        "from megascale_checkpoint.staging import StagingFolder\n"
+        "from megascale_checkpoint.memory.staging import StagingFolder\n"
         "staging = StagingFolder(Path(sys.argv[1]), 'c', 'n', 'dead')\n"
         "staging.allocate('job', 0, 4096, 2)\n"
         "os._exit(9)\n"

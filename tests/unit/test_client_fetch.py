@@ -11,8 +11,8 @@ import pytest
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
 
 from megascale.v1 import driver_pb2
-from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.commit import manifest as manifests
 from megascale_client import AsyncClient, DamagedCheckpoint, MegascaleError, NotFound, NotPossible
 from megascale_client import fetch as fetching
 

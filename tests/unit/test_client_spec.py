@@ -12,11 +12,11 @@ import yaml
 from megascale.v1 import job_pb2
 from megascale_client import InvalidJob, load_job, parse_job
 from megascale_client.spec import short_names
-from megascale_common.job import config as job_config
-from megascale_common.job.config import from_mapping
-from megascale_common.job.problems import JobError
-from megascale_common.job.validation import validate
-from megascale_common.job.wire.spec import from_proto
+from megascale_job import config as job_config
+from megascale_job.config import from_mapping
+from megascale_job.problems import JobError
+from megascale_job.validation import validate
+from megascale_job.wire.spec import from_proto
 
 
 def good() -> dict[str, Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megascale_driver.network.congestion.arms import ARMS
-from megascale_driver.network.congestion.control import (
+from megascale_planner.network.congestion.arms import ARMS
+from megascale_planner.network.congestion.control import (
     Dcqcn,
     DcqcnParameters,
     Swift,
     SwiftParameters,
 )
-from megascale_driver.network.congestion.incast import Outcome, Setup, simulate
+from megascale_planner.network.congestion.incast import Outcome, Setup, simulate
 
 LINE_BPS, RTT_S = 200e9, 8e-6
 

@@ -25,7 +25,7 @@ from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
 from megascale_driver.telemetry.views import SpanViews
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.span_reports import SpanReports
+from megascale_executor.agent.reports.span_reports import SpanReports
 from megascale_executor.counters.sampler import read_all, sources
 
 S = 1_000_000_000

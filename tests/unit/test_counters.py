@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.harness.waiting import eventually
 
-from megascale_executor.agent.heartbeat import host_counters
+from megascale_executor.agent.link.heartbeat import host_counters
 from megascale_executor.counters import nvml
 from megascale_executor.counters.network import Ports, PriorityPauses, Rdma
 from megascale_executor.counters.reading import NotShown, Reading

@@ -23,7 +23,6 @@ from tests.harness.recorded_fleet import (
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import InvalidRequest, Job, Node, NotPossible
 from megascale_client.messages import WatchJobResponse
-from megascale_common.job.rank_layout import RankLayout
 from megascale_dashboard import (
     cluster_reader,
     heat_view,
@@ -35,6 +34,7 @@ from megascale_dashboard import (
 from megascale_dashboard.cluster_reader import ClusterReader
 from megascale_dashboard.shown import Page
 from megascale_dashboard.timeline_view import Wanted
+from megascale_job.layout import RankLayout
 
 ALIVE = types_pb2.NODE_LIVENESS_ALIVE
 

@@ -30,7 +30,7 @@ from tokenizers import (
 )
 from typer.testing import CliRunner, Result
 
-from megascale_common.job.corpus_record import CorpusRecord
+from megascale_job.corpus_record import CorpusRecord
 from megascale_trainer.commands.data import app
 from megascale_trainer.data import windowed_text
 from megascale_trainer.data.errors import DataError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.harness.corpus import data_job
 from tests.harness.properties import examples
 
-from megascale_common.job.config import DataSource
+from megascale_job.config import DataSource
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.data.blend import Blend, parts_of
 from megascale_trainer.data.errors import CorpusError, DataError

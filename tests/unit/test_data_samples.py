@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.harness.corpus import data_job, write_corpus
 from tests.harness.properties import examples
 
-from megascale_common.job.config import DataSkip, DataSource, JobConfig
+from megascale_job.config import DataSkip, DataSource, JobConfig
 from megascale_trainer.data.blend import TokenBlend
 from megascale_trainer.data.errors import CorpusError
 from megascale_trainer.data.indexed import HEADER, MAGIC, IndexedDataset, bin_path, idx_path

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tests.unit.test_attempts_at_scale import running
 
-from megascale_driver import deciding
 from megascale_driver.core import machine
-from megascale_driver.core.events import CancelRequested, Event, NodeHello, Outcome, Tick
-from megascale_driver.core.overlay import LAYER, Layers, Working, changed_keys
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Identity
+from megascale_driver.core.values.events import CancelRequested, Event, NodeHello, Outcome, Tick
+from megascale_driver.core.values.overlay import LAYER, Layers, Working, changed_keys
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Identity
+from megascale_driver.shell import deciding
 
 
 async def test_only_decisions_about_many_nodes_leave_the_loops_thread() -> None:

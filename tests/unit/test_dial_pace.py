@@ -25,15 +25,16 @@ from megascale_common.service.channel import open_channel
 from megascale_common.service.clock import VirtualClock
 from megascale_common.service.errors import NotLeaderError, UnavailableError
 from megascale_common.service.server import RpcServer
-from megascale_driver import leadership, link_service
-from megascale_driver.core.policy import Policy
-from megascale_driver.dial_pace import DialPace
-from megascale_driver.engine import Engine
-from megascale_driver.link_service import LinkService
-from megascale_executor.agent import link
-from megascale_executor.agent.link import DriverLink, NodeSide
-from megascale_executor.agent.span_reports import SpanReports
-from megascale_executor.agent.step_reports import StepReports
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.service import link_service
+from megascale_driver.service.dial_pace import DialPace
+from megascale_driver.service.link_service import LinkService
+from megascale_driver.shell import leadership
+from megascale_driver.shell.engine import Engine
+from megascale_executor.agent.link import driver_link as link
+from megascale_executor.agent.link.driver_link import DriverLink, NodeSide
+from megascale_executor.agent.reports.span_reports import SpanReports
+from megascale_executor.agent.reports.step_reports import StepReports
 
 
 def test_refused_nodes_get_moments_one_after_the_other() -> None:

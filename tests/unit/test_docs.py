@@ -129,7 +129,7 @@ def test_a_number_in_a_link_of_the_readme_is_on_the_page_that_it_leads_to() -> N
 
 
 def test_paths_are_found_by_their_end_and_not_otherwise() -> None:
-    assert exists("trainer/data/") and exists("megascale_common/job/config.py")
+    assert exists("trainer/data/") and exists("megascale_job/config.py")
     assert exists("docs/*.md") and exists("Makefile")
     assert not exists("rainer/data") and not exists("no_such_file.py")
     assert list(expanded("a/{b,c}.py")) == ["a/b.py", "a/c.py"]

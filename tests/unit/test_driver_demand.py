@@ -7,17 +7,17 @@ from dataclasses import replace
 from tests.harness.desk import POLICY, Desk, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job.config import CheckpointConfig, JobConfig
-from megascale_driver.core.attempt import LeaveKind, Leaving
-from megascale_driver.core.demand import Demand, demand
-from megascale_driver.core.events import (
+from megascale_driver.core.queue.demand import Demand, demand
+from megascale_driver.core.values.attempt import LeaveKind, Leaving
+from megascale_driver.core.values.events import (
     CordonRequested,
     EvictRequested,
     JobSubmitted,
     QuotaRequested,
     SuspendRequested,
 )
-from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.core.values.state import AttemptPhase, JobPhase
+from megascale_job.config import CheckpointConfig, JobConfig
 
 
 def asked(desk: Desk) -> tuple[int, int]:

@@ -11,9 +11,6 @@ from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import types_pb2
-from megascale_common.job.config import DataSkip, JobConfig, to_json
-from megascale_common.job.data_config import skipping
-from megascale_driver import wire
 from megascale_driver.analysis.divergence import (
     Divergence,
     DivergenceKind,
@@ -22,11 +19,14 @@ from megascale_driver.analysis.divergence import (
     found,
     observe,
 )
-from megascale_driver.core.analysis_events import LossDiverged
-from megascale_driver.core.events import (
+from megascale_driver.core.values.analysis_events import LossDiverged
+from megascale_driver.core.values.events import (
     JobSubmitted,
 )
-from megascale_driver.core.state import AttemptPhase, JobPhase, Rollback
+from megascale_driver.core.values.state import AttemptPhase, JobPhase, Rollback
+from megascale_driver.wire import messages as wire
+from megascale_job.config import DataSkip, JobConfig, to_json
+from megascale_job.data_config import skipping
 
 NAN = float("nan")
 

@@ -12,13 +12,12 @@ import pytest
 from tests.harness.desk import POLICY, Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import changes, machine
-from megascale_driver.core.attempt import Attempt, FaultKind
-from megascale_driver.core.copies import changed
-from megascale_driver.core.events import Event, NodeHello, NodeReport, StreamReset
-from megascale_driver.core.overlay import LAYER, Layers, Working, changed_keys
-from megascale_driver.core.state import (
+from megascale_driver.core.values.attempt import Attempt, FaultKind
+from megascale_driver.core.values.copies import changed
+from megascale_driver.core.values.events import Event, NodeHello, NodeReport, StreamReset
+from megascale_driver.core.values.overlay import LAYER, Layers, Working, changed_keys
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Cluster,
     Identity,
@@ -28,8 +27,9 @@ from megascale_driver.core.state import (
     Node,
     Report,
 )
-from megascale_driver.core.storing import differs
+from megascale_driver.core.values.storing import differs
 from megascale_driver.journal import codec
+from megascale_job.restore import RestorePlan, RestoreSource
 
 # As a build from before `Attempt` wrote it: attempt, slots, faults and so on beside the others.
 OLD_HEAD = """{

@@ -13,10 +13,11 @@ from tests.harness.kernel_lines import gpu_falls_off
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_cli.app import build_app
-from megascale_driver import wire
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core.attempt import FaultKind
-from megascale_driver.core.events import (
+from megascale_driver.core.queue.explain import CAUSES, ROUTINE, Explanation, explanation
+from megascale_driver.core.signs.hang import SHOWN_AFTER
+from megascale_driver.core.values.attempt import FaultKind
+from megascale_driver.core.values.events import (
     Audit,
     CancelRequested,
     CordonRequested,
@@ -29,15 +30,14 @@ from megascale_driver.core.events import (
     SuspendRequested,
     Tick,
 )
-from megascale_driver.core.explain import CAUSES, ROUTINE, Explanation, explanation
-from megascale_driver.core.hang import SHOWN_AFTER
-from megascale_driver.core.state import (
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Check,
     Job,
     JobPhase,
     WorkerReport,
 )
+from megascale_driver.wire import messages as wire
 
 COMMANDS = typer.main.get_command(build_app())
 

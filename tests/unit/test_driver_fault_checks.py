@@ -12,19 +12,24 @@ from tests.harness.presence import arrived
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import VirtualClock
-from megascale_driver.core.conditions import MAX_SLOW, SlowCheck
-from megascale_driver.core.events import Audit, NodeReport, PolicyRequested, UncordonRequested
-from megascale_driver.core.fault_checks import CHECKS, EXTRA_S
-from megascale_driver.core.group_events import CheckCompared
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import AttemptPhase, Check, Identity, JobPhase, Node
-from megascale_driver.engine import Engine, Term
+from megascale_driver.core.faults.fault_checks import CHECKS, EXTRA_S
+from megascale_driver.core.values.conditions import MAX_SLOW, SlowCheck
+from megascale_driver.core.values.events import (
+    Audit,
+    NodeReport,
+    PolicyRequested,
+    UncordonRequested,
+)
+from megascale_driver.core.values.group_events import CheckCompared
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import AttemptPhase, Check, Identity, JobPhase, Node
 from megascale_driver.journal import codec
-from megascale_driver.node_calls import NodeCalls
-from megascale_driver.open_links import Link
-from megascale_driver.orders import desired_state
+from megascale_driver.nodes.node_calls import NodeCalls
+from megascale_driver.nodes.open_links import Link
+from megascale_driver.nodes.orders import desired_state
 from megascale_driver.presence import reports
-from megascale_executor.agent.self_check import FAULT_CHECKS_S
+from megascale_driver.shell.engine import Engine, Term
+from megascale_executor.agent.checks.self_check import FAULT_CHECKS_S
 from megascale_executor.diagnostics.registry import load_registry
 
 RETRY = (

@@ -10,14 +10,14 @@ import pytest
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job.config import DataConfig, DataSource, JobConfig
-from megascale_common.job.problems import JobError
 from megascale_common.node.incarnation import file_view
-from megascale_driver import admission
-from megascale_driver.core.events import CancelRequested, JobSubmitted, NodeHello
-from megascale_driver.core.state import AttemptPhase, Device, Identity, JobPhase
+from megascale_driver.core.values.events import CancelRequested, JobSubmitted, NodeHello
+from megascale_driver.core.values.state import AttemptPhase, Device, Identity, JobPhase
 from megascale_driver.placement import fit
 from megascale_driver.placement.gang import Candidate
+from megascale_driver.service import admission
+from megascale_job.config import DataConfig, DataSource, JobConfig
+from megascale_job.problems import JobError
 
 GIB = 1 << 30
 

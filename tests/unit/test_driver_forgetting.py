@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from tests.harness.desk import POLICY, Desk
 
-from megascale_driver.core import forgetting, timers
-from megascale_driver.core.events import CordonRequested, NodeHello, Tick
-from megascale_driver.core.state import Disposition, Identity, Liveness, Node
+from megascale_driver.core.jobs import timers
+from megascale_driver.core.nodes import forgetting
+from megascale_driver.core.values.events import CordonRequested, NodeHello, Tick
+from megascale_driver.core.values.state import Disposition, Identity, Liveness, Node
 from megascale_driver.presence import lane as lanes
 from megascale_driver.presence.lane import Lane
 

@@ -8,9 +8,9 @@ import pytest
 from tests.harness.desk import Desk
 from tests.harness.kernel_lines import OFF_BUS, gpu_falls_off, logs, with_gpus
 
-from megascale_driver.core.attempt import FaultKind
-from megascale_driver.core.events import PolicyRequested
-from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.core.values.attempt import FaultKind
+from megascale_driver.core.values.events import PolicyRequested
+from megascale_driver.core.values.state import AttemptPhase, JobPhase
 
 ENDS = (
     OFF_BUS,

@@ -9,9 +9,11 @@ import pytest
 from tests.harness.desk import POLICY, exited
 from tests.harness.fleet import Fleet
 
-from megascale_driver.core import machine, suspending
-from megascale_driver.core.desired import desired_of
-from megascale_driver.core.events import (
+from megascale_driver.core import machine
+from megascale_driver.core.nodes.leaving import ORDER_S
+from megascale_driver.core.orders import suspending
+from megascale_driver.core.values.desired import desired_of
+from megascale_driver.core.values.events import (
     CancelRequested,
     DeleteRequested,
     DrainRequested,
@@ -20,9 +22,8 @@ from megascale_driver.core.events import (
     SuspendRequested,
     Tick,
 )
-from megascale_driver.core.leaving import ORDER_S
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import AttemptPhase, Cluster, Job, JobPhase
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import AttemptPhase, Cluster, Job, JobPhase
 from megascale_driver.journal import codec
 
 

@@ -9,12 +9,12 @@ from tests.harness.desk import POLICY, Desk, exited
 from tests.harness.kernel_lines import OFF_BUS, logs
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_driver import wire
 from megascale_driver.analysis.logs.correlation import Observation
-from megascale_driver.core.events import Audit, PolicyRequested
-from megascale_driver.core.explain import explanation
-from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.core.queue.explain import explanation
+from megascale_driver.core.values.events import Audit, PolicyRequested
+from megascale_driver.core.values.state import AttemptPhase, JobPhase
 from megascale_driver.presence import reports
+from megascale_driver.wire import messages as wire
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB."

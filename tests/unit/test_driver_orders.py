@@ -10,12 +10,9 @@ from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import types_pb2
-from megascale_common.job import config as job_config
-from megascale_common.job.code_config import CodeConfig, EnvironmentConfig
 from megascale_common.service.errors import AssignmentError
-from megascale_driver import orders
-from megascale_driver.core.attempt import Attempt, NodeSlot
-from megascale_driver.core.state import (
+from megascale_driver.core.values.attempt import Attempt, NodeSlot
+from megascale_driver.core.values.state import (
     Cluster,
     Desired,
     DesiredPhase,
@@ -24,9 +21,12 @@ from megascale_driver.core.state import (
     JobPhase,
     Node,
 )
-from megascale_driver.orders import Orders, desired_state
-from megascale_executor.agent import job_code
-from megascale_executor.agent.assignment import check_assignment
+from megascale_driver.nodes import orders
+from megascale_driver.nodes.orders import Orders, desired_state
+from megascale_executor.agent.processes import job_code
+from megascale_executor.agent.run.assignment import check_assignment
+from megascale_job import config as job_config
+from megascale_job.code_config import CodeConfig, EnvironmentConfig
 
 NODES, RANKS = 1536, 8
 EPOCH = types_pb2.Epoch(cluster_generation=1, create_revision=7)

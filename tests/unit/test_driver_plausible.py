@@ -12,12 +12,12 @@ from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import SystemClock
 from megascale_driver.core import machine
-from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
-from megascale_driver.core.events import Audit, JobSubmitted, NodeReport
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster, Device, Identity, Job, JobPhase
-from megascale_driver.engine import Engine, Term
-from megascale_driver.open_links import Link
+from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.events import Audit, JobSubmitted, NodeReport
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster, Device, Identity, Job, JobPhase
+from megascale_driver.nodes.open_links import Link
+from megascale_driver.shell.engine import Engine, Term
 
 ABSURD = 10**9
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk, exited
 
-from megascale_driver.core.events import (
+from megascale_driver.core.nodes.profiles import STEPS_IN_PROGRESS
+from megascale_driver.core.values.events import (
     CancelRequested,
     ProfileCancelRequested,
     ProfileRequested,
     RequestKey,
     Tick,
 )
-from megascale_driver.core.profiles import STEPS_IN_PROGRESS
-from megascale_driver.core.state import (
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Job,
     JobPhase,

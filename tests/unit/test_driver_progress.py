@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.v1 import link_pb2
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.status_page import Phase, StatusPageWriter, read_status_page
 from megascale_driver.analysis.progress import (
     MAX_STEP_TIMES,
@@ -25,8 +24,9 @@ from megascale_driver.analysis.progress import (
     suspects,
 )
 from megascale_driver.presence import reports
-from megascale_executor.agent.worker_status import worker_status
-from megascale_executor.agent.workers import Worker
+from megascale_executor.agent.workers.worker_status import worker_status
+from megascale_executor.agent.workers.workers import Worker
+from megascale_job.layout import RankLayout
 
 LIMITS = HangLimits()
 PACE = (0.5, 0.5, 0.5)

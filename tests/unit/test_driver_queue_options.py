@@ -6,10 +6,10 @@ import argparse
 
 import pytest
 
-from megascale_driver.core.events import Audit
-from megascale_driver.feeds import JobFeeds
+from megascale_driver.core.values.events import Audit
 from megascale_driver.journal.audit_log import AuditLog, token_of
-from megascale_driver.queue_options import add_queue_options
+from megascale_driver.service.queue_options import add_queue_options
+from megascale_driver.shell.feeds import JobFeeds
 
 
 @pytest.fixture

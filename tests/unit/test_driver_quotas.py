@@ -10,14 +10,15 @@ from tests.harness.simulated_cluster import demo_job
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_common.job.config import CheckpointConfig
 from megascale_common.service.errors import LimitError
-from megascale_driver import wire
-from megascale_driver.core import machine, quotas
-from megascale_driver.core.events import JobSubmitted, QuotaRequested, RequestKey, Tick
-from megascale_driver.core.quotas import in_force
-from megascale_driver.core.state import AttemptPhase, JobPhase
-from megascale_driver.service_base import raise_refusal
+from megascale_driver.core import machine
+from megascale_driver.core.queue import quotas
+from megascale_driver.core.queue.quotas import in_force
+from megascale_driver.core.values.events import JobSubmitted, QuotaRequested, RequestKey, Tick
+from megascale_driver.core.values.state import AttemptPhase, JobPhase
+from megascale_driver.service.base import raise_refusal
+from megascale_driver.wire import messages as wire
+from megascale_job.config import CheckpointConfig
 
 WORLD = 8  # ranks of a job here
 

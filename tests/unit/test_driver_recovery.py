@@ -9,10 +9,11 @@ import pytest
 from tests.harness.desk import POLICY, Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver.core.attempt import Fault, FaultKind
-from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
-from megascale_driver.core.events import (
+from megascale_driver.core.checkpoints.restore import sealed_everywhere
+from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.values.attempt import Fault, FaultKind
+from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.events import (
     AttemptOpened,
     CancelRequested,
     EvictRequested,
@@ -28,10 +29,8 @@ from megascale_driver.core.events import (
     StreamReset,
     Tick,
 )
-from megascale_driver.core.explain import explain
-from megascale_driver.core.platform_sign import PlatformSign
-from megascale_driver.core.restore import sealed_everywhere
-from megascale_driver.core.state import (
+from megascale_driver.core.values.platform_sign import PlatformSign
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Breaker,
     Check,
@@ -43,6 +42,7 @@ from megascale_driver.core.state import (
     StoppedReport,
     WorkerReport,
 )
+from megascale_job.restore import RestorePlan, RestoreSource
 
 
 @pytest.fixture

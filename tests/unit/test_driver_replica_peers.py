@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common.job.rank_layout import AXES, RankLayout
 from megascale_driver.placement.replicas import DOMAINS, Member, choose_peers
+from megascale_job.layout import AXES, RankLayout
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 

@@ -9,16 +9,17 @@ from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver import orders, wire
-from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
-from megascale_driver.core.conditions import CheckpointFailure
-from megascale_driver.core.events import AttemptOpened, JobSubmitted, OpenAttempt
-from megascale_driver.core.explain import explanation
-from megascale_driver.core.replica_orders import ReplicaSource
-from megascale_driver.core.state import AttemptPhase, Job, JobPhase
+from megascale_driver.core.queue.explain import explanation
+from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.conditions import CheckpointFailure
+from megascale_driver.core.values.events import AttemptOpened, JobSubmitted, OpenAttempt
+from megascale_driver.core.values.replica_orders import ReplicaSource
+from megascale_driver.core.values.state import AttemptPhase, Job, JobPhase
 from megascale_driver.journal import codec
+from megascale_driver.nodes import orders
 from megascale_driver.presence import reports
+from megascale_driver.wire import messages as wire
+from megascale_job.restore import RestorePlan, RestoreSource
 
 PREPARED, RUNNING = AttemptPhase.PREPARED, AttemptPhase.RUNNING
 RANKS = {"n1": range(4), "n2": range(4, 8)}

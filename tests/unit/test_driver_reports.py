@@ -7,12 +7,13 @@ import random
 import pytest
 from tests.harness.desk import POLICY, Desk, exited
 
-from megascale_driver import deciding
-from megascale_driver.core import machine, nodes
+from megascale_driver.core import machine
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import NodeReport, Outcome
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import AttemptPhase, Cluster, Job, JobPhase, Report
+from megascale_driver.core.nodes import nodes
+from megascale_driver.core.values.events import NodeReport, Outcome
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import AttemptPhase, Cluster, Job, JobPhase, Report
+from megascale_driver.shell import deciding
 
 NODES = tuple(f"n{number}" for number in range(1, 6))
 

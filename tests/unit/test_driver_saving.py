@@ -11,12 +11,11 @@ from tests.harness.desk import POLICY, Desk, job_with
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import driver_pb2
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_common.sizes.parameter_table import checkpoint_bytes
-from megascale_driver import storage_reach
-from megascale_driver.core.checkpoint_progress import Progress
-from megascale_driver.core.conditions import CheckpointFailure, ConditionType
-from megascale_driver.core.events import (
+from megascale_driver.core.orders.orders import origin, restart_consequence
+from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.values.checkpoint_progress import Progress
+from megascale_driver.core.values.conditions import CheckpointFailure, ConditionType
+from megascale_driver.core.values.events import (
     AttemptOpened,
     JobSubmitted,
     LeaderStarted,
@@ -24,10 +23,11 @@ from megascale_driver.core.events import (
     Tick,
     utc,
 )
-from megascale_driver.core.explain import explain
-from megascale_driver.core.orders import origin, restart_consequence
-from megascale_driver.core.state import AttemptPhase, Job, JobPhase, Node
+from megascale_driver.core.values.state import AttemptPhase, Job, JobPhase, Node
 from megascale_driver.journal import codec
+from megascale_driver.service import storage_reach
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.sizes.parameter_table import checkpoint_bytes
 
 STEPS = 400
 NODES = ("n1", "n2")

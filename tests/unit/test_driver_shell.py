@@ -21,22 +21,28 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.etcd.connection import EtcdMembers
 from megascale_common.etcd.errors import EtcdUnavailable
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import status
 from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_common.service.errors import CodecError, ExpiredError
-from megascale_driver import wire
-from megascale_driver.core.attempt import NodeSlot
-from megascale_driver.core.checkpoint_progress import SealedSnapshot
-from megascale_driver.core.events import Audit, Evidence, JobSubmitted
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Identity, Job, Node
-from megascale_driver.core.storing import differs
-from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, PACE_STEPS, RING_UPDATES, JobFeeds
+from megascale_driver.core.values.attempt import NodeSlot
+from megascale_driver.core.values.checkpoint_progress import SealedSnapshot
+from megascale_driver.core.values.events import Audit, Evidence, JobSubmitted
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Identity, Job, Node
+from megascale_driver.core.values.storing import differs
 from megascale_driver.journal import codec, predecessor
 from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES
 from megascale_driver.journal.rows import Change, pieces
-from megascale_driver.open_links import Link, OpenLinks
+from megascale_driver.nodes.open_links import Link, OpenLinks
+from megascale_driver.shell.feeds import (
+    ENDED_UPDATES,
+    KEPT_ENDED,
+    PACE_STEPS,
+    RING_UPDATES,
+    JobFeeds,
+)
+from megascale_driver.wire import messages as wire
+from megascale_job.restore import RestorePlan, RestoreSource
 
 
 def test_every_stored_value_is_read_back_equal() -> None:

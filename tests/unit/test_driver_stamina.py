@@ -21,13 +21,13 @@ from megascale_common.service.clock import SystemClock
 from megascale_common.service.errors import ClusterError
 from megascale_common.service.server import RpcServer
 from megascale_common.service.token import read_or_create_token
-from megascale_driver import leadership
-from megascale_driver.core.policy import Policy
-from megascale_driver.engine import Engine
+from megascale_driver.core.values.policy import Policy
 from megascale_driver.journal.store import LEADER_KEY
-from megascale_driver.leadership import Leader
 from megascale_driver.platform import local
 from megascale_driver.platform.local import LocalCluster, LocalOptions
+from megascale_driver.shell import leadership
+from megascale_driver.shell.engine import Engine
+from megascale_driver.shell.leadership import Leader
 
 
 class FailingEtcd:

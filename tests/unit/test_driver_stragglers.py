@@ -15,13 +15,13 @@ from tests.harness.desk import Desk
 from megascale.v1 import link_pb2
 from megascale_common.node.spans.record import SPAN, Span, to_columns
 from megascale_driver.analysis.spans.heat import heat_map
-from megascale_driver.core.analysis_events import StragglerFound
-from megascale_driver.core.events import (
+from megascale_driver.core.orders.stragglers import MAX_NAMED
+from megascale_driver.core.values.analysis_events import StragglerFound
+from megascale_driver.core.values.events import (
     Event,
     PolicyRequested,
 )
-from megascale_driver.core.state import Job, JobPhase
-from megascale_driver.core.stragglers import MAX_NAMED
+from megascale_driver.core.values.state import Job, JobPhase
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
 from megascale_driver.telemetry.straggler_watch import StragglerWatch

@@ -12,20 +12,20 @@ from tests.harness.desk import POLICY, Desk, job_with
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver import wire
-from megascale_driver.core.events import LeaderStarted, Tick
-from megascale_driver.core.goodput import Activity
-from megascale_driver.core.state import (
+from megascale_driver.core.values.events import LeaderStarted, Tick
+from megascale_driver.core.values.goodput import Activity
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Cluster,
     Job,
     JobPhase,
 )
-from megascale_driver.core.storing import differs
-from megascale_driver.feeds import JobFeeds
+from megascale_driver.core.values.storing import differs
 from megascale_driver.journal import codec
-from megascale_executor.agent.step_reports import StepReports
+from megascale_driver.shell.feeds import JobFeeds
+from megascale_driver.wire import messages as wire
+from megascale_executor.agent.reports.step_reports import StepReports
+from megascale_job.restore import RestorePlan, RestoreSource
 
 STEPS = 400
 TICK_S = 0.25

@@ -15,17 +15,17 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 from megascale.v1 import link_pb2
 from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_common.service.errors import NotLeaderError
-from megascale_driver.core.events import JobSubmitted
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster, Device, Identity
-from megascale_driver.engine import Engine
+from megascale_driver.core.values.events import JobSubmitted
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster, Device, Identity
 from megascale_driver.journal.rows import Batch, Change
 from megascale_driver.journal.store import Loaded
-from megascale_driver.leadership import Leader
-from megascale_driver.link_service import LinkService
-from megascale_driver.loop_watch import frozen_with_the_term
-from megascale_driver.open_links import Link
+from megascale_driver.nodes.open_links import Link
 from megascale_driver.presence.steps import StepLanes
+from megascale_driver.service.link_service import LinkService
+from megascale_driver.shell.engine import Engine
+from megascale_driver.shell.leadership import Leader
+from megascale_driver.shell.loop_watch import frozen_with_the_term
 
 
 class Held:

@@ -28,7 +28,7 @@ from tests.harness.waiting import until
 from typer.testing import CliRunner, Result
 
 from megascale_checkpoint.checksums import dump_record
-from megascale_checkpoint.commands import app
+from megascale_checkpoint.commands.app import app
 from megascale_checkpoint.export.architectures import ARCHITECTURES, choose, misfits
 from megascale_checkpoint.export.foreign_config import config_values, read_config
 from megascale_checkpoint.export.hugging_face import export_hugging_face
@@ -37,7 +37,6 @@ from megascale_checkpoint.export.stored import model_of, open_checkpoint
 from megascale_checkpoint.export.tensors import parameter_shapes, transfers
 from megascale_checkpoint.export.tokenizer_files import tokenizer_files
 from megascale_checkpoint.export.values import narrow, to_foreign, to_logical, widen
-from megascale_common.job.corpus_record import CorpusRecord, record_path
 from megascale_common.service.errors import (
     DamagedError,
     ExistsError,
@@ -45,6 +44,7 @@ from megascale_common.service.errors import (
     RequestError,
     ServiceError,
 )
+from megascale_job.corpus_record import CorpusRecord, record_path
 
 
 def quiet(done: int, total: int) -> None:

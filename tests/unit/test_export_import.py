@@ -17,23 +17,23 @@ from safetensors.numpy import load_file, save_file
 from tests.harness.command_line import command
 from tests.harness.exporting import MODELS, job_of, random_values, write_model
 
-from megascale_checkpoint import restore
 from megascale_checkpoint.checksums import checksum
-from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.restore_decision import SealedStep, decide
+from megascale_checkpoint.commit.verify import verify_commit
 from megascale_checkpoint.export.architectures import ARCHITECTURES, choose
 from megascale_checkpoint.export.foreign_config import config_values, read_config
 from megascale_checkpoint.export.hugging_face import export_hugging_face
 from megascale_checkpoint.export.hugging_face_import import import_hugging_face
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
-from megascale_checkpoint.restore_decision import SealedStep, decide
+from megascale_checkpoint.restore import restored_state as restore
 from megascale_checkpoint.storage import FileStorage, open_storage
-from megascale_checkpoint.verify import verify_commit
 from megascale_cli.exits import FAILED
 from megascale_client import load_job
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_common.job.wire.spec import from_proto
 from megascale_common.service.errors import ExistsError, NotFoundError, ServiceError
-from megascale_common.sizes.parameter_table import parameter_table, shard_layout
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.sizes.parameter_table import parameter_table, shard_layout
+from megascale_job.wire.spec import from_proto
 
 
 def quiet(done: int, total: int) -> None:

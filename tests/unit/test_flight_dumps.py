@@ -13,8 +13,8 @@ from tests.unit.test_flight_recorder import inside
 
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_driver.analysis import flight_recorder
-from megascale_executor.agent import flight_dumps
-from megascale_executor.agent.stacks import stack_since
+from megascale_executor.agent.workers import flight_dumps
+from megascale_executor.agent.workers.stacks import stack_since
 from megascale_trainer.process import flight_dump
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import ModelConfig, from_accepted
-from megascale_common.sizes.flops import flops_per_token, mean_keys, mfu, peak_bf16_flops
-from megascale_common.sizes.parameter_table import parameter_table
+from megascale_job.config import ModelConfig, from_accepted
+from megascale_job.sizes.flops import flops_per_token, mean_keys, mfu, peak_bf16_flops
+from megascale_job.sizes.parameter_table import parameter_table
 
 SEVEN_B = ModelConfig(layers=32, hidden_size=4096, heads=32, vocab_size=51200, sequence_length=2048)
 

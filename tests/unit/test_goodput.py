@@ -12,23 +12,23 @@ from tests.harness.desk import POLICY, Desk, exited
 from tests.harness.properties import examples
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.clock import VirtualClock
-from megascale_driver import wire
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core import goodput
-from megascale_driver.core.events import (
+from megascale_driver.core.values import goodput
+from megascale_driver.core.values.events import (
     AttemptOpened,
     CancelRequested,
     JobSubmitted,
     LeaderStarted,
     Tick,
 )
-from megascale_driver.core.goodput import MAX_MARKS, PARTS, Activity, Ledger
-from megascale_driver.core.state import AttemptPhase, Cluster, Job, JobPhase
-from megascale_driver.engine import Engine, Term
+from megascale_driver.core.values.goodput import MAX_MARKS, PARTS, Activity, Ledger
+from megascale_driver.core.values.state import AttemptPhase, Cluster, Job, JobPhase
 from megascale_driver.journal import codec
-from megascale_driver.metrics import DriverMetrics
+from megascale_driver.shell.engine import Engine, Term
+from megascale_driver.shell.metrics import DriverMetrics
+from megascale_driver.wire import messages as wire
+from megascale_job.restore import RestorePlan, RestoreSource
 
 
 def parts(ledger: Ledger) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale_common.node.visible import agreed, counted
+from megascale_job.visible import agreed, counted
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("services", "clients")

@@ -19,7 +19,7 @@ from benchmarks.start_operations import operation_count, operations
 from tests.harness.logical_ranks import start_rank
 from torch.distributed import TCPStore
 
-from megascale_common.job.rank_layout import RankLayout
+from megascale_job.layout import RankLayout
 from megascale_trainer.process.bootstrap import RANK_TABLE_KEY, READY_RANKS_KEY, await_all_ranks
 from megascale_trainer.process.descriptors import OWN_DESCRIPTORS, make_room
 from megascale_trainer.process.group_plan import group_plan

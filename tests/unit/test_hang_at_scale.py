@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.harness.properties import examples
 from tests.unit.test_driver_orders import fleet
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_driver.analysis.progress import OperationCount, RankStatus, RankView, suspects
 from megascale_driver.core import machine
-from megascale_driver.core.events import PagesRead, RankPages
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import AttemptPhase, Cluster, JobPhase, Liveness, Report
+from megascale_driver.core.values.events import PagesRead, RankPages
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import AttemptPhase, Cluster, JobPhase, Liveness, Report
+from megascale_job.layout import RankLayout
 
 # 50 ms on a machine of its own; a busy one takes more processor time for the same work. What was
 # quadratic took 2.2 s.

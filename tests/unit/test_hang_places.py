@@ -17,10 +17,10 @@ from tests.harness.held_job import STILL_S, HeldJob, Point, held_job
 from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.analysis.progress import RankView
 from megascale_driver.core import machine
-from megascale_driver.core.attempt import Attempt, NodeSlot
-from megascale_driver.core.events import PagesRead, RankPages
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import (
+from megascale_driver.core.values.attempt import Attempt, NodeSlot
+from megascale_driver.core.values.events import PagesRead, RankPages
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Cluster,
     Identity,

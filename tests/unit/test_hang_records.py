@@ -9,8 +9,8 @@ import pytest
 from tests.harness.desk import Desk
 
 from megascale_common.node.flight_record import GroupRecord, RankRecord
-from megascale_driver.core.attempt import Fault, FaultKind
-from megascale_driver.core.state import AttemptPhase, JobPhase, StoppedReport
+from megascale_driver.core.values.attempt import Fault, FaultKind
+from megascale_driver.core.values.state import AttemptPhase, JobPhase, StoppedReport
 
 RANKS = range(8)
 CULPRIT = 5

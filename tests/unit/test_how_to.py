@@ -76,7 +76,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
             "add-an-rpc.md",
             "ExplainJob",
             {
-                "services/driver/megascale_driver/core/explain.py",
+                "services/driver/megascale_driver/core/queue/explain.py",
                 "clients/dashboard/megascale_dashboard/job_view.py",
             },
         ),

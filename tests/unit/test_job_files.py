@@ -15,18 +15,18 @@ from docs import generate_job_spec, pages
 
 from megascale_cli.jobfile import init
 from megascale_client import load_job, parse_job
-from megascale_common.job import validation as job_validation
-from megascale_common.job.wire import spec as job_spec
-from megascale_common.job.wire.fields import (
+from megascale_driver.commands.init import job_template
+from megascale_driver.commands.models import MODELS
+from megascale_driver.commands.plan import plan_job
+from megascale_job import validation as job_validation
+from megascale_job.wire import spec as job_spec
+from megascale_job.wire.fields import (
     REQUIRED,
     Field,
     MessageFields,
     job_fields,
     proto_comments,
 )
-from megascale_driver.commands.init import job_template
-from megascale_driver.commands.models import MODELS
-from megascale_driver.commands.plan import plan_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Fields whose comment has the default in words.

@@ -13,31 +13,31 @@ from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import link_pb2
-from megascale_common.job.config import (
+from megascale_common.node.spans import ops
+from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span, to_columns
+from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.signs.plans import MAX_CHANGES
+from megascale_driver.core.values.analysis_events import PlanCompared
+from megascale_driver.core.values.attempt import PlanVerdict
+from megascale_driver.core.values.events import (
+    Event,
+)
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.telemetry.intake import SpanIntake
+from megascale_driver.telemetry.plan_watch import PlanWatch
+from megascale_driver.telemetry.store import SpanStore
+from megascale_driver.telemetry.views import SpanViews
+from megascale_job.config import (
     FastAccumulation,
     JobConfig,
     OverlapConfig,
     TelemetryConfig,
 )
-from megascale_common.node.spans import ops
-from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span, to_columns
-from megascale_driver.core.analysis_events import PlanCompared
-from megascale_driver.core.attempt import PlanVerdict
-from megascale_driver.core.events import (
-    Event,
-)
-from megascale_driver.core.explain import explain
-from megascale_driver.core.plans import MAX_CHANGES
-from megascale_driver.core.policy import Policy
-from megascale_driver.planner.calibration_file import BadCalibration
-from megascale_driver.planner.job_plan import PARTS, by_device, plan_of
-from megascale_driver.planner.prediction import predict_one
-from megascale_driver.planner.step_time import StepTime
-from megascale_driver.planner.workload import Refused, from_row
-from megascale_driver.telemetry.intake import SpanIntake
-from megascale_driver.telemetry.plan_watch import PlanWatch
-from megascale_driver.telemetry.store import SpanStore
-from megascale_driver.telemetry.views import SpanViews
+from megascale_planner.calibration_file import BadCalibration
+from megascale_planner.job_plan import PARTS, by_device, plan_of
+from megascale_planner.prediction import predict_one
+from megascale_planner.step_time import StepTime
+from megascale_planner.workload import Refused, from_row
 
 RATES = {"gemm_flops": 1e11, "attention_flops": 4e10, "copy_bytes_s": 1e10}
 

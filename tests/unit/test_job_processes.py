@@ -20,21 +20,21 @@ from tests.harness.wheel import one_module_wheel
 from tests.unit.test_job_validation import values_of
 
 from megascale_checkpoint.artifacts import packing, storing
-from megascale_common.job import config as job_config
-from megascale_common.job.code_config import CodeConfig, EnvironmentConfig
-from megascale_common.job.config import JobConfig
 from megascale_common.node.account import Account
 from megascale_common.node.redaction import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError, RequestError
-from megascale_executor.agent import job_secrets, locked_requirements, secret_tenants
-from megascale_executor.agent.folder_cache import FolderCache
-from megascale_executor.agent.job_processes import (
+from megascale_executor.agent.processes import job_secrets, locked_requirements, secret_tenants
+from megascale_executor.agent.processes.folder_cache import FolderCache
+from megascale_executor.agent.processes.job_processes import (
     DEFAULT,
     JobProcesses,
     NodeSetup,
     Preparation,
     offered_accounts,
 )
+from megascale_job import config as job_config
+from megascale_job.code_config import CodeConfig, EnvironmentConfig
+from megascale_job.config import JobConfig
 
 NOBODY = Account("acme", 65534, 65534, (65534,), "/nonexistent")
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another account")

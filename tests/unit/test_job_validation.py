@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.v1 import job_pb2
-from megascale_common.job import config as job_config
-from megascale_common.job.config import TRAINER_SECTIONS, JobConfig
-from megascale_common.job.problems import JobError, JobProblem
-from megascale_common.job.wire import spec as job_spec
+from megascale_job import config as job_config
+from megascale_job.config import TRAINER_SECTIONS, JobConfig
+from megascale_job.problems import JobError, JobProblem
+from megascale_job.wire import spec as job_spec
 
 GOOD: dict[str, Any] = {
     "name": "demo",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.harness.journal import all_failed, placed
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.attempt import Attempt
+from megascale_driver.core.values.attempt import Attempt
 from megascale_driver.journal import coalesced, codec, parts, records
 
 NAMES = st.one_of(st.just(""), st.from_regex(r"[a-z0-9]([a-z0-9-]{0,6}[a-z0-9])?", fullmatch=True))

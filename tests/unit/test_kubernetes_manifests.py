@@ -20,7 +20,7 @@ from tests.harness.kubernetes_cluster import BASE, PROVIDE, manifest, manifests
 from tests.harness.kubernetes_machines import environment_of, pod_of
 from tests.harness.kubernetes_store import STRATEGIC, Object, patched, selector
 
-from megascale_checkpoint import sidecar
+from megascale_checkpoint.serve import sidecar
 from megascale_common.node.addresses import joined
 from megascale_common.service import health_probe
 from megascale_driver import __main__ as driver
@@ -43,7 +43,7 @@ PARSERS = {
     "megascale_driver": driver._parser,
     "megascale_driver.platform.kubernetes": platform.parser,
     "megascale_executor.agent": agent.parser,
-    "megascale_checkpoint.sidecar": sidecar.parser,
+    "megascale_checkpoint.serve.sidecar": sidecar.parser,
     "megascale_common.service.health_probe": health_probe.parser,
 }
 

@@ -16,9 +16,9 @@ import pytest
 from tests.harness.by_hand import small_job, write_job
 from tests.harness.waiting import until
 
-from megascale_common.job.config import JobConfig
-from megascale_common.job.problems import JobError
 from megascale_common.node import framing
+from megascale_job.config import JobConfig
+from megascale_job.problems import JobError
 from megascale_trainer.launch import command, host_services, meeting
 from megascale_trainer.launch.display import Display, duration
 from megascale_trainer.launch.host_services import HostServices, ServiceFailed

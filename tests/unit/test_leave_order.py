@@ -10,7 +10,7 @@ import pytest
 from megascale_common.node import framing
 from megascale_common.node.messages import NotLeft
 from megascale_trainer.process.leave_order import LeaveOrder
-from megascale_trainer.snapshot_schedule import LEAVE, MUST_SKIP, STORE_BUSY, Cadence, Votes
+from megascale_trainer.save.snapshot_schedule import LEAVE, MUST_SKIP, STORE_BUSY, Cadence, Votes
 
 
 def message(kind: str, **values: str) -> framing.Message:

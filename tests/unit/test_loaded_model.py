@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.harness.exporting import MODELS, job_of
 
-from megascale_common.job.config import DataConfig, DataSource, JobConfig
+from megascale_job.config import DataConfig, DataSource, JobConfig
 from megascale_trainer.optimizer.learning_rate import learning_rate
 from megascale_trainer.process.loaded_model import (
     differences,

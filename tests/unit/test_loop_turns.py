@@ -11,14 +11,14 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
 from megascale_common.service.clock import VirtualClock
-from megascale_driver import engine as engines
-from megascale_driver.core.events import Tick
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Device, Identity
-from megascale_driver.engine import Engine
-from megascale_driver.link_service import LinkService
-from megascale_driver.loop_turns import AT_ONCE, LoopTurns
-from megascale_driver.open_links import Link
+from megascale_driver.core.values.events import Tick
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Device, Identity
+from megascale_driver.nodes.open_links import Link
+from megascale_driver.service.link_service import LinkService
+from megascale_driver.shell import engine as engines
+from megascale_driver.shell.engine import Engine
+from megascale_driver.shell.loop_turns import AT_ONCE, LoopTurns
 
 COUNT = 5 * AT_ONCE + 7
 

@@ -9,8 +9,8 @@ import time
 import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_driver import loop_watch
-from megascale_driver.loop_watch import WINDOW_S, LongLived, LoopWatch
+from megascale_driver.shell import loop_watch
+from megascale_driver.shell.loop_watch import WINDOW_S, LongLived, LoopWatch
 
 
 async def test_a_stall_is_measured_by_its_length() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.analysis.progress import OperationCount, RankStatus, RankView
+from megascale_job.layout import RankLayout
 
 FORWARD, BACK = "pp0-1.activation", "pp0-1.gradient"
 PAIR = RankLayout(pp=2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megascale_common.job.config import CheckpointConfig
 from megascale_common.node.memory_limit import left_bytes
-from megascale_common.sizes.staging import wanted_slots
+from megascale_job.config import CheckpointConfig
+from megascale_job.sizes.staging import wanted_slots
 
 GIB = 1 << 30
 

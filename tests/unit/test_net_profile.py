@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_driver.network.profile import (
+from megascale_planner.network.profile import (
     FLAP_MARGIN,
     BadProfile,
     Site,

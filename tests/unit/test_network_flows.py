@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
-from megascale_driver.network.ecmp import conflict_probability, simulate
-from megascale_driver.network.fabric import LINKS, NO_LINK, BadFabric, Fabric
-from megascale_driver.network.max_min import max_min_rates
-from megascale_driver.network.traffic import BadJob, hosts_in_order, pairs
+from megascale_planner.network.ecmp import conflict_probability, simulate
+from megascale_planner.network.fabric import LINKS, NO_LINK, BadFabric, Fabric
+from megascale_planner.network.max_min import max_min_rates
+from megascale_planner.network.traffic import BadJob, hosts_in_order, pairs
 
 PAPER = {split: Fabric(1536, split=split) for split in (True, False)}  # 12,288 GPUs
 

@@ -17,14 +17,10 @@ from typer.testing import CliRunner
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_cli.app import build_app
-from megascale_common.job.config import JobConfig
-from megascale_common.job.problems import JobError
 from megascale_common.service.errors import AssignmentError
-from megascale_driver.job_network import JobNetwork
-from megascale_driver.network.profile import BadProfile, Site, render
-from megascale_driver.network.site_file import parse
-from megascale_driver.orders import desired_state
-from megascale_executor.agent.assignment import wanted_network
+from megascale_driver.nodes.job_network import JobNetwork
+from megascale_driver.nodes.orders import desired_state
+from megascale_executor.agent.run.assignment import wanted_network
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.diagnostic import AttemptView, NodeView
 from megascale_executor.diagnostics.finding import Finding
@@ -36,6 +32,10 @@ from megascale_executor.diagnostics.network_profile import (
     compare_release,
 )
 from megascale_executor.diagnostics.wanted_network import WantedNetwork, WantedSetting
+from megascale_job.config import JobConfig
+from megascale_job.problems import JobError
+from megascale_planner.network.profile import BadProfile, Site, render
+from megascale_planner.network.site_file import parse
 from megascale_trainer.process import worker
 from megascale_trainer.telemetry.timeline import Timeline
 

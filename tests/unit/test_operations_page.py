@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 from deploy.grafana.catalogue import EVERY_SERVICE, families
 
-from megascale_driver.core.reasons import Reason
+from megascale_driver.core.values.reasons import Reason
 from megascale_executor.diagnostics.registry import BUILT_IN, Registry
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
-from megascale_common.job.config import JobConfig, from_accepted
-from megascale_common.sizes import memory as memory_module
-from megascale_common.sizes import parameter_table as table_module
-from megascale_common.sizes.block import (
+from megascale_job.config import JobConfig, from_accepted
+from megascale_job.sizes import memory as memory_module
+from megascale_job.sizes import parameter_table as table_module
+from megascale_job.sizes.block import (
     Extent,
     Kept,
     LogicalParameter,
@@ -22,8 +22,8 @@ from megascale_common.sizes.block import (
     Tensor,
     layer_unit,
 )
-from megascale_common.sizes.memory import rank_memory
-from megascale_common.sizes.parameter_table import (
+from megascale_job.sizes.memory import rank_memory
+from megascale_job.sizes.parameter_table import (
     DEFAULT_STATES,
     parameter_table,
     shard_layout,

@@ -9,7 +9,7 @@ import typing
 import pytest
 from docs.pages import REPOSITORY
 
-from megascale_common.job.config import TRAINER_SECTIONS, JobConfig
+from megascale_job.config import TRAINER_SECTIONS, JobConfig
 
 
 def exists(path: str) -> bool:

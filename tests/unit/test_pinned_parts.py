@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_trainer import mapped_slots
-from megascale_trainer.host_copy import PINNED_AT_ONCE, parts
+from megascale_trainer.save import mapped_slots
+from megascale_trainer.save.host_copy import PINNED_AT_ONCE, parts
 
 
 @given(st.integers(0, 5 * PINNED_AT_ONCE), st.integers(0, 5 * PINNED_AT_ONCE))
@@ -28,7 +28,7 @@ def test_the_slot_that_is_wanted_is_prepared_before_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = 4 * (1 << 20)
-    monkeypatch.setattr("megascale_trainer.host_copy.PINNED_AT_ONCE", 1 << 20)
+    monkeypatch.setattr("megascale_trainer.save.host_copy.PINNED_AT_ONCE", 1 << 20)
     descriptors = [os.memfd_create(f"slot-{number}") for number in range(3)]
     for descriptor in descriptors:
         os.ftruncate(descriptor, size)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_driver.placement.cost import cheapest, compared
 from megascale_driver.placement.gang import Candidate, Part, replace_lost, spares
 from megascale_driver.placement.queue import decide
 from megascale_driver.placement.queue_values import View, WaitingJob
 from megascale_driver.placement.topology import BadTopology, expanded, parse
-from megascale_driver.planner.placement_cost import Traffic, distance, score
+from megascale_job.layout import RankLayout
+from megascale_planner.placement_cost import Traffic, distance, score
 
 SCONTROL = """\
 SwitchName=tor0 Level=0 LinkSpeed=1 Nodes=n[00-01]

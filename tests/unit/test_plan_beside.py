@@ -10,14 +10,14 @@ from tests.harness import recorded_spans
 from tests.harness.injected_spans import Change, injected
 from tests.harness.properties import examples
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span, pack_aux
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.analysis.spans.terms import TERMS, measured_steps
-from megascale_driver.metrics import _collective_metric
-from megascale_driver.planner.beside import Comparison, PlanRule, Term, beside, sentence_of
-from megascale_driver.planner.job_plan import PARTS, JobPlan
+from megascale_driver.shell.metrics import _collective_metric
+from megascale_job.layout import RankLayout
+from megascale_planner.beside import Comparison, PlanRule, Term, beside, sentence_of
+from megascale_planner.job_plan import PARTS, JobPlan
 
 MS = 1_000_000
 RECORDED = recorded_spans.read(recorded_spans.CPU_DP4)

@@ -1,4 +1,4 @@
-"""`python -m megascale_driver.planner predict` as another program meets it."""
+"""`python -m megascale_planner predict` as another program meets it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale_driver.planner.__main__ import main
+from megascale_planner.__main__ import main
 
 ROW = {"layers": 24, "hidden": 2048, "heads": 16}
 

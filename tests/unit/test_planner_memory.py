@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tests.harness import planner_rows as rows
 
-from megascale_common.job.config import from_accepted
-from megascale_common.sizes.memory import largest_rank_memory
-from megascale_driver.planner.device_memory import device_memory
-from megascale_driver.planner.systems import SYSTEMS
-from megascale_driver.planner.workload import from_row, points_of
+from megascale_job.config import from_accepted
+from megascale_job.sizes.memory import largest_rank_memory
+from megascale_planner.device_memory import device_memory
+from megascale_planner.systems import SYSTEMS
+from megascale_planner.workload import from_row, points_of
 
 # Row of benchmarks/results (2026-11-21 peers on 2 H200s; 2026-11-22 FP8 on 4), and
 # torch.cuda.max_memory_allocated of its largest rank in GiB.

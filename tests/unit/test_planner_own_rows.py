@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.harness import planner_rows as rows
 
-from megascale_driver.planner.systems import SYSTEMS
+from megascale_planner.systems import SYSTEMS
 
 SERIAL: dict[str, Any] = {"block": "serial"}
 SWIGLU: dict[str, Any] = {"mlp": "swiglu", "ffn": 11008, "micro_batch": 8}

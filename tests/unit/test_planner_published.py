@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from tests.harness import planner_rows as rows
 
-from megascale_common.job.config import ModelConfig
-from megascale_common.sizes.flops import flops_per_token
-from megascale_driver.planner.gpus import GPUS
-from megascale_driver.planner.rows import predict_lines
-from megascale_driver.planner.systems import SYSTEMS
+from megascale_job.config import ModelConfig
+from megascale_job.sizes.flops import flops_per_token
+from megascale_planner.gpus import GPUS
+from megascale_planner.rows import predict_lines
+from megascale_planner.systems import SYSTEMS
 
 MEAN_ERROR, WORST_ERROR = 0.04, 0.08  # what is promised of published rows
 STATED_MEAN, STATED_WORST = 0.012, 0.042  # what docs/planner.md states of these

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from megascale_common.sizes.checkpoint_interval import best_interval_s
-from megascale_driver.planner.calibration_file import BadCalibration, calibrated
-from megascale_driver.planner.goodput import goodput
-from megascale_driver.planner.gpus import GPUS
-from megascale_driver.planner.prediction import plain, predict, predict_one
-from megascale_driver.planner.search import Found, search, sources
-from megascale_driver.planner.systems import SYSTEMS
-from megascale_driver.planner.workload import Refused, Workload, from_row, illegal, points_of
+from megascale_job.sizes.checkpoint_interval import best_interval_s
+from megascale_planner.calibration_file import BadCalibration, calibrated
+from megascale_planner.goodput import goodput
+from megascale_planner.gpus import GPUS
+from megascale_planner.prediction import plain, predict, predict_one
+from megascale_planner.search import Found, search, sources
+from megascale_planner.systems import SYSTEMS
+from megascale_planner.workload import Refused, Workload, from_row, illegal, points_of
 
 
 def model(gpus: int, **changes: object) -> Workload:

@@ -10,11 +10,11 @@ from tests.harness.presence import arrived
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.core import machine
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster, Device, Identity, Liveness
-from megascale_driver.engine import Engine, Term
-from megascale_driver.open_links import Link
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster, Device, Identity, Liveness
+from megascale_driver.nodes.open_links import Link
 from megascale_driver.presence.backlog import MAX_BEHIND_S, SAMPLES_PER_S, WINDOW_S, Backlog
+from megascale_driver.shell.engine import Engine, Term
 
 TICK_S = 0.25
 NODES = 40

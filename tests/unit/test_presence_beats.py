@@ -12,9 +12,9 @@ from tests.harness.desk import Desk
 from tests.harness.presence import arrived
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_driver.core import blame
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import AttemptPhase
+from megascale_driver.core.faults import blame
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import AttemptPhase
 from megascale_driver.presence import evidence, reports
 from megascale_driver.presence.clock_offset import ClockOffset
 from megascale_driver.presence.intake import Intake, Seat

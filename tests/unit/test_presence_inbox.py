@@ -12,12 +12,12 @@ from tests.harness.simulated_cluster import demo_job
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.core import machine
-from megascale_driver.core.attempt import Attempt
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster, Device, Identity, Job, Liveness
-from megascale_driver.engine import Engine, Term
-from megascale_driver.open_links import Link
+from megascale_driver.core.values.attempt import Attempt
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster, Device, Identity, Job, Liveness
+from megascale_driver.nodes.open_links import Link
 from megascale_driver.presence.inbox import MAX_REPORTS, Inbox
+from megascale_driver.shell.engine import Engine, Term
 
 
 def test_what_is_about_one_node_keeps_its_order() -> None:

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_driver import probes
-from megascale_driver.core.events import Probe
-from megascale_driver.probes import AT_ONCE, Probed, Prober
+from megascale_driver.core.values.events import Probe
+from megascale_driver.nodes import probes
+from megascale_driver.nodes.probes import AT_ONCE, Probed, Prober
 
 NODES = 1536
 

@@ -17,16 +17,16 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.etcd.election import campaign
 from megascale_common.service.clock import SystemClock, VirtualClock
-from megascale_driver import publishing
-from megascale_driver.core.events import Audit, LeaderStarted, NodeHello, NodeReport
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster, Device, Identity, Job, JobPhase
-from megascale_driver.engine import LINKS_AT_ONCE, Engine, Term
+from megascale_driver.core.values.events import Audit, LeaderStarted, NodeHello, NodeReport
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster, Device, Identity, Job, JobPhase
 from megascale_driver.journal import mass
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import LEADER_KEY, Loaded, Store
-from megascale_driver.open_links import Link
-from megascale_driver.publishing import JOBS_AT_ONCE, LINES_AT_ONCE, Publisher
+from megascale_driver.nodes.open_links import Link
+from megascale_driver.shell import publishing
+from megascale_driver.shell.engine import LINKS_AT_ONCE, Engine, Term
+from megascale_driver.shell.publishing import JOBS_AT_ONCE, LINES_AT_ONCE, Publisher
 
 EPOCH = types_pb2.Epoch(create_revision=1)
 LINES = 5 * LINES_AT_ONCE + 3

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common.job.rank_layout import AXES, Axis, RankLayout
+from megascale_job.layout import AXES, Axis, RankLayout
 
 sizes = st.integers(1, 4)
 layouts = st.builds(RankLayout, tp=sizes, cp=st.integers(1, 2), dp=sizes, pp=sizes)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
-from megascale_checkpoint.slots import SlotSeal, SlotTable
-from megascale_common.sizes.staging import snapshots_in_flight
-from megascale_trainer.replica_rounds import ReplicaRounds
-from megascale_trainer.snapshot_schedule import REPLICA_BUSY, Cadence, SnapshotSchedule, Votes
+from megascale_checkpoint.memory.slots import SlotSeal, SlotTable
+from megascale_job.sizes.staging import snapshots_in_flight
+from megascale_trainer.save.replica_rounds import ReplicaRounds
+from megascale_trainer.save.snapshot_schedule import REPLICA_BUSY, Cadence, SnapshotSchedule, Votes
 
 STEPS, RANKS = 80, 3
 

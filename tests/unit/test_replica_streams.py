@@ -15,6 +15,7 @@ from tests.unit.test_checkpoint_replicas import TOKEN, Peer, peer_at, steps
 from megascale_checkpoint.__main__ import _parse
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.replicas import server as servers
 from megascale_checkpoint.replicas import streams
 from megascale_checkpoint.replicas.arrival import Arrival
@@ -27,7 +28,6 @@ from megascale_checkpoint.replicas.connection import (
 from megascale_checkpoint.replicas.fetch import fetch
 from megascale_checkpoint.replicas.protocol import PieceBytes, SealedState, StateKey
 from megascale_checkpoint.replicas.streams import MOST_BREAKS, Shares, Streams, batches
-from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.errors import NotFoundError, SupersededError
 
 PIECE, COUNT = 64 << 10, 12

@@ -8,7 +8,6 @@ import pytest
 from google.rpc import error_details_pb2
 
 from megascale.v1 import types_pb2
-from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.service.errors import (
     LimitError,
     NotLeaderError,
@@ -20,6 +19,7 @@ from megascale_common.service.errors import (
 )
 from megascale_common.service.status import of_code, to_status
 from megascale_common.service.wire_text import enum_name
+from megascale_job.problems import JobError, JobProblem
 
 
 @pytest.mark.parametrize(

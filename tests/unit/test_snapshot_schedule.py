@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.harness.properties import examples
 
-from megascale_checkpoint.slots import SlotSeal, SlotTable
-from megascale_common.sizes.staging import snapshots_in_flight
-from megascale_trainer.snapshot_schedule import (
+from megascale_checkpoint.memory.slots import SlotSeal, SlotTable
+from megascale_job.sizes.staging import snapshots_in_flight
+from megascale_trainer.save.snapshot_schedule import (
     LEAVE,
     MUST_SKIP,
     REPLICA_BUSY,

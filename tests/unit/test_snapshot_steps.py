@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import from_accepted
 from megascale_common.node.status_page import StatusPageWriter
+from megascale_job.config import from_accepted
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
-from megascale_trainer.replica_rounds import ReplicaRounds
-from megascale_trainer.snapshot import Snapshotter
+from megascale_trainer.save.replica_rounds import ReplicaRounds
+from megascale_trainer.save.snapshot import Snapshotter
 
 STEPS = 24
 

@@ -18,12 +18,12 @@ from megascale.v1 import link_pb2
 from megascale_common.node.spans.ops import BACKWARD, FORWARD, MAX_NAME_CHARS, MAX_OPS, Op
 from megascale_common.node.spans.record import SPAN, Span, from_columns
 from megascale_common.node.spans.ring import CAPACITY, SpanRingWriter
-from megascale_driver.link_service import MAX_BATCH_BYTES, MAX_BATCH_SPANS
+from megascale_driver.service.link_service import MAX_BATCH_BYTES, MAX_BATCH_SPANS
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.config import addresses_from
-from megascale_executor.agent.link import DriverLink, NodeSide
-from megascale_executor.agent.span_reports import BATCH_SPANS, SpanReports, unix_offset
-from megascale_executor.agent.step_reports import StepReports
+from megascale_executor.agent.link.driver_link import DriverLink, NodeSide
+from megascale_executor.agent.reports.span_reports import BATCH_SPANS, SpanReports, unix_offset
+from megascale_executor.agent.reports.step_reports import StepReports
 
 KEY = AttemptKey("job", 3)
 
@@ -112,7 +112,7 @@ async def test_a_driver_that_reads_spans_slowly_gets_its_beats_in_time(
     tmp_path: Path, driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # At ten beats a second a process that stands still for 0.6 s would dial again.
-    monkeypatch.setattr("megascale_executor.agent.link._SILENT_INTERVALS", 600)
+    monkeypatch.setattr("megascale_executor.agent.link.driver_link._SILENT_INTERVALS", 600)
     ring = SpanRingWriter(tmp_path / "0", rank=0, attempt=3)
     spans = SpanReports("n0")
     spans.watch(KEY, {0: tmp_path / "0"})

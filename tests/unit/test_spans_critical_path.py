@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from tests.harness import recorded_spans, recorded_timeline
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH
 from megascale_driver.analysis.spans import recorded
@@ -19,6 +18,7 @@ from megascale_driver.analysis.spans.clocks import aligned, clocks
 from megascale_driver.analysis.spans.critical_path import UNMEASURED, critical_path
 from megascale_driver.analysis.spans.merged import PATH_PROCESS
 from megascale_driver.analysis.spans.table import COLUMNS, SpanTable
+from megascale_job.layout import RankLayout
 
 MS = 1_000_000
 BASE = 10**15

@@ -17,13 +17,13 @@ from tests.harness.injected_spans import Change, injected
 from tests.harness.overlapped_spans import overlapped
 from tests.harness.properties import examples
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
 from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.__main__ import main
 from megascale_driver.analysis.spans.counters import CounterChange
 from megascale_driver.analysis.spans.decline import Decline, split_step, why
 from megascale_driver.analysis.spans.table import COLUMNS, RECORD, SpanTable
+from megascale_job.layout import RankLayout
 
 RECORDED = recorded_spans.read(recorded_spans.CPU_DP4)
 WINDOW, PAIRS = 28, 20

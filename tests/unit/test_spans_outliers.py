@@ -14,12 +14,12 @@ from tests.harness import recorded_spans
 from tests.harness.injected_spans import Change, injected
 from tests.harness.overlapped_spans import overlapped
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans.ops import BACKWARD, FORWARD, OPTIMIZER, STEP, Op
 from megascale_driver.analysis.spans.classes import lateness, ratios
 from megascale_driver.analysis.spans.heat import heat_map
 from megascale_driver.analysis.spans.outliers import slow_nodes
 from megascale_driver.analysis.spans.table import SpanTable
+from megascale_job.layout import RankLayout
 
 STEPS, SETS = 55, 20
 RECORDED = recorded_spans.read(recorded_spans.CPU_DP4)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.harness.properties import examples
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops, record
 from megascale_common.node.spans.ops import BACKWARD, FORWARD, Op
 from megascale_common.node.spans.record import SPAN, Span
 from megascale_common.node.spans.ring import SpanRingReader, SpanRingWriter
 from megascale_driver.analysis.spans.table import SpanTable
+from megascale_job.layout import RankLayout
 
 
 def spans(data: bytes) -> list[Span]:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tests.harness import recorded_spans
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH
 from megascale_driver.analysis.spans.__main__ import main
 from megascale_driver.analysis.spans.clocks import Clock, Exchange, aligned, clocks
 from megascale_driver.analysis.spans.merged import PATH_PROCESS, merged
 from megascale_driver.analysis.spans.table import COLUMNS, SpanTable
+from megascale_job.layout import RankLayout
 
 MS = 1_000_000
 SEND = ops.Op("send_activation", "p2p", "activation_out")

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job import config as job_config
-from megascale_common.job.config import CheckpointConfig, JobConfig
-from megascale_common.job.wire import spec as job_spec
-from megascale_common.sizes.spare_count import (
+from megascale_driver.commands.plan import plan_job
+from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.values.events import JobSubmitted
+from megascale_driver.core.values.state import AttemptPhase
+from megascale_driver.placement.fit import Capacity, warnings
+from megascale_driver.placement.gang import Candidate
+from megascale_job import config as job_config
+from megascale_job.config import CheckpointConfig, JobConfig
+from megascale_job.sizes.spare_count import (
     advised_spares,
     away_probability,
     enough_spares,
     wanted_spares,
 )
-from megascale_driver.commands.plan import plan_job
-from megascale_driver.core.events import JobSubmitted
-from megascale_driver.core.explain import explain
-from megascale_driver.core.state import AttemptPhase
-from megascale_driver.placement.fit import Capacity, warnings
-from megascale_driver.placement.gang import Candidate
+from megascale_job.wire import spec as job_spec
 
 
 def exactly(nodes: int, p: Fraction, k: int) -> Fraction:

@@ -19,10 +19,10 @@ from tests.harness.properties import examples
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_driver.planner.gpus import GPUS
-from megascale_driver.planner.prediction import predict_one
-from megascale_driver.planner.rows import predict_line
-from megascale_driver.planner.stage_balance import (
+from megascale_planner.gpus import GPUS
+from megascale_planner.prediction import predict_one
+from megascale_planner.rows import predict_line
+from megascale_planner.stage_balance import (
     Balance,
     Split,
     UnitCosts,
@@ -30,8 +30,8 @@ from megascale_driver.planner.stage_balance import (
     balanced,
     costs_of,
 )
-from megascale_driver.planner.systems import SYSTEMS, System
-from megascale_driver.planner.workload import Workload, from_row
+from megascale_planner.systems import SYSTEMS, System
+from megascale_planner.workload import Workload, from_row
 
 FP8: dict[str, Any] = {"precision": "fp8"}
 OURS = SYSTEMS["ours"]

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.desk import POLICY, Desk
 
 from megascale_driver.analysis.progress import p99
-from megascale_driver.core.events import Tick
+from megascale_driver.core.values.events import Tick
 
 
 def trained(desk: Desk, steps: int, step_time_s: float | None, late_s: float) -> None:

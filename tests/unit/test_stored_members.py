@@ -7,10 +7,10 @@ import enum
 import typing
 from typing import Any
 
-from megascale_driver.core.attempt import Fault, FaultKind
-from megascale_driver.core.standing import Silence, Tenant
-from megascale_driver.core.state import AttemptRecord, Breaker, Job, Node, Request
-from megascale_driver.core.storing import added_members, added_to, stored_fields
+from megascale_driver.core.values.attempt import Fault, FaultKind
+from megascale_driver.core.values.standing import Silence, Tenant
+from megascale_driver.core.values.state import AttemptRecord, Breaker, Job, Node, Request
+from megascale_driver.core.values.storing import added_members, added_to, stored_fields
 from megascale_driver.journal import codec
 from megascale_driver.journal.parts import PartEncoder
 

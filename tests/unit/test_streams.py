@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_driver import streams
-from megascale_driver.streams import TermNotes, until_set
+from megascale_driver.nodes import streams
+from megascale_driver.nodes.streams import TermNotes, until_set
 
 
 async def _refused(begin: asyncio.Event) -> AsyncIterator[int]:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_driver.analysis.progress import OperationCount, RankStatus, RankView, suspects
 from megascale_driver.analysis.waiting import MAX_LISTED, waits
+from megascale_job.layout import RankLayout
 
 LAYOUTS = [
     RankLayout(tp=2, dp=2, pp=2),

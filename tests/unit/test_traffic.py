@@ -13,7 +13,6 @@ import pytest
 from tests.harness.desk import POLICY, Desk
 
 from megascale.v1 import link_pb2
-from megascale_driver import deciding, traffic_watch
 from megascale_driver.analysis.traffic import (
     Bytes,
     Change,
@@ -23,15 +22,16 @@ from megascale_driver.analysis.traffic import (
     TrafficTrack,
     counted,
 )
-from megascale_driver.core.events import Event, PolicyRequested
-from megascale_driver.core.explain import explain
-from megascale_driver.core.severities import severity_of
-from megascale_driver.core.state import JobPhase
-from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
+from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.values.events import Event, PolicyRequested
+from megascale_driver.core.values.severities import severity_of
+from megascale_driver.core.values.state import JobPhase
+from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
 from megascale_driver.presence import reports
 from megascale_driver.presence.intake import Seat
-from megascale_driver.traffic_watch import STALE_INTERVALS, TrafficWatch
-from megascale_executor.agent.heartbeat import host_counters
+from megascale_driver.shell import deciding, traffic_watch
+from megascale_driver.shell.traffic_watch import STALE_INTERVALS, TrafficWatch
+from megascale_executor.agent.link.heartbeat import host_counters
 from megascale_executor.counters.sampler import read_all, sources
 
 NODES = ("n1", "n2", "n3")
@@ -259,7 +259,7 @@ def stood(desk: Desk, attempt: int = 0) -> TrafficStood:
 def at_work(desk: Desk) -> None:
     """Heartbeats with status pages: rank 0 computes, all others wait for it."""
     from megascale_driver.analysis.progress import OperationCount, RankStatus
-    from megascale_driver.core.state import AttemptPhase
+    from megascale_driver.core.values.state import AttemptPhase
 
     for slot in desk.job().slots:
         pages = tuple(

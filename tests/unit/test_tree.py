@@ -139,7 +139,7 @@ def test_the_trainers_package_imports_nothing_before_it_is_asked() -> None:
         ("megascale_driver.__main__", ["torch", "triton", "numpy"]),
         (
             "megascale_driver.commands.scale, megascale_driver.commands.sim, "
-            "megascale_driver.planner.__main__",
+            "megascale_planner.__main__",
             ["torch", "triton", "grpc", "google", "structlog"],
         ),
         ("megascale_checkpoint.__main__", ["torch", "triton"]),
@@ -148,7 +148,7 @@ def test_the_trainers_package_imports_nothing_before_it_is_asked() -> None:
             ["torch", "numpy", "megascale_driver", "megascale_executor", "megascale_common"],
         ),
         ("megascale_client", ["torch", "megascale_common"]),
-        ("megascale_common.job.config", ["grpc", "google", "structlog", "torch", "numpy"]),
+        ("megascale_job.config", ["grpc", "google", "structlog", "torch", "numpy"]),
     ],
 )
 def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]) -> None:
@@ -162,8 +162,8 @@ TORCH = tuple(f"checkpoint/megascale_checkpoint/export/{name}.py" for name in ("
 NUMPY = (
     "driver/megascale_driver/analysis/spans/",
     "driver/megascale_driver/telemetry/",
-    "driver/megascale_driver/planner/",
-    "driver/megascale_driver/network/",
+    "driver/megascale_planner/",
+    "driver/megascale_planner/network/",
     "driver/megascale_driver/commands/scale.py",
     "driver/megascale_driver/commands/sim",
 )

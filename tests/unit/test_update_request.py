@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import from_accepted
-from megascale_common.job.problems import JobError
-from megascale_driver.update_request import changed_fields
+from megascale_driver.service.update_request import changed_fields
+from megascale_job.config import from_accepted
+from megascale_job.problems import JobError
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.presets import Run, job
 from benchmarks.waterfall import Work, waterfall, work_of
 
-from megascale_common.sizes.flops import flops_per_token
+from megascale_job.sizes.flops import flops_per_token
 
 TOKENS = 64 * 2048
 

@@ -19,7 +19,7 @@ import torch
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.process import worker
 from megascale_trainer.process.worker import JobRefused, _classify
-from megascale_trainer.restore import RestoreRefused
+from megascale_trainer.save.restore import RestoreRefused
 
 ADVICE = "GLHF! \N{BEACH WITH UMBRELLA}\ufe0f"  # of gloo in torch
 

@@ -109,7 +109,7 @@ KNOWN = {
         "plan",
     ),
 }
-CHECKPOINT = Plugin("", "megascale_checkpoint.commands:app", "checkpoint")
+CHECKPOINT = Plugin("", "megascale_checkpoint.commands.app:app", "checkpoint")
 # Commands of that one plug-in, by name.
 ON_STORAGE = {
     "show": "Show one checkpoint: its layout, its files, and whether it stays.",

@@ -4,7 +4,7 @@ A job file (:mod:`megascale_client.job_file`) is the message, in YAML: the same 
 the same way, enum values by their short name (``bf16`` for PRECISION_BF16). So a field that is
 added to the proto can be set at once. All problems are found in one pass, each with its dotted
 path; whether the values fit together is checked by the driver. The services' reader
-(``megascale_common/job/reading.py``) reports the same mistakes in the same words: change both
+(``megascale_job/reading.py``) reports the same mistakes in the same words: change both
 together.
 """
 

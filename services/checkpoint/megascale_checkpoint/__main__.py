@@ -16,18 +16,17 @@ from pathlib import Path
 import uvloop
 
 from megascale.v1 import checkpoint_pb2_grpc
-from megascale_checkpoint.committer import Committer
-from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
-from megascale_checkpoint.hand_openings import HandOpenings
-from megascale_checkpoint.jobs import Jobs
-from megascale_checkpoint.local_server import LocalServer
-from megascale_checkpoint.metrics import CheckpointMetrics
+from megascale_checkpoint.memory.staging import StagingFolder, default_base
 from megascale_checkpoint.replicas.node_replicas import NodeReplicas
 from megascale_checkpoint.replicas.streams import MOST_STREAMS, STREAMS
-from megascale_checkpoint.service import SERVICE, CheckpointService
-from megascale_checkpoint.staging import StagingFolder, default_base
-from megascale_common.job.names import is_dns_label
+from megascale_checkpoint.save.committer_client import CommitterClient
+from megascale_checkpoint.serve.committer import Committer
+from megascale_checkpoint.serve.hand_openings import HandOpenings
+from megascale_checkpoint.serve.jobs import Jobs
+from megascale_checkpoint.serve.local_server import LocalServer
+from megascale_checkpoint.serve.metrics import CheckpointMetrics
+from megascale_checkpoint.serve.service import SERVICE, CheckpointService
 from megascale_common.node.addresses import joined
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service import logs, tasks
@@ -38,6 +37,7 @@ from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
+from megascale_job.names import is_dns_label
 
 DRAIN_S = 2.0  # less than the 3 s after which an agent that stops kills
 RETENTION_S = 10.0  # for checkpoints that the last commit made expendable

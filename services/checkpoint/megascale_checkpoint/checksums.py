@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from megascale_common.service.errors import DamagedError
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 # Unit of work between two checks for cancellation: large enough to run at full speed.
 CHUNK_BYTES = 16 << 20

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import SupersededError, UnavailableError
+from megascale_job.visible import agreed, counted
 
 P = ParamSpec("P")
 T = TypeVar("T")

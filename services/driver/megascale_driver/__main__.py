@@ -20,7 +20,6 @@ from megascale.v1 import driver_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.keeper_process import KeeperProcess
-from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs, tasks
 from megascale_common.service.build import build_version
@@ -32,25 +31,26 @@ from megascale_common.service.metrics import MetricsServer, bind_option
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
 from megascale_driver.analysis.progress import HangLimits
-from megascale_driver.core.policy import Policy
-from megascale_driver.engine import Engine
-from megascale_driver.job_network import JobNetwork, add_network_option
+from megascale_driver.core.values.policy import Policy
 from megascale_driver.journal.trimming import DAY_S, Retention
-from megascale_driver.leadership import Leader
-from megascale_driver.link_service import LinkService
-from megascale_driver.loop_watch import (
+from megascale_driver.nodes.job_network import JobNetwork, add_network_option
+from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
+from megascale_driver.service.driver_service import DriverService
+from megascale_driver.service.link_service import LinkService
+from megascale_driver.service.people_port import PeoplePort, add_people_options
+from megascale_driver.service.queue_options import add_queue_options
+from megascale_driver.shell.engine import Engine
+from megascale_driver.shell.leadership import Leader
+from megascale_driver.shell.loop_watch import (
     LoopWatch,
     collect_now_and_then,
     freeze_all,
     frozen_with_the_term,
 )
-from megascale_driver.metrics import DriverMetrics, Sources
-from megascale_driver.network.profile import BadProfile
-from megascale_driver.people_port import PeoplePort, add_people_options
-from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
-from megascale_driver.queue_options import add_queue_options
-from megascale_driver.service import DriverService
+from megascale_driver.shell.metrics import DriverMetrics, Sources
 from megascale_driver.telemetry import opening
+from megascale_job.names import is_dns_label
+from megascale_planner.network.profile import BadProfile
 
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
 STOP_GRACE_S = 1.0

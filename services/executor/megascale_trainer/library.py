@@ -22,19 +22,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from megascale_common.job.config import JobConfig, ParallelismConfig
-from megascale_common.job.corpus_record import CorpusRecord, data_file_problems
-from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_common.node.visible import counted
+from megascale_job.config import JobConfig, ParallelismConfig
+from megascale_job.corpus_record import CorpusRecord, data_file_problems
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.visible import counted
 from megascale_trainer import trainer as core
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.daemon_link import START_TIMEOUT_S, DaemonLink, RankRegistration
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 from megascale_trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megascale_trainer.launch.host_services import HostServices, new_token
 from megascale_trainer.parallel.groups import single_process_groups
-from megascale_trainer.restore import restore
+from megascale_trainer.save.daemon_link import START_TIMEOUT_S, DaemonLink, RankRegistration
+from megascale_trainer.save.restore import restore
 from megascale_trainer.trainer import StepRecord
 
 

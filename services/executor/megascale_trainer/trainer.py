@@ -15,16 +15,15 @@ from functools import partial
 
 import torch
 
-from megascale_common.job.config import JobConfig
 from megascale_common.node.spans.ops import OPTIMIZER, SNAPSHOT
 from megascale_common.node.status_page import StatusPageWriter
-from megascale_common.node.visible import counted
-from megascale_common.sizes.checkpoint_layout import ShardLayout
-from megascale_common.sizes.parameter_slices import ParameterTable
-from megascale_common.sizes.parameter_table import parameter_names, parameter_table, shard_layout
+from megascale_job.config import JobConfig
+from megascale_job.sizes.checkpoint_layout import ShardLayout
+from megascale_job.sizes.parameter_slices import ParameterTable
+from megascale_job.sizes.parameter_table import parameter_names, parameter_table, shard_layout
+from megascale_job.visible import counted
 from megascale_kernels.operators import Operators, choose
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.host_copy import CopyEnd, Landed, parts
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
@@ -49,6 +48,7 @@ from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
+from megascale_trainer.save.host_copy import CopyEnd, Landed, parts
 from megascale_trainer.telemetry.spans import span
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.weights import bind_weights

@@ -15,8 +15,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from megascale.v1 import link_pb2
-from megascale_driver.core.events import Audit
-from megascale_driver.core.state import (
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.state import (
     AttemptPhase,
     Cluster,
     Disposition,

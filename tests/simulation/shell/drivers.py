@@ -13,13 +13,13 @@ from tests.harness.fake_etcd import Connection, FakeEtcdClient
 from tests.simulation.shell.loop import Process
 
 from megascale_common.etcd.keeper import KEEPALIVES_PER_TTL, Renewal
-from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster
-from megascale_driver.engine import Engine
-from megascale_driver.leadership import Leader
-from megascale_driver.link_service import LinkService
-from megascale_driver.open_links import Link
-from megascale_driver.service import DriverService
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.state import Cluster
+from megascale_driver.nodes.open_links import Link
+from megascale_driver.service.driver_service import DriverService
+from megascale_driver.service.link_service import LinkService
+from megascale_driver.shell.engine import Engine
+from megascale_driver.shell.leadership import Leader
 
 if TYPE_CHECKING:
     from tests.simulation.shell.world import World

@@ -22,10 +22,10 @@ from tests.simulation.shell.standby import Standby
 
 from megascale.v1 import checkpoint_pb2, link_pb2, types_pb2
 from megascale_common.etcd import rpc_pb2
-from megascale_driver.core.candidates import usable
-from megascale_driver.core.events import Audit
-from megascale_driver.core.overlay import changed_keys
-from megascale_driver.core.state import Cluster, Disposition, JobPhase, Liveness
+from megascale_driver.core.values.candidates import usable
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.overlay import changed_keys
+from megascale_driver.core.values.state import Cluster, Disposition, JobPhase, Liveness
 from megascale_driver.journal import records
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from tests.simulation.shell.ordered import Order
 from tests.simulation.shell.training import SNAPSHOT_STEPS
 
 from megascale.v1 import driver_pb2
-from megascale_common.job import config as job_config
-from megascale_common.job.wire import spec as job_spec
+from megascale_job import config as job_config
+from megascale_job.wire import spec as job_spec
 
 if TYPE_CHECKING:
     from tests.simulation.shell.world import World

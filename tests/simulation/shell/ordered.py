@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common.job.wire import spec as job_spec
-from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.state import Cluster
+from megascale_job.wire import spec as job_spec
 
 if TYPE_CHECKING:
     from tests.simulation.shell.world import World

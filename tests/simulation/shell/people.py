@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.shell.figures import MAIN_JOB
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common.job.wire import spec as job_spec
+from megascale_job.wire import spec as job_spec
 
 if TYPE_CHECKING:
     from tests.simulation.shell.faults import Fault

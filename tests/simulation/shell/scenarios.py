@@ -16,7 +16,7 @@ from tests.simulation.shell.faults import DAY_S, Fault
 from tests.simulation.shell.figures import MAIN_JOB
 
 from megascale.v1 import types_pb2
-from megascale_common.job.wire import spec as job_spec
+from megascale_job.wire import spec as job_spec
 
 if TYPE_CHECKING:
     from tests.simulation.shell.nodes import SimNode

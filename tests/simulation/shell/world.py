@@ -34,10 +34,11 @@ from tests.simulation.shell.settled import check_stored
 from tests.simulation.shell.training import Gang, Storage
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_driver import leadership, node_calls, probes
 from megascale_driver.analysis.progress import MIN_STEP_TIMES
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import JobPhase, Liveness
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import JobPhase, Liveness
+from megascale_driver.nodes import node_calls, probes
+from megascale_driver.shell import leadership
 
 QUIET_S = 12.0  # without any change before a stretch is skipped
 GRID_S = 10.0  # a skip is a multiple of it: heartbeats and steps keep their places

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from megascale_checkpoint.artifacts import storing
-from megascale_common.node.visible import visible
 from megascale_common.service.errors import RequestError
+from megascale_job.visible import visible
 
 app = typer.Typer(
     name="code",

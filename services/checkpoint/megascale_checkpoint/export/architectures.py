@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megascale_common.job.config import ModelConfig
 from megascale_common.service.errors import RequestError
+from megascale_job.config import ModelConfig
 
 # What the logical parameters of a layer are called in nearly all architectures.
 _ATTENTION = {

@@ -21,9 +21,9 @@ from megascale_checkpoint.export.stored import (
     tokenizer_of,
 )
 from megascale_checkpoint.export.tokenizer_files import TokenizerFiles, tokenizer_files
-from megascale_common.job.config import ModelConfig
-from megascale_common.node.visible import counted, visible
 from megascale_common.service.errors import ServiceError, invalid
+from megascale_job.config import ModelConfig
+from megascale_job.visible import counted, visible
 
 
 class ExportFormat(StrEnum):

@@ -25,7 +25,7 @@ from megascale_checkpoint.export.new_folder import new_folder
 from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.stored import ParameterReader
 from megascale_common.service.errors import DataLossError
-from megascale_common.sizes.checkpoint_layout import MASTER
+from megascale_job.sizes.checkpoint_layout import MASTER
 
 MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
 

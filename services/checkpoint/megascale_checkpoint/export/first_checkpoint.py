@@ -14,22 +14,22 @@ from typing import Any
 
 import xxhash
 
-from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import CHUNK_BYTES, checksum
-from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.manifest import File, Manifest
+from megascale_checkpoint.commit.restore_decision import RestoreDecision
+from megascale_checkpoint.commit.shard_file import Origin, encode_header
 from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.stored import MODEL
 from megascale_checkpoint.export.tokenizer_files import TOKENIZER
 from megascale_checkpoint.export.values import Floats
-from megascale_checkpoint.manifest import File, Manifest
-from megascale_checkpoint.restore_decision import RestoreDecision
-from megascale_checkpoint.shard_file import Origin, encode_header
 from megascale_checkpoint.storage import Storage, join, open_storage
-from megascale_common.job.config import ModelConfig
-from megascale_common.job.restore import RestorePlan
 from megascale_common.service.errors import ExistsError
-from megascale_common.sizes.checkpoint_layout import DTYPE_BYTES, MASTER, ShardLayout, ShardPiece
-from megascale_common.sizes.parameter_table import DEFAULT_STATES
+from megascale_job.config import ModelConfig
+from megascale_job.restore import RestorePlan
+from megascale_job.sizes.checkpoint_layout import DTYPE_BYTES, MASTER, ShardLayout, ShardPiece
+from megascale_job.sizes.parameter_table import DEFAULT_STATES
 
 JOB = "imported"  # in the log's records, where the name of the writing job stands
 STEP = 0

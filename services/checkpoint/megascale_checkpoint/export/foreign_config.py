@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_checkpoint.export.architectures import ARCHITECTURES, Architecture
-from megascale_common.job.config import ModelConfig, RopeScalingConfig
-from megascale_common.node.visible import counted
 from megascale_common.service.errors import RequestError, invalid
+from megascale_job.config import ModelConfig, RopeScalingConfig
+from megascale_job.visible import counted
 
 _LLAMA3 = {
     "low_frequency_factor": "low_freq_factor",

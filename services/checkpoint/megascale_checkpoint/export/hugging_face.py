@@ -18,7 +18,7 @@ from megascale_checkpoint.export.stored import ParameterReader
 from megascale_checkpoint.export.tensors import Transfer, check_model, transfers
 from megascale_checkpoint.export.tokenizer_files import GENERATION, TokenizerFiles
 from megascale_checkpoint.export.values import narrow, to_foreign
-from megascale_common.job.config import ModelConfig
+from megascale_job.config import ModelConfig
 
 SHARD_BYTES = 5_000_000_000  # of transformers' own save_pretrained
 NO_TOKENIZER = TokenizerFiles()

@@ -31,8 +31,8 @@ from megascale_checkpoint.export.safetensors_files import (
 from megascale_checkpoint.export.tensors import EMBEDDING, HEAD, Transfer, transfers
 from megascale_checkpoint.export.tokenizer_files import of_folder
 from megascale_checkpoint.export.values import Floats, to_logical
-from megascale_common.node.visible import counted
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError, invalid
+from megascale_job.visible import counted
 
 MAX_JSON_BYTES = 64 << 20  # of config.json and of the index; real ones have up to 10 MB
 _FOREIGN_HEAD = "lm_head.weight"

@@ -27,7 +27,7 @@ from megascale_checkpoint.export.new_folder import new_folder
 from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.stored import ParameterReader
 from megascale_checkpoint.export.tensors import check_model
-from megascale_common.job.config import ModelConfig
+from megascale_job.config import ModelConfig
 
 FILE, TRACKER = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
 CHECKPOINT_VERSION = 3.0  # since 2020: rows of linear_qkv by group

@@ -16,8 +16,8 @@ import numpy as np
 
 from megascale_checkpoint.export.tensors import EMBEDDING, HEAD
 from megascale_checkpoint.export.values import Floats
-from megascale_common.job.config import ModelConfig, RopeScalingConfig
 from megascale_common.service.errors import RequestError, invalid
+from megascale_job.config import ModelConfig, RopeScalingConfig
 
 # Megatron has the factor of this scaling as an argument, and the rest as constants.
 ROPE_SCALINGS = (

@@ -16,7 +16,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megascale_common.node.visible import visible
+from megascale_job.visible import visible
 
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 

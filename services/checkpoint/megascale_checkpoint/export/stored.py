@@ -16,18 +16,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint import reshard
 from megascale_checkpoint.checksums import checksum, shown
-from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.manifest import Manifest
+from megascale_checkpoint.commit.shard_file import Origin, StoredPiece, read_exactly, read_header
 from megascale_checkpoint.export.tokenizer_files import TOKENIZER
 from megascale_checkpoint.export.values import Floats
-from megascale_checkpoint.manifest import Manifest
-from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
+from megascale_checkpoint.restore import reshard
 from megascale_checkpoint.storage import Storage, join, open_storage
-from megascale_common.job.config import JobConfig, ModelConfig, from_accepted
-from megascale_common.job.problems import JobError
-from megascale_common.node.visible import counted
 from megascale_common.service.errors import (
     CoverageError,
     DamagedError,
@@ -35,7 +32,10 @@ from megascale_common.service.errors import (
     RequestError,
     invalid,
 )
-from megascale_common.sizes.checkpoint_layout import DTYPE_BYTES, MASTER
+from megascale_job.config import JobConfig, ModelConfig, from_accepted
+from megascale_job.problems import JobError
+from megascale_job.sizes.checkpoint_layout import DTYPE_BYTES, MASTER
+from megascale_job.visible import counted
 
 MODEL = "model"  # of the small state: the fields of trainer.model
 

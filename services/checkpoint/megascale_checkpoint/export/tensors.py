@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale_checkpoint.export.architectures import Architecture
-from megascale_common.job.config import JobConfig, ModelConfig, TrainingConfig
 from megascale_common.service.errors import RequestError
-from megascale_common.sizes.parameter_table import parameter_table
+from megascale_job.config import JobConfig, ModelConfig, TrainingConfig
+from megascale_job.sizes.parameter_table import parameter_table
 
 Change = Literal["none", "transposed", "pairs"]
 HEAD = "head.weight"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megascale_checkpoint.checksums import COUNT, load_json_object
-from megascale_common.job.corpus_record import recorded_end
 from megascale_common.service.errors import DamagedError
+from megascale_job.corpus_record import recorded_end
 
 TOKENIZER = "tokenizer"  # of the small state: the fields of trainer.data.tokenizer
 MAX_TOKENIZER_BYTES = 256 << 20  # of the file; those of 256,000 tokens have some 35 MB

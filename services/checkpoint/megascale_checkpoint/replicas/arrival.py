@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from megascale_checkpoint.replicas.connection import SILENCE_S, Activity, Connection, PeerError
 from megascale_checkpoint.replicas.protocol import SealedState, numbers_of
 from megascale_checkpoint.replicas.streams import MOST_STREAMS
-from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import NotFoundError, RequestError
+from megascale_job.visible import agreed, counted
 
 
 class Arrival:

@@ -10,21 +10,21 @@ from typing import Protocol
 
 from megascale.v1 import link_pb2
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
-from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.memory.registration import RegisteredRank
+from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.replicas.fetch import fetch
 from megascale_checkpoint.replicas.protocol import SealedState, StateKey
 from megascale_checkpoint.replicas.sender import ReplicaSender, SealedJob
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import ReplicaStore
 from megascale_checkpoint.replicas.streams import STREAMS
-from megascale_checkpoint.staging import StagingFolder
 from megascale_common.node.addresses import split
 from megascale_common.service import tasks
 from megascale_common.service.start import write_address
 
 
 class NodeJobs(Protocol):
-    """The jobs of the node (:class:`megascale_checkpoint.jobs.Jobs`)."""
+    """The jobs of the node (:class:`megascale_checkpoint.serve.jobs.Jobs`)."""
 
     changed: Signal
 

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_checkpoint.checksums import checksum
-from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import DamagedError, RequestError
+from megascale_job.names import is_dns_label
 
 VERSION = 2
 

@@ -1,6 +1,6 @@
 """Copies what all ranks have decided to copy to the peer that the registration names.
 
-After every change it looks for slots that are marked so (:mod:`megascale_checkpoint.slots`): the
+After every change it looks for slots that are marked so (:mod:`megascale_checkpoint.memory.slots`): the
 steps that the ranks vote for, and in a new attempt, whose peers may be others, the one that it goes
 on from. A copy in progress is let to its end, however many snapshots follow meanwhile. One that
 fails is tried again, because the others of that step are of no use without it; but not where the
@@ -25,7 +25,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megascale_checkpoint.concurrency import Cancellation, Signal, in_pool
-from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.memory.registration import RegisteredRank
+from megascale_checkpoint.memory.slots import Slot, SlotSeal, SlotTable
+from megascale_checkpoint.memory.staging import SlotMemory
 from megascale_checkpoint.replicas.connection import (
     CHUNK_BYTES,
     Activity,
@@ -37,8 +39,6 @@ from megascale_checkpoint.replicas.connection import (
 from megascale_checkpoint.replicas.protocol import PieceBytes, SealedState, StateKey
 from megascale_checkpoint.replicas.streams import STREAMS, Shares, Streams
 from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
-from megascale_checkpoint.slots import Slot, SlotSeal, SlotTable
-from megascale_checkpoint.staging import SlotMemory
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import ServiceError
 
@@ -52,7 +52,7 @@ RETRY_FOR_S = 90.0  # a node that is silent is dead after 60 s, and the attempt 
 
 
 class SealedRank(Protocol):
-    """One rank's slots (:class:`megascale_checkpoint.rank_snapshots.RankSnapshots`)."""
+    """One rank's slots (:class:`megascale_checkpoint.save.rank_snapshots.RankSnapshots`)."""
 
     registration: RegisteredRank
     memories: list[SlotMemory]
@@ -60,7 +60,7 @@ class SealedRank(Protocol):
 
 
 class SealedJob(Protocol):
-    """One job's ranks on this node (:class:`megascale_checkpoint.jobs.JobCheckpoints`)."""
+    """One job's ranks on this node (:class:`megascale_checkpoint.serve.jobs.JobCheckpoints`)."""
 
     name: str
     attempt: int

@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.commit_record import Checkpoint, LogState
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.commit_log import CommitLog
+from megascale_checkpoint.commit.commit_record import Checkpoint, LogState
 from megascale_checkpoint.storage import Storage, is_link_error
 from megascale_common.service import logs
 

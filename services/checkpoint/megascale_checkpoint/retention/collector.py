@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from megascale_checkpoint.commit_log import CommitLog, Record
-from megascale_checkpoint.commit_record import Checkpoint
-from megascale_checkpoint.commit_writer import LogWriters
+from megascale_checkpoint.commit.commit_log import CommitLog, Record
+from megascale_checkpoint.commit.commit_record import Checkpoint
+from megascale_checkpoint.commit.commit_writer import LogWriters
 from megascale_checkpoint.concurrency import Lane
 from megascale_checkpoint.retention import loads
 from megascale_checkpoint.retention.collect import collect, collect_all

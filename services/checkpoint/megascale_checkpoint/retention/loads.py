@@ -7,12 +7,12 @@ depends on nobody removing it meanwhile.
 
 from __future__ import annotations
 
-from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.commit.commit_log import CommitLog, Record
 from megascale_checkpoint.retention.retire import pin, unpin
 from megascale_checkpoint.storage import join, open_storage
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
 from megascale_common.service.errors import NotFoundError, NotReadyError, ServiceError
+from megascale_job.restore import RestorePlan, RestoreSource
 
 _log = logs.get("retention")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megascale_checkpoint.commit_record import Checkpoint
-from megascale_common.node.visible import counted
+from megascale_checkpoint.commit.commit_record import Checkpoint
+from megascale_job.visible import counted
 
 HOUR_S = 3600.0
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from megascale_checkpoint.commit_log import CommitLog, Record
-from megascale_checkpoint.commit_record import Checkpoint, LogState
-from megascale_checkpoint.restore_decision import check_commit
+from megascale_checkpoint.commit.commit_log import CommitLog, Record
+from megascale_checkpoint.commit.commit_record import Checkpoint, LogState
+from megascale_checkpoint.commit.restore_decision import check_commit
 from megascale_checkpoint.retention.policy import Commit, Retention, expendable
 from megascale_checkpoint.storage import join
 from megascale_common.service.errors import DamagedError, NotFoundError, StateError

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.errors import InvalidEtcdRequest
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 
 # etcd's default --max-txn-ops, which holds for compares, success and failure operations each.
 MAX_TXN_OPERATIONS = 128

@@ -103,8 +103,8 @@ class FailureCount(TypedDict):
 class Assignment(TypedDict):
     """Agent to worker: all that a rank needs.
 
-    ``config`` is the value of :func:`megascale_common.job.config.to_mapping`, ``restore`` that of
-    :meth:`megascale_common.job.restore.RestorePlan.to_mapping`.
+    ``config`` is the value of :func:`megascale_job.config.to_mapping`, ``restore`` that of
+    :meth:`megascale_job.restore.RestorePlan.to_mapping`.
     """
 
     kind: Literal["assignment"]
@@ -280,7 +280,7 @@ class Finished(TypedDict):
 class Register(TypedDict):
     """Worker to daemon: who the rank is, and the layout of its slots.
 
-    ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict; of its
+    ``layout`` is the value of megascale_job.sizes.checkpoint_layout.ShardLayout.to_dict; of its
     pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
     leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
     reserved, copied or unsettled at the same time (default 1), and shares its memory between the
@@ -340,7 +340,7 @@ class Restored(TypedDict):
 
     kind: Literal["restored"]
     slot: int
-    source: str  # a megascale_common.job.restore.RestoreSource
+    source: str  # a megascale_job.restore.RestoreSource
     small_state: dict[str, Any]
     bytes_read: int
 

@@ -34,7 +34,7 @@ class OpenAttempt(TypedDict):
 class AttemptOpened(TypedDict):
     """Daemon to a run by hand: the attempt's number, and what all its ranks restore.
 
-    ``restore`` is that of :meth:`megascale_common.job.restore.RestorePlan.to_mapping`, ``refused``
+    ``restore`` is that of :meth:`megascale_job.restore.RestorePlan.to_mapping`, ``refused``
     says why newer checkpoints were passed over. ``attempt`` is 0 where none was opened.
     """
 

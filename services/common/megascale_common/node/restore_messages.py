@@ -3,7 +3,7 @@
 They are part of :mod:`megascale_common.node.messages`. A worker asks for its own memory first. What
 is not there is read from storage by all ranks together: each opens the checkpoint, reads the index
 of its share of the files, and then its windows, as
-:mod:`megascale_common.sizes.read_plan` has planned for all.
+:mod:`megascale_job.sizes.read_plan` has planned for all.
 
     LookInMemory -> MemoryState, Verify -> Verified, OpenStored -> StoredState | Refused,
     ReadIndex -> StoredIndex | Refused, ReadStored -> DidRead | Refused.
@@ -90,7 +90,7 @@ class ReadIndex(TypedDict):
 
 
 class StoredIndex(TypedDict):
-    """Daemon to worker: :func:`megascale_common.sizes.piece_runs.encode` of them, in base64.
+    """Daemon to worker: :func:`megascale_job.sizes.piece_runs.encode` of them, in base64.
 
     ``following`` is the next piece to ask for, -1 after the last.
     """
@@ -103,7 +103,7 @@ class StoredIndex(TypedDict):
 class ReadStored(TypedDict):
     """Worker to daemon: fill a window, from byte ``at`` of the slot on.
 
-    ``reads`` are the fields of :class:`megascale_common.sizes.read_rounds.Read`, in their order.
+    ``reads`` are the fields of :class:`megascale_job.sizes.read_rounds.Read`, in their order.
     """
 
     kind: Literal["restore_read"]

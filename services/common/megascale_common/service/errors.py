@@ -46,7 +46,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from megascale_common.job.problems import JobError
+from megascale_job.problems import JobError
 
 
 class ServiceError(Exception):

@@ -13,10 +13,10 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import grpc.aio
 
-from megascale_common.job.problems import JobError
 from megascale_common.service import logs
 from megascale_common.service.errors import ServiceError, on_the_wire
 from megascale_common.service.status import abort
+from megascale_job.problems import JobError
 
 Answer = TypeVar("Answer")
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -11,7 +11,7 @@ import enum
 import math
 from dataclasses import dataclass, replace
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 
 START_STEPS = 10  # whose mean loss is the start, unless they are not finite
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_driver.analysis.progress import OperationCount, RankRow, RankView, suspects
+from megascale_job.layout import RankLayout
 
 # As the trainer names pipeline edges. Activations go from the first stage to the second, gradients
 # back.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megascale_common.job.rank_layout import RankLayout
+from megascale_job.layout import RankLayout
 
 MAX_STEP_TIMES = 128
 # With fewer step times than this the job's pace is unknown, and a step may take as long as the

@@ -11,8 +11,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_driver.analysis.progress import NamedGroups, RankView
+from megascale_job.layout import RankLayout
 
 MAX_LISTED = 8  # ranks that one rank waits for; the others are counted
 

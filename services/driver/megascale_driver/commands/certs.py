@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megascale_common.job.names import is_dns_label
-from megascale_common.node.visible import counted, visible
 from megascale_common.service.identity import authority, people
 from megascale_common.service.identity.certificates import CA_FILE
 from megascale_common.service.identity.peers import Role
+from megascale_job.names import is_dns_label
+from megascale_job.visible import counted, visible
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megascale.v1 import job_pb2
-from megascale_common.job.wire import spec as job_spec
+from megascale_job.wire import spec as job_spec
 
 
 def effective_job(spec: job_pb2.JobSpec) -> job_pb2.JobSpec:

@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from megascale_common.job.config import JobConfig, ParallelismConfig, from_accepted
-from megascale_common.job.names import is_dns_label
-from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields
-from megascale_common.sizes.parameter_table import parameter_table
 from megascale_driver.commands.models import MODELS, imported_model
+from megascale_job.config import JobConfig, ParallelismConfig, from_accepted
+from megascale_job.names import is_dns_label
+from megascale_job.sizes.parameter_table import parameter_table
+from megascale_job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 
 _WIDTH = 118
 _INDENT = "  "

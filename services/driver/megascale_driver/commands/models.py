@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 
 _LLAMA: dict[str, Any] = {
     "block": "serial",

@@ -1,6 +1,6 @@
 """`megascale net render` and `verify`: NCCL's and the network cards' settings for a cluster.
 
-The tables are :mod:`megascale_driver.network.profile`; here are options, forms of output and what
+The tables are :mod:`megascale_planner.network.profile`; here are options, forms of output and what
 an environment has.
 """
 
@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megascale_common.job.names import is_dns_label
-from megascale_common.node.visible import visible
 from megascale_driver.commands.net_node import findings
 from megascale_driver.commands.node import Cluster, run_folder
-from megascale_driver.network.profile import (
+from megascale_job.names import is_dns_label
+from megascale_job.visible import visible
+from megascale_planner.network.profile import (
     FABRICS,
     BadProfile,
     Setting,
@@ -32,7 +32,7 @@ from megascale_driver.network.profile import (
     differences,
     render,
 )
-from megascale_driver.network.site_file import fabric_named, parse, version
+from megascale_planner.network.site_file import fabric_named, parse, version
 
 DIFFERS_EXIT_CODE, USER_MISTAKE_EXIT_CODE = 1, 2
 INFINIBAND = Path("/sys/class/infiniband")

@@ -20,13 +20,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megascale_common.job.names import is_dns_label
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
-from megascale_common.node.visible import visible
 from megascale_common.service.errors import ClusterError, ServiceError, UnavailableError
 from megascale_driver.platform.joining import JoiningNode, RunningCluster, stop_node
 from megascale_driver.platform.local_node import RUN_FOLDER_VARIABLE, node_folder
+from megascale_job.names import is_dns_label
+from megascale_job.visible import visible
 
 app = typer.Typer(
     add_completion=False,

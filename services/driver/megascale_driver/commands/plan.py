@@ -10,20 +10,20 @@ import dataclasses
 from typing import Any
 
 from megascale.v1 import job_pb2
-from megascale_common.job.config import JobConfig
-from megascale_common.job.corpus_record import data_file_problems
-from megascale_common.job.problems import JobError, JobProblem
-from megascale_common.job.wire import spec as job_spec
-from megascale_common.node.visible import counted
-from megascale_common.sizes.batch_scaling import scaled_batch
-from megascale_common.sizes.bubble import ideal_bubble
-from megascale_common.sizes.checkpoint_interval import best_interval_s, mtbf_s
-from megascale_common.sizes.flops import flops_per_token
-from megascale_common.sizes.memory import RankMemory, largest_rank_memory, rank_memory
-from megascale_common.sizes.parameter_table import checkpoint_bytes, parameter_counts
-from megascale_common.sizes.spare_count import advised_spares, wanted_spares
-from megascale_common.sizes.staging import wanted_replica_slots, wanted_slots
-from megascale_driver.admission import missing_files
+from megascale_driver.service.admission import missing_files
+from megascale_job.config import JobConfig
+from megascale_job.corpus_record import data_file_problems
+from megascale_job.problems import JobError, JobProblem
+from megascale_job.sizes.batch_scaling import scaled_batch
+from megascale_job.sizes.bubble import ideal_bubble
+from megascale_job.sizes.checkpoint_interval import best_interval_s, mtbf_s
+from megascale_job.sizes.flops import flops_per_token
+from megascale_job.sizes.memory import RankMemory, largest_rank_memory, rank_memory
+from megascale_job.sizes.parameter_table import checkpoint_bytes, parameter_counts
+from megascale_job.sizes.spare_count import advised_spares, wanted_spares
+from megascale_job.sizes.staging import wanted_replica_slots, wanted_slots
+from megascale_job.visible import counted
+from megascale_job.wire import spec as job_spec
 
 _LARGER_BATCHES = (2, 4, 8)  # times the job's own; the paper's step from AdamW to LAMB is 4
 
@@ -174,8 +174,8 @@ def _auto_interval(config: JobConfig) -> dict[str, Any]:
 def _faster(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
     """The layers of stages, and the schedule, that are predicted to train faster than the job's."""
     try:
-        from megascale_driver.planner.job_plan import job_balance, zero_bubble_gain
-        from megascale_driver.planner.workload import Refused
+        from megascale_planner.job_plan import job_balance, zero_bubble_gain
+        from megascale_planner.workload import Refused
     except ModuleNotFoundError as error:
         if error.name != "numpy":  # which the extra `plan` brings
             raise

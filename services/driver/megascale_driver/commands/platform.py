@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megascale_common.node.visible import agreed, counted, visible
 from megascale_common.service.channel import open_channel, present
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
@@ -26,6 +25,7 @@ from megascale_driver.platform.joining import RunningCluster
 from megascale_driver.platform.local_node import OPERATOR_NAME, RUN_FOLDER_VARIABLE
 from megascale_driver.platform.providing import AFTER_S
 from megascale_driver.platform.registry import known_platforms, open_platform
+from megascale_job.visible import agreed, counted, visible
 
 app = typer.Typer(
     add_completion=False,

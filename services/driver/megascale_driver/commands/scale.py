@@ -1,6 +1,6 @@
 """`megascale plan search`, `spares`, `checkpoint` and `goodput`: planning without a job file.
 
-The formulas are :mod:`megascale_driver.planner` and :mod:`megascale_common.sizes`; here are the
+The formulas are :mod:`megascale_planner` and :mod:`megascale_job.sizes`; here are the
 options and the tables. With ``--json`` one object is printed on stdout.
 """
 
@@ -16,22 +16,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megascale_common.node.visible import counted
-from megascale_common.sizes.checkpoint_interval import (
+from megascale_driver.commands.models import MODELS
+from megascale_job.sizes.checkpoint_interval import (
     HOUR_S,
     PUBLISHED_DEVICE_HOURS,
     best_interval_s,
     mtbf_s,
 )
-from megascale_common.sizes.spare_count import away_probability, enough_spares
-from megascale_driver.commands.models import MODELS
-from megascale_driver.planner.calibration_file import BadCalibration, calibrated
-from megascale_driver.planner.goodput import goodput
-from megascale_driver.planner.gpus import GPUS
-from megascale_driver.planner.search import BLOCKS, Found, layout, search, sources
-from megascale_driver.planner.systems import SYSTEMS
-from megascale_driver.planner.training_share import with_measured_share
-from megascale_driver.planner.workload import Refused, Workload, from_row
+from megascale_job.sizes.spare_count import away_probability, enough_spares
+from megascale_job.visible import counted
+from megascale_planner.calibration_file import BadCalibration, calibrated
+from megascale_planner.goodput import goodput
+from megascale_planner.gpus import GPUS
+from megascale_planner.search import BLOCKS, Found, layout, search, sources
+from megascale_planner.systems import SYSTEMS
+from megascale_planner.training_share import with_measured_share
+from megascale_planner.workload import Refused, Workload, from_row
 
 USER_MISTAKE_EXIT_CODE = 2
 _SHOWN_REASONS = 8

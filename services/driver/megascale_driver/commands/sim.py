@@ -1,6 +1,6 @@
 """`megascale sim ecmp` and `cc`: what a cluster's network does to a job, simulated.
 
-The models are :mod:`megascale_driver.network`; here are the options, tables, files and plots.
+The models are :mod:`megascale_planner.network`; here are the options, tables, files and plots.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megascale_common.node.visible import counted
 from megascale_driver.commands import sim_plots
-from megascale_driver.network.congestion.arms import ARMS
-from megascale_driver.network.congestion.incast import Setup, simulate
-from megascale_driver.network.ecmp import conflicts
-from megascale_driver.network.ecmp import simulate as simulate_flows
-from megascale_driver.network.fabric import BadFabric, Fabric, Floats
-from megascale_driver.network.traffic import ORDERS, PHASES, BadJob
+from megascale_job.visible import counted
+from megascale_planner.network.congestion.arms import ARMS
+from megascale_planner.network.congestion.incast import Setup, simulate
+from megascale_planner.network.ecmp import conflicts
+from megascale_planner.network.ecmp import simulate as simulate_flows
+from megascale_planner.network.fabric import BadFabric, Fabric, Floats
+from megascale_planner.network.traffic import ORDERS, PHASES, BadJob
 
 USER_MISTAKE_EXIT_CODE = 2
 _TABLE_WIDTH = 150

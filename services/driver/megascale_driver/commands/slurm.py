@@ -15,14 +15,14 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from megascale_common.job.names import is_dns_label
-from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import ServiceError, UnavailableError
 from megascale_driver.platform import slurm, slurm_commands, slurm_further
 from megascale_driver.platform.allocation import Allocation, AllocationOptions, run_node
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.providing import AFTER_S
 from megascale_driver.platform.slurm_further import AllocatedCluster
+from megascale_job.names import is_dns_label
+from megascale_job.visible import agreed, counted
 
 app = typer.Typer(
     add_completion=False,

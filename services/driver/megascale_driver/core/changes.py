@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypedDict
 
-from megascale_common.job.config import JobConfig
-from megascale_common.job.restore import RestorePlan
-from megascale_driver.core.attempt import (
+from megascale_driver.core.values.attempt import (
     Attempt,
     FailureCount,
     Fault,
@@ -21,11 +19,11 @@ from megascale_driver.core.attempt import (
     SearchLog,
     TrafficSeen,
 )
-from megascale_driver.core.conditions import Condition, SlowCheck
-from megascale_driver.core.goodput import Ledger
-from megascale_driver.core.platform_sign import PlatformSign
-from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
-from megascale_driver.core.state import (
+from megascale_driver.core.values.conditions import Condition, SlowCheck
+from megascale_driver.core.values.goodput import Ledger
+from megascale_driver.core.values.platform_sign import PlatformSign
+from megascale_driver.core.values.replica_orders import FailedCopies, ReplicaOrders
+from megascale_driver.core.values.state import (
     AttemptRecord,
     Check,
     Desired,
@@ -37,10 +35,12 @@ from megascale_driver.core.state import (
     Report,
     Rollback,
 )
+from megascale_job.config import JobConfig
+from megascale_job.restore import RestorePlan
 
 
 class NodeChanges(TypedDict, total=False):
-    """Fields of :class:`megascale_driver.core.state.Node`; a node keeps its name."""
+    """Fields of :class:`megascale_driver.core.values.state.Node`; a node keeps its name."""
 
     identity: Identity
     disposition: Disposition
@@ -65,7 +65,7 @@ class NodeChanges(TypedDict, total=False):
 
 
 class JobChanges(TypedDict, total=False):
-    """Fields of :class:`megascale_driver.core.state.Job`; a job keeps its name."""
+    """Fields of :class:`megascale_driver.core.values.state.Job`; a job keeps its name."""
 
     config: JobConfig
     spec_revision: int
@@ -113,7 +113,7 @@ class JobChanges(TypedDict, total=False):
 
 
 class AttemptChanges(TypedDict, total=False):
-    """Fields of :class:`megascale_driver.core.attempt.Attempt`; its number and its places stay."""
+    """Fields of :class:`megascale_driver.core.values.attempt.Attempt`; its number and its places stay."""
 
     store_endpoint: str
     committer_endpoint: str

@@ -9,18 +9,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from megascale_driver.core import accounting, unreadable
-from megascale_driver.core.attempt import Fault
+from megascale_driver.core import unreadable
 from megascale_driver.core.changes import AttemptChanges, JobChanges, NodeChanges
-from megascale_driver.core.copies import changed
-from megascale_driver.core.desired import desired_of
-from megascale_driver.core.events import Audit, Effect, Evidence, Outcome
-from megascale_driver.core.overlay import Working
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.reasons import Reason
-from megascale_driver.core.rules import mode_of
-from megascale_driver.core.standing import Silence, Tenant
-from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
+from megascale_driver.core.values import accounting
+from megascale_driver.core.values.attempt import Fault
+from megascale_driver.core.values.copies import changed
+from megascale_driver.core.values.desired import desired_of
+from megascale_driver.core.values.events import Audit, Effect, Evidence, Outcome
+from megascale_driver.core.values.overlay import Working
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.reasons import Reason
+from megascale_driver.core.values.rules import mode_of
+from megascale_driver.core.values.standing import Silence, Tenant
+from megascale_driver.core.values.state import Breaker, Cluster, Job, Node, Request, Root
 
 DRIVER = "driver"
 MANY = 64  # nodes that an event has changed something for
@@ -87,7 +88,7 @@ class Draft:
         )
 
     def enforced(self, rule: str) -> bool:
-        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.rules`)."""
+        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.values.rules`)."""
         return mode_of(self.breaker.modes, rule) == "ENFORCE"
 
     def remember_roots(self, roots: tuple[Root, ...]) -> None:

@@ -14,29 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megascale_driver.core import (
-    breaker,
-    deleting,
-    divergence,
-    forgetting,
-    hang,
-    jobs,
-    liveness,
-    nodes,
-    orders,
-    plans,
-    profiles,
-    quotas,
-    repeated_checks,
-    searching,
-    silencing,
-    stragglers,
-    suspending,
-    traffic,
-)
-from megascale_driver.core.analysis_events import LossDiverged, PlanCompared, StragglerFound
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import (
+from megascale_driver.core.faults import breaker, liveness
+from megascale_driver.core.jobs import deleting, jobs
+from megascale_driver.core.nodes import forgetting, nodes, profiles
+from megascale_driver.core.orders import divergence, orders, silencing, stragglers, suspending
+from megascale_driver.core.queue import quotas
+from megascale_driver.core.queue.scheduling import schedule
+from megascale_driver.core.recovery import repeated_checks, searching
+from megascale_driver.core.signs import hang, plans, traffic
+from megascale_driver.core.values.analysis_events import LossDiverged, PlanCompared, StragglerFound
+from megascale_driver.core.values.events import (
     AttemptOpened,
     BreakerResetRequested,
     CancelRequested,
@@ -70,11 +58,10 @@ from megascale_driver.core.events import (
     UncordonRequested,
     UpdateRequested,
 )
-from megascale_driver.core.group_events import CheckCompared, GroupChecked
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.scheduling import schedule
-from megascale_driver.core.state import Cluster, Request
-from megascale_driver.core.traffic_events import TrafficChanged, TrafficStood
+from megascale_driver.core.values.group_events import CheckCompared, GroupChecked
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster, Request
+from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megascale_driver.core.state import AttemptPhase, Disposition, Node
+from megascale_driver.core.values.state import AttemptPhase, Disposition, Node
 
 _JOBS = "jobs/"
 _MANUAL = "manual"  # the policy of what operators order

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from megascale_common.service.errors import ExpiredError
-from megascale_driver.core.events import Audit
+from megascale_driver.core.values.events import Audit
 
 HELD_LINES = 50_000
 TRIM_LINES = 5_000  # dropped together, so that trimming costs little per line

@@ -20,9 +20,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from megascale_common.node.visible import counted
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.storing import added_to, key_of, stored_fields
+from megascale_driver.core.values.storing import added_to, key_of, stored_fields
+from megascale_job.visible import counted
 
 T = TypeVar("T")
 R = TypeVar("R")

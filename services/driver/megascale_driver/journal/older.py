@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megascale_common.etcd.protocol import Etcd
 from megascale_common.service.errors import CodecError, ExpiredError
-from megascale_driver.core.events import Audit
+from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import codec, ranges, records
 
 PLACES = 256  # in the export that are remembered, of logs and of readers

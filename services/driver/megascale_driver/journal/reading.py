@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 
 from megascale_common.etcd.operations import KeyValue
 from megascale_common.etcd.protocol import Etcd
-from megascale_common.job import config as job_config
-from megascale_common.job.names import is_dns_label
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, ServiceError
-from megascale_driver.core import plausible
-from megascale_driver.core.events import Audit
-from megascale_driver.core.standing import Tenant
-from megascale_driver.core.state import (
+from megascale_driver.core.values import plausible
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.standing import Tenant
+from megascale_driver.core.values.state import (
     AttemptRecord,
     Breaker,
     Cluster,
@@ -33,6 +31,8 @@ from megascale_driver.core.state import (
 from megascale_driver.journal import codec, ranges, records
 from megascale_driver.journal.parts import PARTS, joined, named
 from megascale_driver.journal.rows import INDEX, Rows, attempt_key
+from megascale_job import config as job_config
+from megascale_job.names import is_dns_label
 
 CLUSTER_LINES = 5_000  # newest lines of the cluster's log that a new leader holds
 ACTIVE_JOB_LINES = 500  # of a job that has not ended

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.events import Audit
+from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import coalesced, codec
 
 PLAIN_LINES = 24  # of one decision in one log; more become blocks

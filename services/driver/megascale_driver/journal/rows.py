@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale_common.job import config as job_config
-from megascale_driver.core.events import Audit
-from megascale_driver.core.overlay import changed_keys
-from megascale_driver.core.state import Cluster, Job
-from megascale_driver.core.storing import differs
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.overlay import changed_keys
+from megascale_driver.core.values.state import Cluster, Job
+from megascale_driver.core.values.storing import differs
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.parts import PARTS, PartEncoder
+from megascale_job import config as job_config
 
 INDEX = "index/"
 JOBS = "jobs/"

@@ -11,8 +11,8 @@ import time
 
 from megascale_common.etcd.election import Leadership
 from megascale_common.etcd.protocol import Etcd
-from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.state import Cluster
 from megascale_driver.journal import codec, ranges, records
 from megascale_driver.journal.fenced import (
     MAX_BYTES,

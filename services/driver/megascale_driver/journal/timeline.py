@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from megascale_common.etcd.protocol import Etcd
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.events import Audit
+from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import audit_log, records
 from megascale_driver.journal.older import OlderLines
 

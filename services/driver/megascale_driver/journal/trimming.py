@@ -21,8 +21,8 @@ from megascale_common.etcd.protocol import Etcd
 from megascale_common.service import logs
 from megascale_common.service.clock import Clock
 from megascale_common.service.errors import CodecError, NotLeaderError
-from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster, Job
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.state import Cluster, Job
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.fenced import FencedWriter
 from megascale_driver.journal.rows import Change, attempt_key

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megascale_common.node.visible import counted
 from megascale_driver.placement.gang import Candidate, Part, place
 from megascale_driver.placement.queue_values import Choice, WaitingJob
-from megascale_driver.planner.placement_cost import Score, Traffic, score
+from megascale_job.visible import counted
+from megascale_planner.placement_cost import Score, Traffic, score
 
 MAX_BLOCKS = 8  # shapes that are compared, the largest first
 

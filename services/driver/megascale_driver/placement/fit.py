@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megascale_common.job.config import JobConfig
-from megascale_common.job.problems import JobProblem
-from megascale_common.node.visible import counted
-from megascale_common.sizes.spare_count import wanted_spares
 from megascale_driver.placement.gang import Candidate, place
+from megascale_job.config import JobConfig
+from megascale_job.problems import JobProblem
+from megascale_job.sizes.spare_count import wanted_spares
+from megascale_job.visible import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def refusals(config: JobConfig, rank_bytes: int, known: Sequence[Capacity]) -> l
 
     Args:
         rank_bytes: memory that the largest rank needs
-            (:func:`megascale_common.sizes.memory.largest_rank_memory`).
+            (:func:`megascale_job.sizes.memory.largest_rank_memory`).
     """
     problems: list[JobProblem] = []
     if not known:

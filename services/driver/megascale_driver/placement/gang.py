@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megascale_driver.planner.placement_cost import Path, Traffic, added
+from megascale_planner.placement_cost import Path, Traffic, added
 
 KINDS = ("cuda", "cpu")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megascale_common.node.visible import counted
 from megascale_driver.placement import reservation
 from megascale_driver.placement.cost import cheapest, rescored
 from megascale_driver.placement.gang import Candidate, replace_lost
@@ -30,6 +29,7 @@ from megascale_driver.placement.queue_values import (
 )
 from megascale_driver.placement.quota import Ledger
 from megascale_driver.placement.room import Room
+from megascale_job.visible import counted
 
 # A placement of thousands of nodes costs milliseconds; what is left over starts with the next tick.
 MAX_STARTS = 32

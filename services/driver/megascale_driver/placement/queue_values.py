@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megascale_driver.placement.gang import Candidate, Part
-from megascale_driver.planner.placement_cost import Score, Traffic
+from megascale_planner.placement_cost import Score, Traffic
 
 
 @dataclass(frozen=True, slots=True)

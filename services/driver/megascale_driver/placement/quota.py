@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from megascale_common.node.visible import counted
 from megascale_driver.placement.queue_values import RunningJob, WaitingJob
+from megascale_job.visible import counted
 
 
 class Ledger:

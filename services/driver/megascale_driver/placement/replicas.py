@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megascale_common.job.rank_layout import AXES, RankLayout
+from megascale_job.layout import AXES, RankLayout
 
 DOMAINS = ("host", "rack", "switch")  # labels of what fails as one, the worst to share first
 Group = tuple[str, int]

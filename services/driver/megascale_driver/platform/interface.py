@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import OptionError
+from megascale_job.visible import agreed, counted
 
 # Of the reasons for drains: it shows the platform's operators, and this project, whose they are.
 PREFIX = "megascale: "

@@ -26,6 +26,7 @@ from megascale_common.service.errors import (
 )
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
+from megascale_driver.nodes.probes import refuses
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind, count_gpus
 from megascale_driver.platform.local_node import (
@@ -40,7 +41,6 @@ from megascale_driver.platform.local_node import (
     start_node,
     stored_node,
 )
-from megascale_driver.probes import refuses
 
 POLL_INTERVAL_S = 0.1
 

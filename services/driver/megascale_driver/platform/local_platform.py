@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from megascale_common.node.files import replace_file
-from megascale_common.node.visible import agreed, counted
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
 from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
 from megascale_driver.platform.joining import RunningCluster
@@ -19,6 +18,7 @@ from megascale_driver.platform.local_node import (
     running_nodes,
     stored_node,
 )
+from megascale_job.visible import agreed, counted
 
 DRAINED_FILE = "drained"  # in a node's folder; its text is the reason
 START_TIMEOUT_S = 120.0

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_driver.core.events import NodeReport, RankPages
-from megascale_driver.core.policy import Policy
+from megascale_driver.core.values.events import NodeReport, RankPages
+from megascale_driver.core.values.policy import Policy
 from megascale_driver.presence import arrival, evidence, reports
 from megascale_driver.presence.arrival import Arrival
 from megascale_driver.presence.clock_offset import ClockOffset

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 
-from megascale_driver.core import timers
-from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster
+from megascale_driver.core.jobs import timers
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Cluster
 from megascale_driver.presence.lane import Lane
 
 TICK_INTERVAL_S = 0.25

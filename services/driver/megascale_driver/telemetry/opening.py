@@ -16,7 +16,7 @@ from megascale_common.service import tasks
 from megascale_common.service.errors import OptionError
 
 if TYPE_CHECKING:
-    from megascale_driver.engine import Engine
+    from megascale_driver.shell.engine import Engine
     from megascale_driver.telemetry.intake import SpanIntake
     from megascale_driver.telemetry.views import SpanViews
 
@@ -139,8 +139,8 @@ def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
 
 def _calibrations(files: Sequence[Path]) -> dict[str, str]:
     """The texts of calibration files, by the device of each."""
-    from megascale_driver.planner.calibration_file import BadCalibration
-    from megascale_driver.planner.job_plan import by_device
+    from megascale_planner.calibration_file import BadCalibration
+    from megascale_planner.job_plan import by_device
 
     texts = {}
     try:

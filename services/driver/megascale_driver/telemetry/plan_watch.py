@@ -15,16 +15,16 @@ import numpy as np
 
 from megascale.v1 import driver_pb2
 from megascale_common.service import logs
-from megascale_driver.core.analysis_events import PlanCompared
-from megascale_driver.core.events import (
+from megascale_driver.core.values.analysis_events import PlanCompared
+from megascale_driver.core.values.events import (
     Event,
 )
-from megascale_driver.core.state import Cluster, Job, JobPhase
-from megascale_driver.planner.beside import Comparison, PlanRule, beside
-from megascale_driver.planner.calibration_file import BadCalibration
-from megascale_driver.planner.job_plan import JobPlan, plan_of
-from megascale_driver.planner.workload import Refused
+from megascale_driver.core.values.state import Cluster, Job, JobPhase
 from megascale_driver.telemetry.views import SpanViews
+from megascale_planner.beside import Comparison, PlanRule, beside
+from megascale_planner.calibration_file import BadCalibration
+from megascale_planner.job_plan import JobPlan, plan_of
+from megascale_planner.workload import Refused
 
 LOOK_S: Final = 5.0
 RULE: Final = PlanRule()

@@ -25,7 +25,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from megascale.v1 import link_pb2
-from megascale_common.job.names import is_dns_label
 from megascale_common.node.spans.ops import MAX_OPS, Op
 from megascale_common.node.spans.record import SPAN, from_columns
 from megascale_driver.analysis.spans.table import RECORD
@@ -37,6 +36,7 @@ from megascale_driver.telemetry.files import (
     read_table,
     write_table,
 )
+from megascale_job.names import is_dns_label
 
 FLUSH_S = 10.0
 FLUSH_SPANS = 1 << 18  # 8 MiB

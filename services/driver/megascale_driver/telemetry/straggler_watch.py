@@ -12,11 +12,11 @@ from typing import Final
 
 from megascale_common.service import logs
 from megascale_driver.analysis.spans.outliers import OutlierRule
-from megascale_driver.core.analysis_events import StragglerFound
-from megascale_driver.core.events import (
+from megascale_driver.core.values.analysis_events import StragglerFound
+from megascale_driver.core.values.events import (
     Event,
 )
-from megascale_driver.core.state import Cluster, JobPhase
+from megascale_driver.core.values.state import Cluster, JobPhase
 from megascale_driver.telemetry.views import SpanViews
 
 LOOK_S: Final = 5.0

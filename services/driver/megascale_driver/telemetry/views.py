@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 
 from megascale.v1 import driver_pb2
-from megascale_common.node.visible import counted
 from megascale_driver.analysis.spans.clocks import Exchange, clocks
 from megascale_driver.analysis.spans.counters import CounterChange, windows_of
 from megascale_driver.analysis.spans.decline import compared
@@ -22,9 +21,10 @@ from megascale_driver.analysis.spans.merged import merged
 from megascale_driver.analysis.spans.outliers import COMPARED, OutlierRule, SlowNode, slow_nodes
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.analysis.spans.terms import MeasuredSteps, measured_steps
-from megascale_driver.core.state import Job
+from megascale_driver.core.values.state import Job
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
+from megascale_job.visible import counted
 
 MAX_TRACED: Final = 500_000  # spans of a trace; viewers slow down beyond
 MAX_COMPARED: Final = 4_000_000  # spans that the tree of causes reads

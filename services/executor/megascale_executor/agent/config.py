@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megascale_common.job.names import is_dns_label
-from megascale_common.node.visible import counted
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity.certificates import Certificates
 from megascale_executor.agent.kernel_log import KERNEL_LOG
+from megascale_job.names import is_dns_label
+from megascale_job.visible import counted
 
 DeviceKindName = Literal["cpu", "cuda"]
 LOOPBACK = "127.0.0.1"

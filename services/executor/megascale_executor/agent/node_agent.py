@@ -22,20 +22,25 @@ from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import read_token, write_address
-from megascale_executor.agent import attempt, folders, job_secrets, secret_tenants
+from megascale_executor.agent import attempt, folders
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.attempt_runner import AttemptRunner
-from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
+from megascale_executor.agent.checks.checkpoint_daemon import CheckpointDaemon
+from megascale_executor.agent.checks.group_checks import GroupChecks
 from megascale_executor.agent.config import AgentConfig, addresses_from
-from megascale_executor.agent.group_checks import GroupChecks
-from megascale_executor.agent.heartbeat import build_heartbeat, build_hello
-from megascale_executor.agent.job_processes import NodeSetup, Preparation, offered_accounts
-from megascale_executor.agent.link import DriverLink, NodeSide
-from megascale_executor.agent.metrics import AgentMetrics
-from megascale_executor.agent.service import SERVICE_NAME, ExecutorService
-from megascale_executor.agent.span_reports import SpanReports
-from megascale_executor.agent.step_reports import StepReports
-from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.agent.link.driver_link import DriverLink, NodeSide
+from megascale_executor.agent.link.heartbeat import build_heartbeat, build_hello
+from megascale_executor.agent.link.metrics import AgentMetrics
+from megascale_executor.agent.link.service import SERVICE_NAME, ExecutorService
+from megascale_executor.agent.processes import job_secrets, secret_tenants
+from megascale_executor.agent.processes.job_processes import (
+    NodeSetup,
+    Preparation,
+    offered_accounts,
+)
+from megascale_executor.agent.processes.template_keeper import TemplateKeeper
+from megascale_executor.agent.reports.span_reports import SpanReports
+from megascale_executor.agent.reports.step_reports import StepReports
+from megascale_executor.agent.run.attempt_runner import AttemptRunner
 from megascale_executor.counters.sampler import of_host, traffic_ring
 from megascale_executor.diagnostics.devices import DeviceFacts, cpu_slots, list_gpus
 

@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Sequence
 
-from megascale_common.node.visible import counted
 from megascale_common.service.errors import DeviceQueryError
 from megascale_executor.diagnostics.devices import DeviceFacts, list_gpus
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
+from megascale_job.visible import counted
 
 NAME = "device_present"
 

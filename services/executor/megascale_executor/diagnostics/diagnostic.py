@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from megascale_common.job.config import JobConfig
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.wanted_network import WantedNetwork
+from megascale_job.config import JobConfig
 
 DEFAULT_TIMEOUT_S = 30.0
 

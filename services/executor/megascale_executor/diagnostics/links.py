@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascale_common.node.process import child_environment
-from megascale_common.node.visible import counted
 from megascale_executor.counters.network import ports
 from megascale_executor.counters.reading import folders
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
+from megascale_job.visible import counted
 
 TCP_BYTES, TCP_TIMEOUT_S = 64 << 20, 5.0
 MAX_PAIRS = 56  # of 8 ports, in both directions

@@ -13,12 +13,12 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megascale_common.node.visible import counted
 from megascale_executor.counters.reading import folders
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.versions import nccl_version
 from megascale_executor.diagnostics.wanted_network import WantedNetwork
+from megascale_job.visible import counted
 
 NAME = "network_profile"
 INFINIBAND = Path("sys/class/infiniband")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 
 MAX_SETTINGS = 64  # of NCCL in an assignment; a profile has some twenty
 MAX_CARDS = 64  # of a node, in an assignment

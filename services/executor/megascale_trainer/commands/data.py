@@ -23,12 +23,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megascale_common.job.corpus_record import (
+from megascale_job.corpus_record import (
     TOKENIZER_SUFFIXES,
     CorpusRecord,
     record_path,
 )
-from megascale_common.node.visible import counted, visible
+from megascale_job.visible import counted, visible
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.indexed import MAGIC, IndexedDataset, bin_path, idx_path, token_dtype
 from megascale_trainer.data.indexed_writer import IndexedWriter

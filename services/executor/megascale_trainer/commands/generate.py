@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from megascale_common.job.problems import JobError
-from megascale_common.node.visible import visible
+from megascale_job.problems import JobError
+from megascale_job.visible import visible
 from megascale_trainer.data.errors import DataError
 
 app = typer.Typer(help="A sample of text from a job's newest checkpoint.", add_completion=False)
@@ -63,7 +63,7 @@ def generate(
     from megascale_trainer.launch.host_services import ServiceFailed
     from megascale_trainer.launch.job_file import load_config
     from megascale_trainer.library import Trainer
-    from megascale_trainer.restore import RestoreRefused
+    from megascale_trainer.save.restore import RestoreRefused
 
     try:
         _refuse_name(job)

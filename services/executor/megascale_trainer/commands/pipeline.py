@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from megascale_common.node.visible import counted, visible
+from megascale_job.visible import counted, visible
 from megascale_trainer.parallel.pipeline.drawing import as_svg, as_text
 from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Kind
 from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simulate

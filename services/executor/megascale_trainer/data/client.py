@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
-from megascale_common.job.config import JobConfig
 from megascale_common.node import framing
+from megascale_job.config import JobConfig
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.ring import BATCH_DTYPES, Geometry, map_for_reading
 

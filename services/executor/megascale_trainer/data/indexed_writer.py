@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale_common.job.corpus_record import record_path
+from megascale_job.corpus_record import record_path
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.indexed import (
     HEADER,

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megascale_common.node import framing
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 from megascale_trainer.data.ring import Geometry, create_memory

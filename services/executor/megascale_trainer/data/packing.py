@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.job.config import JobConfig
-from megascale_common.job.corpus_record import CorpusRecord, record_path
+from megascale_job.config import JobConfig
+from megascale_job.corpus_record import CorpusRecord, record_path
 from megascale_trainer.data.blend import Blend, TokenBlend
 from megascale_trainer.data.corpus import SequenceSource
 from megascale_trainer.data.documents import DocumentSource

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 
 _ROUNDS = 8
 _MASK = (1 << 64) - 1

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 from megascale_trainer.data.errors import DataError
 
 SLOTS = 3  # one step being read, the next one ready, and one being filled

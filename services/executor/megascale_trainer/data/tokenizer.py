@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megascale_common.job.corpus_record import TOKENIZER_SUFFIXES, recorded_end
+from megascale_job.corpus_record import TOKENIZER_SUFFIXES, recorded_end
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.indexed import Tokens
 from megascale_trainer.data.inputs import Document, texts_of

@@ -14,10 +14,10 @@ import re
 import sys
 from pathlib import Path
 
-from megascale_common.job.config import JobConfig
-from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.node.output import steady, steady_streams
 from megascale_common.node.process import arm_parent_death
+from megascale_job.config import JobConfig
+from megascale_job.problems import JobError, JobProblem
 from megascale_trainer.launch.display import duplicate
 from megascale_trainer.launch.host_services import HostServices, new_token
 from megascale_trainer.launch.job_file import load_config

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from megascale_common.node.visible import visible
+from megascale_job.visible import visible
 
 BAR_CELLS = 20
 _LEAST_REDRAW_S = 0.1

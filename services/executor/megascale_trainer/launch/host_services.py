@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from megascale_common.job import config as job_config
-from megascale_common.job.config import JobConfig
 from megascale_common.node import framing
 from megascale_common.node.addresses import is_loopback
 from megascale_common.node.incarnation import new_incarnation
@@ -29,6 +27,8 @@ from megascale_common.node.messages import Refused
 from megascale_common.node.opening_messages import AskSaves, AttemptOpened, OpenAttempt, Saves
 from megascale_common.node.process import child_environment
 from megascale_common.node.socket_folder import create_socket_folder
+from megascale_job import config as job_config
+from megascale_job.config import JobConfig
 from megascale_trainer.launch.place import LOOPBACK
 
 CLUSTER = "by-hand"

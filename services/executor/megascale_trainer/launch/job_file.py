@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megascale_common.job import config as job_config
-from megascale_common.job.config import JobConfig
-from megascale_common.job.problems import JobError, JobProblem
+from megascale_job import config as job_config
+from megascale_job.config import JobConfig
+from megascale_job.problems import JobError, JobProblem
 
 MAX_FILE_BYTES = 1 << 20  # that of the client's reader
 

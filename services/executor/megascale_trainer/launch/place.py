@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megascale_common.job.config import JobConfig
-from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.node.addresses import on_route_to
-from megascale_common.node.visible import counted
+from megascale_job.config import JobConfig
+from megascale_job.problems import JobError, JobProblem
+from megascale_job.visible import counted
 
 LOOPBACK = "127.0.0.1"
 

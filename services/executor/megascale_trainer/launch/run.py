@@ -15,16 +15,16 @@ from typing import Any, TextIO, cast
 
 import torch
 
-from megascale_common.job import config as job_config
-from megascale_common.job.config import JobConfig
-from megascale_common.job.rank_layout import readers_of
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.addresses import is_loopback, listen
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
 from megascale_common.node.incarnation import network_view
 from megascale_common.node.messages import Assignment
-from megascale_common.node.visible import counted, visible
+from megascale_job import config as job_config
+from megascale_job.config import JobConfig
+from megascale_job.layout import readers_of
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.visible import counted, visible
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
 from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch

@@ -10,10 +10,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.kept import KeptFiles
 from megascale_common.node.spans.ring import SpanRingReader
+from megascale_job.layout import RankLayout
 
 HALF_BYTES = 16 << 20  # of records in one file: half a million spans
 _TAKEN_AT_ONCE = 4096  # records

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megascale_common.job.config import ModelConfig
+from megascale_job.config import ModelConfig
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.sharding import EmbeddingSharding
 from megascale_trainer.weights import Weight, Weights

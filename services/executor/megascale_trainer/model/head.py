@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 from megascale_kernels.operators import Operators
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.layer import normalise

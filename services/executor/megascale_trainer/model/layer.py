@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megascale_common.job.config import JobConfig, ModelConfig
+from megascale_job.config import JobConfig, ModelConfig
 from megascale_kernels.attention import AttentionMask, attention_mask, chosen_backend
 from megascale_kernels.documents import Documents
 from megascale_kernels.operators import LayerOperators

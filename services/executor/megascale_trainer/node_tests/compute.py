@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 from megascale_trainer.node_tests.measurement import Measured, device_of, median_s
 
 # m, n, k: square, a projection of many tokens, and one with a long inner dimension.

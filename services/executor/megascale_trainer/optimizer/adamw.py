@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from megascale_common.sizes.parameter_table import DEFAULT_STATES
+from megascale_job.sizes.parameter_table import DEFAULT_STATES
 from megascale_kernels import adamw
 from megascale_kernels.adamw import AdamWKernel, AdamWUpdate
 from megascale_trainer.optimizer.interface import OptimizerFactory, OptimizerSetup

@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from megascale_common.job.config import OptimizerConfig
-from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_job.config import OptimizerConfig
+from megascale_job.sizes.parameter_slices import ParameterTable
 from megascale_trainer.optimizer.step_control import StepControl
 
 

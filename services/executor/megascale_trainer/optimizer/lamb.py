@@ -16,14 +16,14 @@ from typing import ClassVar, Literal
 
 import torch
 
-from megascale_common.job.config import LambConfig
-from megascale_common.sizes.parameter_slices import (
+from megascale_job.config import LambConfig
+from megascale_job.sizes.parameter_slices import (
     ParameterSlice,
     ParameterTable,
     ShardRange,
     stands_for,
 )
-from megascale_common.sizes.parameter_table import DEFAULT_STATES
+from megascale_job.sizes.parameter_table import DEFAULT_STATES
 from megascale_kernels import lamb
 from megascale_kernels.adamw import AdamWUpdate
 from megascale_kernels.lamb import LambKernel, Segment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 
 
 def learning_rate(config: JobConfig, step: int) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, cast
 
-from megascale_common.sizes.checkpoint_layout import MASTER, is_state_name
+from megascale_job.sizes.checkpoint_layout import MASTER, is_state_name
 from megascale_trainer import optimizer
 from megascale_trainer.optimizer.interface import OptimizerFactory
 

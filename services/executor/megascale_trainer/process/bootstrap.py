@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.status_page import StatusPageWriter
-from megascale_common.node.visible import counted
+from megascale_job.layout import RankLayout
+from megascale_job.visible import counted
 from megascale_trainer.parallel.groups import Edges, Group, Groups, single_process_groups
 from megascale_trainer.process.group_plan import PlannedGroup, edge_name, group_plan
 from megascale_trainer.telemetry.timeline import Timeline

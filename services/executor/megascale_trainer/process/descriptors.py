@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 
 OWN_DESCRIPTORS = 1024  # of the process itself: files, sockets of its groups, devices
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megascale_common.job.rank_layout import RankLayout
+from megascale_job.layout import RankLayout
 
 Kind = Literal["axis", "edge", "ends", "alone"]
 Payload = Literal["activation", "gradient"]

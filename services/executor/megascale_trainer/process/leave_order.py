@@ -12,7 +12,7 @@ from typing import Any
 
 from megascale_common.node import framing
 from megascale_common.node.messages import NotLeft
-from megascale_trainer.snapshot_schedule import LEAVE
+from megascale_trainer.save.snapshot_schedule import LEAVE
 
 STEPS_AHEAD = 2
 MAX_PROBLEM = 2000  # characters that the agent gets

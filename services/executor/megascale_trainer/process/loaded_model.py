@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from megascale_common.job.config import DataConfig, JobConfig, ModelConfig
+from megascale_job.config import DataConfig, JobConfig, ModelConfig
 from megascale_trainer.optimizer.learning_rate import learning_rate
 
 # What gives the parameters their meaning. The rest may be changed on purpose, as rope_theta and

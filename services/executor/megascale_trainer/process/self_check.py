@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megascale_common.node import framing
 from megascale_common.node.messages import SelfChecked, SelfCheckResult
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 from megascale_trainer.process.interfaces import pin_interface
 
 _PERIOD = 16

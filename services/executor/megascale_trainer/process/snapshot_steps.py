@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 
-from megascale_common.job.config import JobConfig
 from megascale_common.node.status_page import Phase, StatusPageWriter
-from megascale_common.sizes.checkpoint_interval import PUBLISHED_DEVICE_HOURS, mtbf_s
-from megascale_trainer.auto_interval import AutoCadence, wished_steps
-from megascale_trainer.host_copy import CopyEnd
+from megascale_job.config import JobConfig
+from megascale_job.sizes.checkpoint_interval import PUBLISHED_DEVICE_HOURS, mtbf_s
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.process.loaded_model import schedule_of
-from megascale_trainer.save_cost import SaveCost
-from megascale_trainer.snapshot import Snapshotter
-from megascale_trainer.snapshot_schedule import Cadence, Votes
+from megascale_trainer.save.auto_interval import AutoCadence, wished_steps
+from megascale_trainer.save.host_copy import CopyEnd
+from megascale_trainer.save.save_cost import SaveCost
+from megascale_trainer.save.snapshot import Snapshotter
+from megascale_trainer.save.snapshot_schedule import Cadence, Votes
 
 # The last step waits this long for a slot while its peers wait in the all-reduce of the votes.
 LAST_SLOT_TIMEOUT_S, SHARE_OF_COLLECTIVE_TIMEOUT = 60.0, 2
@@ -81,7 +81,7 @@ class SnapshotSteps:
         return None if self._snapshots is None else self._snapshots.copied
 
     def vote(self, step: int) -> int:
-        """This rank's vote in ``step`` (:mod:`megascale_trainer.snapshot_schedule`)."""
+        """This rank's vote in ``step`` (:mod:`megascale_trainer.save.snapshot_schedule`)."""
         subject = self._cadence.subject(step)
         if self._snapshots is None or subject is None:
             return 0

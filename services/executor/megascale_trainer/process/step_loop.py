@@ -20,7 +20,7 @@ from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process.leave_order import STEPS_AHEAD, LeaveOrder
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_records import StepRecords
-from megascale_trainer.snapshot_schedule import Votes
+from megascale_trainer.save.snapshot_schedule import Votes
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.trainer import StepResult, Trainer

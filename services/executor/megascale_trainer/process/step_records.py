@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megascale_common.job.config import JobConfig
 from megascale_common.node import framing
 from megascale_common.node.messages import Assignment
-from megascale_common.sizes import flops
+from megascale_job.config import JobConfig
+from megascale_job.sizes import flops
 from megascale_trainer.telemetry.trackers import Trackers
 from megascale_trainer.trainer import StepRecord
 

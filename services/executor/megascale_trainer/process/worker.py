@@ -23,9 +23,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from megascale_common.job import config as job_config
-from megascale_common.job.config import JobConfig
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.messages import (
@@ -38,11 +35,13 @@ from megascale_common.node.messages import (
 )
 from megascale_common.node.spans.ring import SpanRingWriter
 from megascale_common.node.status_page import Phase, StatusPageWriter
-from megascale_common.node.visible import counted
-from megascale_common.sizes.checkpoint_interval import device_hours_per_failure
-from megascale_common.sizes.staging import snapshots_in_flight
+from megascale_job import config as job_config
+from megascale_job.config import JobConfig
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.sizes.checkpoint_interval import device_hours_per_failure
+from megascale_job.sizes.staging import snapshots_in_flight
+from megascale_job.visible import counted
 from megascale_kernels import flash_attention_4
-from megascale_trainer.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
@@ -63,8 +62,9 @@ from megascale_trainer.process.loaded_model import (
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
-from megascale_trainer.restore import MemoryLook, RestoreRefused, restore
-from megascale_trainer.snapshot import Snapshotter
+from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
+from megascale_trainer.save.restore import MemoryLook, RestoreRefused, restore
+from megascale_trainer.save.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timeline import Timeline
 from megascale_trainer.telemetry.timer import StepTimer, step_timer
@@ -476,7 +476,7 @@ def _classify(error: BaseException) -> tuple[ErrorKind, str]:
 
     A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only
     a lost CUDA context is left of it, the agent finds the cause on the status page
-    (:mod:`megascale_executor.agent.symptoms`).
+    (:mod:`megascale_executor.agent.workers.symptoms`).
     """
     if isinstance(error, (JobRefused, CorpusError)):
         return "BAD_JOB", str(error)

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megascale_common.job import config as job_config
-from megascale_common.job.config import JobConfig, TelemetryConfig
+from megascale_job import config as job_config
+from megascale_job.config import JobConfig, TelemetryConfig
 
 MOST_WAITING = 10_000  # records; above it they are dropped and counted
 CLOSE_TIMEOUT_S = 60.0

@@ -14,9 +14,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import SPAN
+from megascale_job.layout import RankLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.ops import Op, OpRegistry
 from megascale_common.node.spans.record import SPAN, Span
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 
 CAPACITY = 8192  # records: 256 KiB
 _MAX_CAPACITY = 1 << 20

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megascale_common.job.names import is_dns_label
 from megascale_common.node.files import replace_file
 from megascale_common.service.errors import ExistsError, NotFoundError, OptionError
 from megascale_common.service.identity.certificates import CA_FILE, Certificates, in_folder
 from megascale_common.service.identity.peers import Role, spiffe_id
+from megascale_job.names import is_dns_label
 
 CA_KEY = "ca.key"
 CA_DAYS, DAYS = 3650, 90

@@ -11,8 +11,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import ForbiddenError
+from megascale_job.names import is_dns_label
 
 SCHEME = "spiffe://"
 MAX_URI = 2048  # of a SPIFFE ID, by its specification

@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc.aio
 
-from megascale_common.job.names import is_dns_label
 from megascale_common.node.files import replace_file
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError, ServiceError, UnauthenticatedError
@@ -23,6 +22,7 @@ from megascale_common.service.identity.oidc import Oidc
 from megascale_common.service.identity.peers import Peer, Role
 from megascale_common.service.identity.rates import CallRate
 from megascale_common.service.token import HEADER
+from megascale_job.names import is_dns_label
 
 ROLES = (Role.VIEWER, Role.OPERATOR)
 MAX_FILE_BYTES = 1 << 20  # some 10,000 people

@@ -13,8 +13,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
-from megascale_common.node.visible import counted
 from megascale_common.service.errors import LimitError
+from megascale_job.visible import counted
 
 CALLS_PER_S = 200.0
 BURST_CALLS = 1000.0

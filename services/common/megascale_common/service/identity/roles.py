@@ -3,7 +3,7 @@
 Of DriverService the protos say it: a call whose ``idempotency_level`` is NO_SIDE_EFFECTS is for
 everybody who looks, any other for operators. What is not in the table nobody may call. Beside that
 a role is bound to its own name: a node's agent speaks for its node alone
-(:mod:`megascale_driver.link_service`).
+(:mod:`megascale_driver.service.link_service`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_common.node.spans.ops import DATA_WAIT, GARBAGE, SNAPSHOT
-from megascale_common.node.visible import agreed, counted
 from megascale_driver.analysis.spans import counters as counter_changes
 from megascale_driver.analysis.spans.counters import CounterChange
 from megascale_driver.analysis.spans.series import (
@@ -28,6 +27,7 @@ from megascale_driver.analysis.spans.series import (
     step_series,
 )
 from megascale_driver.analysis.spans.table import SpanTable
+from megascale_job.visible import agreed, counted
 
 Cause = Literal[
     "none",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_driver.analysis.spans.table import SpanTable
+from megascale_job.layout import RankLayout
 
 # Of each transfer over a pipeline edge: its receive, and the way along the virtual stages.
 _EDGES = {

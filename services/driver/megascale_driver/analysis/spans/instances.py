@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.job.rank_layout import AXES, Axis, RankLayout
 from megascale_driver.analysis.spans.table import COLUMNS, SpanTable
+from megascale_job.layout import AXES, Axis, RankLayout
 
 Ints = npt.NDArray[np.int64]
 

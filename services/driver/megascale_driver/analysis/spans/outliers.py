@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_common.node.spans.ops import BACKWARD, FORWARD, OPTIMIZER
-from megascale_common.node.visible import counted
 from megascale_driver.analysis.spans.classes import Floats, Ratios, ratios
 from megascale_driver.analysis.spans.own_time import without_waits
 from megascale_driver.analysis.spans.table import SpanTable
+from megascale_job.visible import counted
 
 LEAST_NODES = 2  # of a job whose nodes are compared
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.spans.ops import Op
 from megascale_common.node.spans.record import SPAN
-from megascale_common.node.visible import counted
+from megascale_job.layout import RankLayout
+from megascale_job.visible import counted
 
 RECORD = np.dtype(
     [

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 
 
 class WrongOrder(RuntimeError):

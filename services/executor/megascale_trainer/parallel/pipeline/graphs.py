@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 from megascale_kernels.attention import attention
 from megascale_kernels.documents import Documents
 from megascale_kernels.overlap.row_transfers import RowTransfers

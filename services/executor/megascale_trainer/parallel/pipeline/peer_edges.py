@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable
 from megascale_kernels.overlap.peer_messages import PeerMessages, region_bytes
 from megascale_trainer.parallel.groups import Edges, Group

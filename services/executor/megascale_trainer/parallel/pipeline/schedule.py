@@ -31,7 +31,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megascale_common.node.visible import counted
+from megascale_job.visible import counted
 
 
 class Kind(enum.Enum):

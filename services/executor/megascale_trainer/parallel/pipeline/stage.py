@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megascale_common.job.config import JobConfig
-from megascale_common.sizes.parameter_slices import ModelChunk
+from megascale_job.config import JobConfig
+from megascale_job.sizes.parameter_slices import ModelChunk
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.operators import Operators
 from megascale_trainer.batch import MicroBatch

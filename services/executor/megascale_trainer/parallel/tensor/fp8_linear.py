@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megascale_common.job.config import FastAccumulation
+from megascale_job.config import FastAccumulation
 from megascale_kernels.casts import Casts
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.gemm import Gemm

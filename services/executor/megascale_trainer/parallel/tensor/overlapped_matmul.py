@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from megascale_common.job.config import JobConfig
+from megascale_job.config import JobConfig
 from megascale_kernels.operators import Operators
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable

@@ -1,0 +1,360 @@
+"""The commit log of a job: which attempts were opened and which checkpoints exist.
+
+Records are files ``commits/{seq:012d}.json`` beside the checkpoints, numbered from 1, created only
+if absent and never changed. OPEN(attempt) fences all earlier attempts: a writer appends under the
+next free number only after it has read every record below it. If a later OPEN takes that number
+first, the create fails, and the writer reads the OPEN and stops as superseded. Create-if-absent of
+the storage is the only primitive: no lock, no lease, no clock. The log therefore survives the loss
+of etcd and a copy of the whole folder.
+
+A record that is damaged or missing may have been such a fence. So it is one: nothing behind it is
+read, and nothing is appended until ``megascale checkpoint repair`` has put a REPAIR in its place.
+
+Every SNAPSHOT_EVERY records what they mean is written to ``snapshots/{seq:012d}.json``; opening a
+log of any length reads the newest snapshot and the records behind it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.commit import commit_record as records
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.commit_record import LogState, Record
+from megascale_checkpoint.storage import Storage, settle
+from megascale_common.service import logs
+from megascale_common.service.errors import (
+    DamagedError,
+    DataLossError,
+    SupersededError,
+)
+
+__all__ = ["CommitLog", "Record"]
+
+SNAPSHOTS = "snapshots"
+DAMAGED = "damaged"  # what a repair keeps: {seq:012d}-{hash}.json
+SNAPSHOT_EVERY = 256
+KEPT_SNAPSHOTS = 2  # the one before serves when the newest is damaged
+MAX_LOST_RACES = 100  # another writer appended each time; more than this is a defect
+Make = Callable[[], dict[str, Any] | Record]
+
+log = logs.get("commit-log")
+
+
+@dataclass(slots=True)
+class _Unsettled:
+    """An append whose outcome is not known: it is found out before anything else is appended."""
+
+    seq: int
+    data: bytes
+
+
+def kept_damaged(storage: Storage) -> dict[int, str]:
+    """Files with the bytes of records that were, or were about to be, repaired, by number."""
+    names = storage.names(DAMAGED)
+    numbers = [records.seq_of(f"{name[:12]}.json") for name in names]
+    return {seq: f"{DAMAGED}/{name}" for seq, name in zip(numbers, names, strict=True) if seq}
+
+
+class CommitLog:
+    """One job's log as read so far; it only grows. Calls block; not for concurrent callers.
+
+    Attributes:
+        state: what the records read so far mean.
+        records: those that were read one by one: all behind the snapshot that it began with.
+        damaged: the damaged or missing record at which reading has stopped, if there is one.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._begun = False
+        self._highest = 0  # that the listings have shown
+        self._snapshot = 0  # the newest one: up to which record it goes
+        self._unsettled: _Unsettled | None = None
+        # The newest record where another writer wrote it: it may not be durable yet.
+        self._unconfirmed: tuple[str, bytes] | None = None
+        self._writer = uuid.uuid4().hex
+        self.state = LogState()
+        self.records: list[Record] = []
+        self.damaged: list[DamagedError] = []
+
+    @property
+    def uri(self) -> str:
+        """Where the log is: the job's uri."""
+        return self._storage.uri
+
+    def refresh(self, *, whole: bool = False) -> None:
+        """Read the records that were appended since the last call.
+
+        Reading stops before a record that is damaged or missing, which is kept in ``damaged``.
+
+        Args:
+            whole: on the first call, read every record instead of beginning with a snapshot.
+
+        Raises:
+            NewerVersionError: a newer build has appended.
+            OSError: the storage does not answer.
+        """
+        self.settle()
+        if self.damaged:
+            return
+        if not self._begun:
+            self._begin(whole)
+        while not self.damaged:
+            seq = self.state.seq + 1
+            try:
+                data = records.read(self._storage, records.path_of(seq))
+            except DamagedError as error:
+                self.damaged.append(error)
+                return
+            except FileNotFoundError:
+                if seq <= self._highest:
+                    problem = "is missing although later records exist"
+                    self.damaged.append(DamagedError(records.path_of(seq), problem))
+                return
+            self._take(seq, data)
+            self._unconfirmed = (records.path_of(seq), data)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no append of unknown outcome is left to find out about."""
+        return self._unsettled is None
+
+    def settle(self) -> bool:
+        """Find out what became of an append whose outcome is unknown, and take it up.
+
+        Returns:
+            Whether there was one and it stands.
+
+        Raises:
+            OSError: its outcome is still unknown.
+        """
+        unsettled = self._unsettled
+        if unsettled is None:
+            return False
+        stands = settle(self._storage, records.path_of(unsettled.seq), unsettled.data)
+        self._unsettled = None
+        if not stands:
+            return False
+        self._take(unsettled.seq, unsettled.data)
+        self._unconfirmed = None
+        if self.state.seq - self._snapshot >= SNAPSHOT_EVERY:
+            self._write_snapshot()
+        return True
+
+    def refuse_damaged(self) -> None:
+        """Raise DamagedError, with the remedy, where reading has stopped at a damaged record."""
+        for error in self.damaged:
+            problem = (
+                f"{error.problem}; nothing is appended behind it: look at it with "
+                f"`megascale checkpoint repair {self._storage.uri}`"
+            )
+            raise DamagedError(f"{self._storage.uri}/{error.file}", problem)
+
+    def commits(self) -> list[Record]:
+        """COMMIT records that are not retired, newest first."""
+        return list(reversed(self.state.live.values()))
+
+    def pins(self) -> dict[records.Checkpoint, str]:
+        """Names of the pinned checkpoints, by attempt and step."""
+        return dict(self.state.pins)
+
+    def find_open(self, attempt: int) -> Record | None:
+        """The OPEN record of an attempt, where it is one of the newest."""
+        return self.state.opens.get(attempt)
+
+    def find_commit(self, attempt: int, step: int) -> Record | None:
+        """The COMMIT record of a checkpoint that is not retired."""
+        return self.state.live.get((attempt, step))
+
+    def append_open(self, attempt: int, decide: Callable[[], dict[str, Any]]) -> Record:
+        """Append OPEN(attempt) with the fields that ``decide`` returns.
+
+        ``decide`` is called again whenever the log has grown in the meantime. An attempt that was
+        opened before keeps its record, which is returned.
+
+        Raises:
+            SupersededError: a later attempt has been opened.
+            DamagedError: the log is damaged.
+        """
+
+        def make() -> dict[str, Any] | Record:
+            return self.find_open(attempt) or {**decide(), "kind": "OPEN"}
+
+        return self.append(attempt, make)
+
+    def append_next_open(self, decide: Callable[[], dict[str, Any]]) -> Record:
+        """Append OPEN of the attempt after the newest one, whichever that is by then.
+
+        The record's number, taken by create-if-absent, is what gives the attempt its own: of two
+        that start at the same time, one lands first, and the other one's attempt follows it.
+
+        Raises:
+            DamagedError: the log is damaged.
+        """
+        for _ in range(MAX_LOST_RACES):
+            self.refresh()
+            self.refuse_damaged()
+            self._confirm_end()
+            attempt = max(self.state.attempt, self.state.closed) + 1
+            record = self._create(attempt, {**decide(), "kind": "OPEN"})
+            if record is not None:
+                return record
+        raise self._lost_races()
+
+    def append_commit(self, attempt: int, step: int, fields: dict[str, Any]) -> Record:
+        """Append COMMIT(attempt, step), or return the record of an earlier commit of the step.
+
+        Raises:
+            SupersededError: a later attempt has been opened, or a later step of this one is
+                committed.
+            DamagedError: the log is damaged.
+            ServiceError: the attempt was never opened.
+        """
+
+        def make() -> dict[str, Any] | Record:
+            found = self.find_commit(attempt, step)
+            if found is not None:
+                return found
+            if self.find_open(attempt) is None:
+                raise DataLossError(
+                    f"attempt {attempt} was never opened in this log: call OpenAttempt first"
+                )
+            # Readers take the last COMMIT as the newest state, so steps must not go backwards.
+            newest = self.state.newest_step(attempt)
+            if newest >= step:
+                raise SupersededError(
+                    f"step {step} comes too late: step {newest} of attempt {attempt} is committed"
+                )
+            return {**fields, "kind": "COMMIT", "step": step}
+
+        return self.append(attempt, make)
+
+    def append(self, attempt: int | None, make: Make) -> Record:
+        """Append the record whose kind and fields ``make`` returns.
+
+        ``make`` is called with the log read to its end, and again whenever another writer has
+        appended first: what it checks holds for the record. It returns a Record where one of the
+        log serves.
+
+        Args:
+            attempt: that for which the record is written; None for an administrator's, which no
+                attempt fences.
+
+        Raises:
+            SupersededError: a later attempt has been opened.
+            DamagedError: the log is damaged; nothing is appended until it is repaired.
+            OSError: the storage does not answer. The outcome may be unknown; the next call finds it
+                out first.
+        """
+        for _ in range(MAX_LOST_RACES):
+            # The order is what fences: read to the end of the log, check for a later attempt, then
+            # create the next number. An OPEN that lands in between takes that number, the create
+            # fails, and the next round reads it.
+            self.refresh()
+            self.refuse_damaged()
+            self._confirm_end()
+            if attempt is not None:
+                self._refuse_fenced(attempt)
+            made = make()
+            if isinstance(made, Record):  # appended before, by this writer or another
+                return made
+            record = self._create(self.state.attempt if attempt is None else attempt, made)
+            if record is not None:
+                return record
+        raise self._lost_races()
+
+    def _lost_races(self) -> DataLossError:
+        return DataLossError(
+            f"given up after losing {MAX_LOST_RACES} races for the end of "
+            f"{self._storage.uri}/{records.FOLDER}"
+        )
+
+    def _create(self, attempt: int, made: dict[str, Any]) -> Record | None:
+        """Create the next record; None when another writer has taken its number."""
+        seq = self.state.seq + 1
+        # The writer's name makes the bytes unlike those of any other, so that a record whose reply
+        # was lost is known as this writer's.
+        values = {"time": manifests.now(), "writer": self._writer, **made}
+        self._unsettled = _Unsettled(seq, records.encode(values, seq, attempt, self.state.previous))
+        return self.records[-1] if self.settle() else None
+
+    def _take(self, seq: int, data: bytes) -> None:
+        try:
+            record = records.decode(data, seq, self.state.previous)
+        except DamagedError as error:
+            self.damaged.append(error)
+            return
+        self.records.append(record)
+        self.state.apply(record, data)
+
+    def _confirm_end(self) -> None:
+        """Make sure that the record is durable on which the next one, or an answer, will stand."""
+        if self._unconfirmed is None:
+            return
+        path, data = self._unconfirmed
+        if not self._storage.confirm(path, data):
+            self.damaged.append(DamagedError(path, "was changed or removed while it was read"))
+            self.refuse_damaged()
+        self._unconfirmed = None
+
+    def _refuse_fenced(self, attempt: int) -> None:
+        if self.state.attempt > attempt:
+            raise SupersededError(
+                f"attempt {attempt} is superseded: attempt {self.state.attempt} has been opened in "
+                f"{self._storage.uri}",
+                metadata={"attempt": str(self.state.attempt)},
+            )
+        if self.state.closed >= attempt:
+            raise DataLossError(
+                f"attempt {attempt} may append no more, because {self._storage.uri} was repaired "
+                "where a later attempt may have been opened: stop the job and submit it again"
+            )
+
+    def _begin(self, whole: bool) -> None:
+        """Take up a snapshot, and find out up to which number there are records."""
+        snapshots = [seq for seq in map(records.seq_of, self._storage.names(SNAPSHOTS)) if seq]
+        if not whole:
+            self._begin_with_snapshot(sorted(snapshots, reverse=True))
+        # Reading by number stops at the first missing file, so a gap would hide every later record,
+        # a fence among them. A record that is listed, has a snapshot or was about to be repaired
+        # was there before its number was read.
+        listed = self._storage.names(records.FOLDER, after=records.name_of(self.state.seq))
+        numbers = [seq for seq in map(records.seq_of, listed) if seq]
+        self._highest = max([*snapshots, *numbers, *kept_damaged(self._storage)], default=0)
+        self._begun = True
+
+    def _begin_with_snapshot(self, snapshots: list[int]) -> None:
+        """Take up the newest snapshot that is whole and belongs to the record that it names."""
+        for seq in snapshots:
+            path = f"{SNAPSHOTS}/{records.name_of(seq)}"
+            try:
+                state = records.read_state(self._storage, path)
+                end = checksum(records.read(self._storage, records.path_of(seq)))
+            except (DamagedError, FileNotFoundError) as error:
+                log.warning("snapshot of the commit log is passed over", error=str(error))
+                continue
+            if (state.seq, state.end) == (seq, end):
+                self.state, self._snapshot = state, seq
+                return
+            log.warning("snapshot of the commit log is passed over", error=f"{path}: of another")
+
+    def _write_snapshot(self) -> None:
+        # It only saves time: one that cannot be written now is written with the next record.
+        seq = self.state.seq
+        data = records.encode_state(self.state)
+        if len(data) > records.MAX_SNAPSHOT_BYTES:
+            problem = f"it would have {len(data)} bytes"
+            log.warning("snapshot of the commit log is not written", seq=seq, error=problem)
+            return
+        try:
+            self._storage.create(f"{SNAPSHOTS}/{records.name_of(seq)}", data)
+            self._snapshot = seq
+            for name in self._storage.names(SNAPSHOTS)[:-KEPT_SNAPSHOTS]:
+                self._storage.delete(f"{SNAPSHOTS}/{name}")
+        except OSError as error:
+            log.warning("snapshot of the commit log is not written", seq=seq, error=str(error))

@@ -1,0 +1,195 @@
+"""A worker's registration for its rank, checked field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megascale_checkpoint.storage import open_storage
+from megascale_common.node import rank_terms
+from megascale_common.node.framing import PROTOCOL_VERSION
+from megascale_common.node.messages import PIECES_IN_A_FRAME
+from megascale_common.node.rank_terms import RankTerms
+from megascale_common.service.errors import RequestError
+from megascale_job.names import is_dns_label
+from megascale_job.sizes.checkpoint_layout import ShardLayout, layout_from_dict
+from megascale_job.sizes.staging import (
+    HELD_FOR_REPLICAS,
+    KEPT_SLOTS,
+    LEAST_SLOTS,
+    MOST_SLOTS,
+)
+from megascale_job.visible import agreed, counted
+
+T = TypeVar("T")
+MOST_PIECES = 1 << 20  # of one rank: some thousand layers, in memory a few hundred MiB
+MOST_IN_FLIGHT = 4
+MOST_LOCAL_RANKS = 64
+
+
+def field(message: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """A field of a message.
+
+    Raises:
+        RequestError: the field is absent or has another type.
+    """
+    value = message.get(name)
+    # In JSON true is no number, but in Python bool is an int.
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise RequestError(
+            f"{message.get('kind')}.{name} is {value!r}; it must be of type {kind.__name__}"
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredRank(RankTerms):
+    """One rank of one attempt, with what its registration implies.
+
+    Attributes:
+        layout: what the rank's slots hold.
+        digest: the layout's digest.
+        layout_info: the sizes of tp, cp, dp and pp, for the manifest.
+        replica_target: host:port of the node that keeps this rank's replicas; empty: none.
+        replica_source: host:port of the node whose replica of this rank is restored; empty: none.
+        replica_bytes_per_s: what all ranks of the node together may send to peers; 0: no limit.
+    """
+
+    layout: ShardLayout = dataclasses.field(kw_only=True)
+    digest: str = dataclasses.field(kw_only=True)
+    layout_info: dict[str, int] = dataclasses.field(kw_only=True)
+    replica_target: str = ""
+    replica_source: str = ""
+    replica_bytes_per_s: int = 0
+
+    @property
+    def wanted_slots(self) -> int:
+        """The slots with which no snapshot has to be skipped, if memory allows so many."""
+        held = HELD_FOR_REPLICAS if self.replica_target else 0
+        return self.in_flight + KEPT_SLOTS + held
+
+
+class RegistrationFrames:
+    """A Register and the Pieces that follow it, put together as they arrive."""
+
+    def __init__(self) -> None:
+        self._register: dict[str, Any] | None = None
+        self._missing = 0
+
+    def feed(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """One message; returns the Register with all its pieces, once it is whole.
+
+        Raises:
+            RequestError: another message comes, or more pieces than were announced.
+        """
+        kind = message.get("kind")
+        if self._register is None:
+            if kind != "register":
+                raise RequestError(f"the first message is {kind!r}; register first")
+            self._missing = message.get("further_pieces", 0)
+            if not isinstance(self._missing, int) or not 0 <= self._missing <= MOST_PIECES:
+                raise RequestError(
+                    f"register.further_pieces is {self._missing!r}; give 0 to {MOST_PIECES}"
+                )
+            field(field(message, "layout", dict), "pieces", list)
+            self._register = message
+        else:
+            if kind != "pieces":
+                raise RequestError(
+                    f"{counted(self._missing, 'piece')} of the layout "
+                    f"{agreed(self._missing, 'are')} missing before {kind!r}"
+                )
+            pieces = field(message, "pieces", list)
+            if not 0 < len(pieces) <= min(self._missing, PIECES_IN_A_FRAME):
+                raise RequestError(
+                    f"pieces.pieces has {counted(len(pieces), 'entry')}; "
+                    f"{self._missing} {agreed(self._missing, 'are')} missing, and a message "
+                    f"takes {PIECES_IN_A_FRAME}"
+                )
+            self._register["layout"]["pieces"] += pieces
+            self._missing -= len(pieces)
+        return None if self._missing else self._register
+
+
+def parse(message: Mapping[str, Any]) -> RegisteredRank:
+    """The registration in a Register message of megascale_common.node.messages.
+
+    Raises:
+        RequestError: a field is absent or wrong.
+    """
+    version = message.get("version")
+    if version != PROTOCOL_VERSION:
+        raise RequestError(
+            f"register.version is {version}; this daemon supports {PROTOCOL_VERSION}: "
+            "run trainer and daemon from one build"
+        )
+    layout = _layout(field(message, "layout", dict))
+    given = {**rank_terms.DEFAULTS, **message}
+    registration = RegisteredRank(
+        **{name: field(given, name, kind) for name, kind in rank_terms.KINDS.items()},
+        layout=layout,
+        digest=layout.digest(),
+        layout_info=field(message, "layout_info", dict),
+        **_replicas(message.get("replicas", {"target": "", "source": "", "bytes_per_s": 0})),
+    )
+    _check(registration)
+    return registration
+
+
+def _replicas(orders: object) -> dict[str, Any]:
+    if isinstance(orders, dict):
+        target, source, rate = (orders.get(name) for name in ("target", "source", "bytes_per_s"))
+        if isinstance(target, str) and isinstance(source, str) and type(rate) is int and rate >= 0:
+            return {
+                "replica_target": target,
+                "replica_source": source,
+                "replica_bytes_per_s": rate,
+            }
+    raise RequestError(
+        f"register.replicas is {orders!r}; give target and source (host:port or empty) and "
+        "bytes_per_s of 0 or more"
+    )
+
+
+def _layout(values: dict[str, Any]) -> ShardLayout:
+    try:
+        return layout_from_dict(values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"register.layout is not a layout: {error}") from error
+
+
+def _check(given: RegisteredRank) -> None:
+    if not is_dns_label(given.job):
+        raise RequestError(f"register.job {given.job!r} is not a DNS-1123 label")
+    if not 0 <= given.max_write_mib_per_s < math.inf:
+        raise RequestError(
+            f"register.max_write_mib_per_s is {given.max_write_mib_per_s}; give 0 or more"
+        )
+    if not 0 <= given.max_step_slowdown <= 1:
+        raise RequestError(f"register.max_step_slowdown is {given.max_step_slowdown}; give 0 to 1")
+    if given.attempt < 1:
+        raise RequestError(f"register.attempt is {given.attempt}; attempts count from 1")
+    if not 0 <= given.rank < given.world_size:
+        raise RequestError(
+            f"register.rank is {given.rank}; it must lie below world_size {given.world_size}"
+        )
+    if given.slots != 0 and not LEAST_SLOTS <= given.slots <= MOST_SLOTS:
+        raise RequestError(
+            f"register.slots is {given.slots}; "
+            f"give {LEAST_SLOTS} to {MOST_SLOTS}, or 0 for the default"
+        )
+    if not 1 <= given.in_flight <= MOST_IN_FLIGHT:
+        raise RequestError(f"register.in_flight is {given.in_flight}; give 1 to {MOST_IN_FLIGHT}")
+    if not 1 <= given.local_ranks <= MOST_LOCAL_RANKS:
+        raise RequestError(
+            f"register.local_ranks is {given.local_ranks}; give 1 to {MOST_LOCAL_RANKS}"
+        )
+    if given.uri:
+        open_storage(given.uri)
+        if not given.committer_endpoint:
+            raise RequestError(
+                "register.committer_endpoint is empty; a checkpoint uri requires a committer"
+            )

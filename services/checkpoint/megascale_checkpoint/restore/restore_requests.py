@@ -1,0 +1,275 @@
+"""A worker's requests of a restore: its memory, the index of a checkpoint, windows of its bytes.
+
+The messages are those of :mod:`megascale_common.node.restore_messages`.
+:mod:`megascale_checkpoint.serve.local_server` passes them on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from megascale_checkpoint.memory.registration import RegisteredRank, field
+from megascale_checkpoint.restore.rank_restore import (
+    FoundInMemory,
+    MemoryProblem,
+    RankRestores,
+    Restoration,
+    StoredReads,
+)
+from megascale_common.node.framing import Message
+from megascale_common.node.messages import DaemonAnswer, ErrorKind, Refused, Restored
+from megascale_common.node.restore_messages import (
+    INDEX_UNITS,
+    MOST_READS,
+    DidRead,
+    MemoryState,
+    StoredIndex,
+    StoredState,
+    Verified,
+)
+from megascale_common.service.errors import DamagedError, RequestError, ServiceError
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.sizes.piece_runs import encode
+from megascale_job.sizes.read_rounds import Read
+from megascale_job.visible import agreed, counted
+
+T = TypeVar("T")
+
+
+class RestoreRequests:
+    """Those of one connection.
+
+    Args:
+        restores: those of the rank; raises RequestError once a newer connection has taken over.
+        registration: what the connection registered.
+        held: the slots that the connection writes or reads; shared with it.
+    """
+
+    def __init__(
+        self,
+        restores: Callable[[], RankRestores],
+        registration: Callable[[], RegisteredRank],
+        held: Callable[[], set[int]],
+    ) -> None:
+        self._restores, self._registration, self._held = restores, registration, held
+        self._reads: StoredReads | None = None
+        self._found: FoundInMemory | None = None
+        self._ended = False
+        self.handlers: Mapping[str, Callable[[Message], Awaitable[DaemonAnswer]]] = {
+            "restore": self._restore,
+            "restore_memory": self._look_in_memory,
+            "restore_verify": self._verify,
+            "restore_open": self._open,
+            "restore_index": self._index,
+            "restore_read": self._read,
+        }
+
+    def released(self, slot: int) -> None:
+        """The worker gives ``slot`` back."""
+        if self._reads is not None and self._reads.slot == slot:
+            self._restores().end_reads(self._reads)
+            self._reads = None
+
+    async def _restore(self, message: Message) -> Restored | Refused:
+        restored = await _answered(self._restores().restore(_plan(message)))
+        if not isinstance(restored, Restoration):
+            return restored
+        self._held().add(restored.slot)
+        return Restored(
+            kind="restored",
+            slot=restored.slot,
+            source=restored.source,
+            small_state=restored.small_state,
+            bytes_read=restored.bytes_read,
+        )
+
+    async def _look_in_memory(self, message: Message) -> MemoryState:
+        plan, later = _plan(message), message.get("verified_later", False)
+        if not isinstance(later, bool):
+            raise RequestError("restore_memory.verified_later must be true or false")
+        found: Restoration | FoundInMemory | MemoryProblem
+        if later:
+            found = await self._restores().find_in_memory(plan)
+        else:
+            found = await self._restores().look_in_memory(plan)
+        if isinstance(found, FoundInMemory):
+            self._found, slot = found, found.restoration.slot
+            if found.arriving:
+                restores = self._restores()
+                found.verdict.add_done_callback(
+                    lambda ended: self._held_once_whole(ended, slot, restores)
+                )
+                return MemoryState(
+                    kind="memory_state", slot=slot, small_state={}, problem="", file="",
+                    arriving=True,
+                )  # fmt: skip
+            found.verdict.add_done_callback(lambda ended: self._not_held_if_damaged(ended, slot))
+            found = found.restoration
+        if isinstance(found, Restoration):
+            self._held().add(found.slot)
+            return MemoryState(
+                kind="memory_state",
+                slot=found.slot,
+                small_state=found.small_state,
+                problem="",
+                file="",
+            )
+        return MemoryState(
+            kind="memory_state",
+            slot=-1,
+            small_state={},
+            problem=found.text,
+            file=found.damage.file if found.damage is not None else "",
+        )
+
+    async def _verify(self, message: Message) -> Verified:
+        found, self._found = self._found, None
+        if found is None:
+            raise RequestError(
+                "nothing is being verified: send restore_memory with verified_later first"
+            )
+        problem = await asyncio.shield(found.verdict)
+        if problem is None:
+            answer = Verified(kind="verified", problem="", file="")
+            for state in found.arrived:
+                answer["small_state"] = state.small_state
+                answer["fetched_bytes"] = state.size_bytes
+            return answer
+        file = problem.damage.file if problem.damage is not None else ""
+        return Verified(kind="verified", problem=problem.text, file=file)
+
+    def ended(self) -> None:
+        """The connection has ended: what still arrives for it is not wanted."""
+        self._ended = True
+        if self._found is not None and self._found.arriving:
+            self._found.cancelled.cancel()
+
+    def _held_once_whole(
+        self, ended: asyncio.Task[MemoryProblem | None], slot: int, restores: RankRestores
+    ) -> None:
+        """What has arrived is lent to the connection, which may have ended meanwhile."""
+        if ended.cancelled() or ended.exception() is not None or ended.result() is not None:
+            return
+        if self._ended:
+            restores.release(slot)
+        else:
+            self._held().add(slot)
+
+    def _not_held_if_damaged(self, ended: asyncio.Task[MemoryProblem | None], slot: int) -> None:
+        """A damaged slot is free: it must not be released with what the connection holds."""
+        damaged = not ended.cancelled() and ended.exception() is None and ended.result() is not None
+        if damaged:
+            self._held().discard(slot)
+
+    async def _open(self, message: Message) -> StoredState | Refused:
+        plan = _plan(message)
+        if not plan.manifest_uri:
+            raise RequestError("restore_open.plan.manifest_uri is empty; it must name a manifest")
+        if self._reads is not None:
+            raise RequestError("a checkpoint is open already: release its slot first")
+        reads = await _answered(self._restores().open_stored(plan))
+        if not isinstance(reads, StoredReads):
+            return reads
+        self._reads = reads
+        self._held().add(reads.slot)
+        given, manifest = self._registration(), reads.stored.manifest
+        return StoredState(
+            kind="stored_state",
+            files=len(manifest.files),
+            slot=reads.slot,
+            small_state=manifest.small_state_of(given.rank, given.digest),
+        )
+
+    async def _index(self, message: Message) -> StoredIndex | Refused:
+        reads = self._opened()
+        file, first = field(message, "file", int), field(message, "first", int)
+        files = len(reads.stored.manifest.files)
+        if not 0 <= file < files or first < 0:
+            raise RequestError(
+                f"restore_index.file is {file} and first {first}; "
+                f"there {agreed(files, 'are')} {counted(files, 'file')}"
+            )
+        work = self._restores().index(reads, file, first, INDEX_UNITS)
+        found = await self._with_slot(reads, work)
+        if not isinstance(found, tuple):
+            return found
+        runs = base64.b64encode(encode(found[0])).decode()
+        return StoredIndex(kind="stored_index", runs=runs, following=found[1])
+
+    async def _read(self, message: Message) -> DidRead | Refused:
+        reads, at = self._opened(), field(message, "at", int)
+        wanted = field(message, "reads", list)
+        if len(wanted) > MOST_READS:
+            raise RequestError(f"restore_read.reads has {len(wanted)}; at most {MOST_READS}")
+        asked = [_read_of(values) for values in wanted]
+        _check_inside(asked, at, self._registration().layout.slot_bytes)
+        if any(not 0 <= read.file < len(reads.stored.manifest.files) for read in asked):
+            raise RequestError("restore_read.reads names a file that the checkpoint has not")
+        found = await self._with_slot(reads, self._restores().read(reads, at, asked))
+        return DidRead(kind="did_read", bytes_read=found) if isinstance(found, int) else found
+
+    def _opened(self) -> StoredReads:
+        if self._reads is None:
+            raise RequestError("no checkpoint is open: send restore_open first")
+        return self._reads
+
+    async def _with_slot(self, reads: StoredReads, work: Awaitable[T]) -> T | Refused:
+        """Await work that may use the slot; if it is cancelled, the work releases the slot."""
+        self._held().discard(reads.slot)
+        try:
+            answer = await _answered(work)
+        except Exception:  # a defect; not a cancellation, after which the work releases the slot
+            self._held().add(reads.slot)
+            raise
+        self._held().add(reads.slot)
+        return answer
+
+
+async def _answered(work: Awaitable[T]) -> T | Refused:
+    """What ``work`` returns, or its error as an answer for the worker."""
+    try:
+        return await work
+    except DamagedError as error:
+        return _refused("CHECKPOINT_CORRUPT", error, error.file)
+    except RequestError as error:  # of another model, say: no attempt could restore it
+        return _refused("BAD_JOB", error, "")
+    except (ServiceError, OSError) as error:
+        return _refused("OTHER", error, "")
+
+
+def _refused(kind: ErrorKind, error: Exception, file: str) -> Refused:
+    return Refused(kind="refused", error_kind=kind, error=str(error), file=file)
+
+
+def _plan(message: Message) -> RestorePlan:
+    kind = message.get("kind")
+    try:
+        plan = RestorePlan.from_mapping(field(message, "plan", dict))
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    if plan.source is RestoreSource.NONE:
+        raise RequestError(f"{kind}.plan.source is none; it must be memory or storage")
+    return plan
+
+
+def _read_of(values: object) -> Read:
+    try:
+        read = Read(*values)  # type: ignore[misc]
+        numbers = (read.file, read.first, read.size_bytes, read.start, read.stop, read.at)
+        good = all(type(number) is int for number in numbers) and isinstance(read.checksum, str)
+    except TypeError:
+        good = False
+    if not good or not (0 <= read.start < read.stop <= read.size_bytes and read.first >= 0):
+        raise RequestError(f"restore_read.reads: {values!r} is not a part of a piece")
+    return read
+
+
+def _check_inside(reads: list[Read], at: int, slot_bytes: int) -> None:
+    for read in reads:
+        if at < 0 or read.at < 0 or at + read.at + read.stop - read.start > slot_bytes:
+            raise RequestError(
+                f"restore_read: byte {at + read.at} of the slot lies outside its {slot_bytes} bytes"
+            )

@@ -1,0 +1,154 @@
+"""One committed checkpoint on storage, read in parts: the index of its files, and verified bytes.
+
+The manifest is compared with the hash of its COMMIT record before anything is read. A unit (a
+stored piece, or a chunk of a large one) is verified against its checksum when its last byte is
+read; it may be read in several parts, from first to last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+from megascale_checkpoint.checksums import CHUNK_BYTES
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.manifest import Manifest
+from megascale_checkpoint.commit.shard_file import Origin, StoredPiece, read_exactly, read_header
+from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.storage import Storage
+from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
+from megascale_job.restore import RestorePlan
+from megascale_job.sizes.piece_runs import Runs, runs_of
+from megascale_job.sizes.read_rounds import Read
+
+
+class StoredCheckpoint:
+    """An open checkpoint; calls block. Different units may be read by several threads at once.
+
+    Attributes:
+        manifest: as it was committed. Files are numbered in its order.
+        bytes_read: of tensors so far, without headers.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, cancelled: Cancellation) -> None:
+        self.manifest = manifest
+        self.bytes_read = 0
+        self._storage, self._cancelled = storage, cancelled
+        self._headers: dict[int, list[StoredPiece]] = {}
+        # Units of which a part is read: the checksum so far, and how far it goes.
+        self._partly: dict[tuple[int, int], tuple[Any, int]] = {}
+
+    @classmethod
+    def open(cls, plan: RestorePlan, cancelled: Cancellation) -> StoredCheckpoint:
+        """Read and verify the manifest of ``plan``.
+
+        Raises:
+            DamagedError: it is not the one that was committed, or of another step; or the plan is
+                not ``checked``, and there is none.
+            RequestError: there is none on this node, or the uri is not supported.
+            OSError: the storage does not answer.
+        """
+        try:
+            storage, manifest = manifests.load(plan.manifest_uri, plan.manifest_xxh3)
+        except MissingFileError as error:
+            if not plan.checked:
+                raise  # nobody has looked at it since it was committed
+            # The committer has just read the manifest on its node, so this node's folder is at
+            # fault and the checkpoint must not be marked as damaged.
+            raise RequestError(
+                f"{error} on this node: is the checkpoint folder shared by all nodes?"
+            ) from error
+        # Step 0 is that of a run which takes the parameters alone, from a checkpoint of any step.
+        if plan.step and manifest.step != plan.step:
+            problem = f"is of step {manifest.step}, not {plan.step}"
+            raise DamagedError(plan.manifest_uri, problem)
+        return cls(storage, manifest, cancelled)
+
+    @property
+    def uri(self) -> str:
+        """The checkpoint's folder."""
+        return self._storage.uri
+
+    def index(self, number: int, first: int = 0, count: int | None = None) -> Runs:
+        """What file ``number`` holds: its pieces from ``first`` on, at most ``count``.
+
+        Raises:
+            DamagedError: the file is missing, cut short, changed or another one.
+            OSError: the storage does not answer.
+        """
+        pieces = self._pieces(number)
+        pieces = pieces[first : len(pieces) if count is None else first + count]
+        sums, chunks = [p.checksum for p in pieces], [p.chunks for p in pieces]
+        return runs_of((p.piece for p in pieces), number, sums, chunks)
+
+    def piece_count(self, number: int) -> int:
+        """How many pieces file ``number`` holds. Raises as :meth:`index`."""
+        return len(self._pieces(number))
+
+    def fitting(self, number: int, first: int, most: int) -> int:
+        """How many pieces of file ``number``, from ``first`` on, have ``most`` units together.
+
+        At least one, if there is one. Raises as :meth:`index`.
+        """
+        count = units = 0
+        for stored in self._pieces(number)[first:]:
+            units += max(1, len(stored.chunks))
+            if count and units > most:
+                break
+            count += 1
+        return count
+
+    def read(self, read: Read, target: memoryview) -> None:
+        """Fill ``target`` with a part of a unit; parts of one unit are read in order.
+
+        Raises:
+            DamagedError: the file is cut short, or the unit is not what was written.
+            SupersededError: cancelled.
+            OSError: the storage does not answer.
+        """
+        path = self.manifest.files[read.file].path
+        key = (read.file, read.first)
+        hasher, position = self._partly.pop(key, (xxhash.xxh3_128(), 0))
+        if position != read.start:
+            raise RequestError(f"{path}: byte {read.start} of a piece is read after {position}")
+        try:
+            for begin in range(0, len(target), CHUNK_BYTES):
+                self._cancelled.check()
+                part = target[begin : begin + CHUNK_BYTES]
+                read_exactly(self._storage, path, read.first + read.start + begin, part)
+                hasher.update(part)
+        except DamagedError as error:
+            raise self._located(error) from error
+        if read.stop < read.size_bytes:
+            self._partly[key] = hasher, read.stop
+        elif hasher.hexdigest() != read.checksum:
+            raise DamagedError(
+                f"{self._storage.uri}/{path}", f"{self._name(read)} fails its checksum"
+            )
+        self.bytes_read += len(target)
+
+    def _pieces(self, number: int) -> list[StoredPiece]:
+        if number not in self._headers:
+            self._cancelled.check()
+            file = self.manifest.files[number]
+            manifests.check_size(self._storage, file)
+            origin = Origin(self.manifest.job, self.manifest.attempt, self.manifest.step, file.rank)
+            try:
+                self._headers[number] = read_header(
+                    self._storage, file.path, origin, file.size_bytes
+                )
+            except DamagedError as error:
+                raise self._located(error) from error
+        return self._headers[number]
+
+    def _name(self, read: Read) -> str:
+        """The piece of a unit, for people; its header may have been read by another node alone."""
+        for stored in self._headers.get(read.file, ()):
+            begin = stored.piece.slot_offset_bytes
+            if begin <= read.first < begin + stored.piece.size_bytes:
+                return f"{stored.piece.name} ({stored.piece.state})"
+        return f"the piece at byte {read.first}"
+
+    def _located(self, error: DamagedError) -> DamagedError:
+        return DamagedError(f"{self._storage.uri}/{error.file}", error.problem)

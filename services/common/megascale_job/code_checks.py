@@ -1,0 +1,147 @@
+"""Checks of a job's own code and of what its processes run in. Pure."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megascale_job.problems import JobProblem
+
+if TYPE_CHECKING:  # config imports what imports this module
+    from megascale_job.code_config import CodeConfig, EnvironmentConfig
+    from megascale_job.config import JobConfig
+
+ARTIFACT_ENDS = (".whl", ".tar.gz")
+MAX_SECRETS = 32  # of one job: they are resolved at every start
+_MAX_PATH = 4096  # the kernel's own limit
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,127}")
+_REFERENCE = re.compile(r"(file:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}|env:[A-Z_][A-Z0-9_]{0,127})")
+_ACCOUNT = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+# What decides how a process starts is set by the agent, or by nobody.
+_NOT_SECRETS = re.compile(r"(PATH|HOME|USER|LOGNAME|(PYTHON|LD_|MEGASCALE_).*)")
+
+
+def is_reference(text: str) -> bool:
+    """Whether ``text`` names a secret of a node: ``file:NAME`` or ``env:NAME``."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def code_problems(config: JobConfig) -> Iterator[JobProblem]:
+    """Problems of the sections ``code`` and ``environment``."""
+    yield from _code(config.code)
+    yield from _artifact(config.code)
+    yield from _interpreter(config.environment, config.code)
+    yield from _secrets(config.environment)
+
+
+def _code(code: CodeConfig) -> Iterator[JobProblem]:
+    if code.path and not code.path.startswith("/"):
+        yield JobProblem(
+            "code.path", f"{code.path!r} is relative", "give an absolute path that all nodes see"
+        )
+    if ":" in code.path:
+        yield JobProblem("code.path", f"{code.path!r} has a colon", "give one folder")
+    if code.sha256 and not _SHA256.fullmatch(code.sha256):
+        yield JobProblem(
+            "code.sha256", f"{code.sha256!r} is no digest", "give 64 digits of 0-9 and a-f"
+        )
+    if code.sha256 and not code.path and not code.uri:
+        yield JobProblem(
+            "code.path", "empty although code.sha256 is set", "give the folder that has the code"
+        )
+
+
+def _artifact(code: CodeConfig) -> Iterator[JobProblem]:
+    if not code.uri:
+        return
+    scheme, _, rest = code.uri.partition("://") if "://" in code.uri else ("", "", code.uri)
+    if len(code.uri) > _MAX_PATH:
+        yield JobProblem("code.uri", "too long", f"use at most {_MAX_PATH} characters")
+    elif scheme in ("http", "https", "ftp") or (scheme and not _SCHEME.fullmatch(scheme)):
+        yield JobProblem(
+            "code.uri",
+            f"{scheme}:// is no storage",
+            "use a file on one: `megascale code push` prints its address",
+        )
+    elif scheme in ("", "file") and not rest.startswith("/"):
+        yield JobProblem(
+            "code.uri", f"{code.uri!r} is relative", "give an absolute path that all nodes see"
+        )
+    elif not code.uri.endswith(ARTIFACT_ENDS):
+        yield JobProblem(
+            "code.uri",
+            f"{code.uri!r} is neither a wheel nor a packed folder",
+            f"give a file that ends with {' or '.join(ARTIFACT_ENDS)}",
+        )
+    if not code.sha256:
+        yield JobProblem(
+            "code.sha256", "empty although code.uri is set", "give the SHA-256 of the artifact"
+        )
+    if code.path:
+        yield JobProblem("code.uri", "set together with code.path", "give one of them")
+
+
+def _interpreter(environment: EnvironmentConfig, code: CodeConfig) -> Iterator[JobProblem]:
+    python, requirements = environment.python, environment.requirements
+    for name, path in (("python", python), ("requirements", requirements)):
+        if len(path) > _MAX_PATH or "\0" in path:
+            yield JobProblem(
+                f"environment.{name}", "no path", f"use at most {_MAX_PATH} characters"
+            )
+    if python and not python.startswith("/"):
+        yield JobProblem(
+            "environment.python", f"{python!r} is relative", "give an absolute path on all nodes"
+        )
+    if python and requirements:
+        yield JobProblem(
+            "environment.python", "set together with environment.requirements", "give one of them"
+        )
+    inside = posixpath.normpath(requirements) if requirements else ""
+    if requirements and not requirements.startswith("/"):
+        if inside == ".." or inside.startswith("../"):
+            yield JobProblem(
+                "environment.requirements",
+                f"{requirements!r} leaves the job's code",
+                "give a path below it",
+            )
+        elif not (code.path or code.uri):
+            yield JobProblem(
+                "environment.requirements",
+                f"{requirements!r} is relative, and the job has no code",
+                "give an absolute path that all nodes see, or code.uri",
+            )
+
+
+def _secrets(environment: EnvironmentConfig) -> Iterator[JobProblem]:
+    if len(environment.secrets) > MAX_SECRETS:
+        yield JobProblem(
+            "environment.secrets",
+            f"{len(environment.secrets)} variables",
+            f"give at most {MAX_SECRETS}",
+        )
+        return
+    for name, reference in environment.secrets.items():
+        if not _VARIABLE.fullmatch(name) or _NOT_SECRETS.fullmatch(name):
+            yield JobProblem(
+                "environment.secrets",
+                f"{name[:128]!r} cannot be set",
+                "use A-Z, 0-9 and _, and no variable that decides how processes start "
+                "(PATH, PYTHON..., LD_..., MEGASCALE_...)",
+            )
+        # The value is not shown: somebody may have given the secret itself.
+        if not is_reference(reference):
+            yield JobProblem(
+                f"environment.secrets.{name[:128]}",
+                "is no reference (its text is not repeated here)",
+                "give file:NAME or env:NAME, which the nodes resolve, and never the value",
+            )
+    if environment.run_as and not _ACCOUNT.fullmatch(environment.run_as):
+        yield JobProblem(
+            "environment.run_as",
+            f"{environment.run_as[:64]!r} is no account's name",
+            "give one that the agents were started with (--run-as)",
+        )

@@ -1,0 +1,35 @@
+"""What is wrong with a job: problems with field and remedy, and the error that carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megascale_job.config import JobConfig
+
+
+@dataclass(frozen=True, slots=True)
+class JobProblem:
+    """``field`` is the dotted path in the job; ``remedy`` is what to do."""
+
+    field: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}; {self.remedy}"
+
+
+class JobError(ValueError):
+    """A job that is refused, with every problem that was found.
+
+    ``config`` is the job if its fields could be read and only their values are refused, else None;
+    `megascale plan` computes from it what such a job would need.
+    """
+
+    def __init__(self, problems: Iterable[JobProblem], config: JobConfig | None = None) -> None:
+        self.problems = tuple(problems)
+        self.config = config
+        super().__init__("; ".join(map(str, self.problems)))

@@ -1,0 +1,109 @@
+"""Floating-point operations per token, and model FLOPs utilisation (MFU) counted both ways.
+
+Published figures mix two counts of attention, so both are always given side by side: *exact* counts
+the scores that the causal mask or window leaves, *full* counts every pair of tokens. For a parallel
+or serial GELU model with f = 4 h and as many key/value heads as heads, *full* is 72 L h^2 (1 + s /
+6h + V / 12hL) per token (Narayanan et al., arXiv 2104.04473, without recomputation). A multiply-add
+is two operations; backward costs twice what forward does. Norms, activations, padding, recomputed
+work and the shortening of attention by document boundaries are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megascale_job.config import ModelConfig
+from megascale_job.sizes.block import Unit, head_unit, layer_unit
+
+_FORWARD_AND_BACKWARD = 3
+_MULTIPLY_ADD = 2
+
+# Dense bf16 peak of one device in FLOP/s, by part of the name that CUDA reports (NVIDIA data
+# sheets, without sparsity).
+_PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsPerToken:
+    """Training FLOPs (forward and backward) per token, in GEMMs and in attention.
+
+    Attention is counted twice: exactly masked, and in full.
+    """
+
+    gemm: float
+    attention_exact: float
+    attention_full: float
+
+    @property
+    def exact(self) -> float:
+        """GEMMs and the attention that the mask leaves."""
+        return self.gemm + self.attention_exact
+
+    @property
+    def full(self) -> float:
+        """GEMMs and attention between every pair of tokens."""
+        return self.gemm + self.attention_full
+
+
+@dataclass(frozen=True, slots=True)
+class Mfu:
+    """Share of the devices' dense bf16 peak that the model's own FLOPs reach, 0 to 1."""
+
+    exact: float
+    full: float
+
+
+def flops_per_token(model: ModelConfig) -> FlopsPerToken:
+    """FLOPs per token of ``model`` at its full sequence length."""
+    layer, head = layer_unit(model), head_unit(model)
+    weights = model.layers * _gemm_weights(layer) + _gemm_weights(head)
+    # one multiply-add each for the score and for the weighted value, per query column
+    per_key = 2 * sum(operator.attention_width for operator in layer)
+    cost = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD
+    return FlopsPerToken(
+        gemm=float(cost * weights),
+        attention_exact=cost
+        * per_key
+        * sum(
+            mean_keys(model.sequence_length, model.window_of(layer))
+            for layer in range(model.layers)
+        ),
+        attention_full=float(cost * model.layers * per_key * model.sequence_length),
+    )
+
+
+def _gemm_weights(unit: Unit) -> int:
+    """Weights of a unit that every token is multiplied by."""
+    return sum(
+        parameter.rows.size * tensor.columns
+        for operator in unit
+        if operator.gemm
+        for tensor in operator.tensors
+        for parameter in tensor.parameters
+    )
+
+
+def mean_keys(sequence: int, window: int) -> float:
+    """How many keys a query sees on average under a causal mask with ``window`` (0: none)."""
+    width = min(window, sequence) if window else sequence
+    return width * (2 * sequence - width + 1) / (2 * sequence)
+
+
+def peak_bf16_flops(device_name: str) -> float | None:
+    """Dense bf16 peak of one device in FLOP/s; None (so no MFU) where unknown, as of a CPU."""
+    return next((peak for part, peak in _PEAK_BF16_FLOPS if part in device_name), None)
+
+
+def mfu(model: ModelConfig, tokens_per_s: float, devices: int, device_name: str) -> Mfu | None:
+    """MFU of ``devices`` that together train ``tokens_per_s``; None without a known peak."""
+    peak = peak_bf16_flops(device_name)
+    if peak is None:
+        return None
+    flops = flops_per_token(model)
+    share = tokens_per_s / (devices * peak)
+    return Mfu(flops.exact * share, flops.full * share)

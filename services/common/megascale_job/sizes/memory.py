@@ -1,0 +1,231 @@
+"""An estimate of the device memory of one rank, from the job alone.
+
+Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter
+table, and in FP8 also the two copies of each matrix; of a bucket that travels as bytes the shard in
+bf16, the bytes and the transposed copies. Activations are a count of what the operators
+keep for backward. Peer memory (``overlap.tp``, ``overlap.peer_edges``) is taken from the device
+outside torch's allocator, so that ``torch.cuda.max_memory_allocated`` does not count it. Left out
+are the allocator's fragmentation, workspaces of libraries, communicators' buffers and the device
+context: expect the device to report more. Left out too are dense attention masks, where no kernel
+takes documents or windows, and the working memory of the one that does; and the tables of LAMB's
+kernels, 16 bytes for each 1024 values of a shard (0.13 % of its states).
+
+What each operator keeps of a token is declared in :mod:`megascale_job.sizes.block`. Kernels that
+are chosen by the device (``auto``) count as fused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megascale_job.config import JobConfig, Recompute
+from megascale_job.sizes.block import Extent, Kept, Unit, head_unit, layer_unit
+from megascale_job.sizes.fp8_weights import elements_of, fp8_buckets, fp8_weights
+from megascale_job.sizes.parameter_slices import ParameterTable
+from megascale_job.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
+
+_PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+_FP8_COPIES = 2  # of a weight in FP8: as it is stored, and transposed; one byte a value each
+_FLOAT32_BYTES = 4
+# of region_bytes in megascale_kernels.overlap.row_transfers and in its peer_messages
+_PEER_SLOTS, _PEER_ALIGNMENT_BYTES = 2, 256
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    peer_memory_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        state = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + self.activations_bytes + self.peer_memory_bytes
+
+
+def rank_memory(config: JobConfig, rank: int) -> RankMemory:
+    """The estimate for ``rank``.
+
+    Raises:
+        ValueError: the layout cannot hold the model
+            (:func:`megascale_job.sizes.parameter_table.parameter_table`).
+    """
+    table = parameter_table(config, rank)
+    elements = sum(plan.elements for plan in table.buffers)
+    recompute = config.parallelism.recompute
+    kept = sum(
+        number * _layer_bytes(config, recompute, fp8=fp8)
+        for fp8, number in _alive_layers(config, table).items()
+    )
+    if table.chunks[-1].last:
+        kept += _head_bytes(config)
+    kept += _postponed_bytes(config, table)
+    if recompute == "full":  # the layer that backward is computing again
+        kept += _layer_bytes(config, "none", fp8=bool(config.fp8_layers))
+    return RankMemory(
+        parameters_bytes=_parameters_bytes(config, table),
+        gradients_bytes=elements * _FLOAT32_BYTES,
+        optimizer_bytes=table.shard_elements * STATE_BYTES * len(DEFAULT_STATES),
+        activations_bytes=kept,
+        peer_memory_bytes=_tensor_peer_bytes(config) + _edge_peer_bytes(config, table.at.pp),
+    )
+
+
+def largest_rank_memory(config: JobConfig) -> RankMemory:
+    """The estimate of the rank that needs most: of one replica's stages, as replicas are alike."""
+    layout = config.layout
+    return max(
+        (rank_memory(config, rank) for rank in layout.group_of(0, ("pp",))),
+        key=lambda need: need.total_bytes,
+    )
+
+
+def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
+    """Values to compute with, and in FP8 the copies of each matrix."""
+    size = _PARAMETER_BYTES[config.training.precision]
+    elements = sum(plan.elements for plan in table.buffers)
+    total = size * elements + _FP8_COPIES * elements_of(fp8_weights(config.fp8_layers, table))
+    for travelling in fp8_buckets(config, table):
+        # All of it in ``size`` and a stored copy of its matrices, against this rank's shard and
+        # the rest in ``size``, all of it in one byte, and copies of matrices that are not aligned.
+        before = size * travelling.elements + elements_of(travelling.weights)
+        after = size * (travelling.elements // table.dp + travelling.rest_elements)
+        total += after + travelling.elements + travelling.copied_elements - before
+    return total
+
+
+def _alive_layers(config: JobConfig, table: ParameterTable) -> Counter[bool]:
+    """Layers times micro-batches whose activations are alive at the end of the warm-up.
+
+    Those in FP8 and the others.
+
+    1F1B: pp - stage micro-batches. Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1
+    forwards, which visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
+    """
+    pp, chunks = config.parallelism.pp, table.chunks
+    return Counter(
+        index in config.fp8_layers
+        for forward in range(_alive(config, table.at.pp))
+        for index in chunks[forward // pp % len(chunks)].layers
+    )
+
+
+def _alive(config: JobConfig, stage: int) -> int:
+    """Forwards of one chunk each that ``stage`` keeps at the end of the warm-up."""
+    pp, chunks = config.parallelism.pp, config.parallelism.virtual_stages
+    after = pp - stage - 1
+    alive = after + 1 if chunks == 1 else 2 * after + (chunks - 1) * pp + 1
+    return min(alive, config.micro_batches * chunks)
+
+
+def _postponed_bytes(config: JobConfig, table: ParameterTable) -> int:
+    """What weight gradients that zero bubble postpones keep: inputs and output gradients of GEMMs.
+
+    As many backwards, last chunk first, as the first stage has more forwards alive. Those that CUDA
+    graphs replay keep their whole memory until then.
+    """
+    if config.parallelism.pipeline_schedule == "1f1b":
+        return 0
+    pp, chunks, recompute = config.parallelism.pp, table.chunks, config.parallelism.recompute
+    held = {
+        fp8: _kept_bytes(config, _gemm_operands(layer_unit(config.model), fp8=True), fp8=fp8)
+        for fp8 in (False, True)
+    }
+    if config.training.cuda_graphs:
+        held = {
+            fp8: max(size, _layer_bytes(config, recompute, fp8=fp8)) for fp8, size in held.items()
+        }
+    head = _kept_bytes(config, _gemm_operands(head_unit(config.model), fp8=False), fp8=False)
+    total = 0
+    for backward in range(_alive(config, 0) - _alive(config, table.at.pp)):
+        chunk = chunks[-1 - backward // pp % len(chunks)]
+        total += sum(held[index in config.fp8_layers] for index in chunk.layers)
+        total += head if chunk.last else 0
+    return total
+
+
+def _gemm_operands(unit: Unit, *, fp8: bool) -> list[Kept]:
+    """What the weight gradients of a unit's GEMMs read of a token.
+
+    Each matrix [rows, columns] has rows on one side and columns on the other, whichever of the two
+    is its input.
+    """
+    return [
+        Kept(extent, fp8=fp8)
+        for operator in unit
+        if operator.gemm
+        for tensor in operator.tensors
+        if tensor.columns
+        for extent in (*(part.rows for part in tensor.parameters), Extent(tensor.columns, "whole"))
+    ]
+
+
+def _layer_bytes(config: JobConfig, recompute: Recompute, *, fp8: bool) -> int:
+    """What one layer keeps of one micro-batch; with full recompute its input alone."""
+    if recompute == "full":
+        return _kept_bytes(config, [Kept(Extent(config.model.hidden_size, "even"))], fp8=fp8)
+    keeps = [kept for operator in layer_unit(config.model) for kept in operator.keeps]
+    if recompute == "selective":
+        keeps = [kept for kept in keeps if not kept.recomputed]
+    return _kept_bytes(config, keeps, fp8=fp8)
+
+
+def _head_bytes(config: JobConfig) -> int:
+    """What the head needs of the one micro-batch in it."""
+    keeps = [kept for part in head_unit(config.model) for kept in part.keeps]
+    return _kept_bytes(config, keeps, fp8=False)
+
+
+def _kept_bytes(config: JobConfig, keeps: Iterable[Kept], *, fp8: bool) -> int:
+    tokens = config.training.micro_batch_size * config.model.sequence_length
+    tp, plain = config.parallelism.tp, config.training.kernels == "torch"
+    size = _PARAMETER_BYTES[config.training.precision]
+    return sum(
+        tokens
+        * kept.elements.local(tp)
+        * (1 if fp8 and kept.fp8 else _FLOAT32_BYTES if kept.float32 else size)
+        for kept in keeps
+        if plain or not kept.torch_only
+    )
+
+
+def _tensor_peer_bytes(config: JobConfig) -> int:
+    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through.
+
+    Ranks that cannot reach each other's memory take none; the estimate assumes that they can.
+    """
+    parallel = config.parallelism
+    if not parallel.overlap.tp or parallel.tp == 1:
+        return 0
+    return _slots_bytes(_hidden_bytes(config))
+
+
+def _edge_peer_bytes(config: JobConfig, stage: int) -> int:
+    """What stages exchange hidden states [S / tp, B, H] through, for each neighbour of ``stage``.
+
+    Under the same assumption; stages on different hosts take none.
+    """
+    parallel = config.parallelism
+    if not parallel.overlap.peer_edges or parallel.pp == 1:
+        return 0
+    at_an_end = stage in (0, parallel.pp - 1)
+    neighbours = 1 if at_an_end and parallel.virtual_stages == 1 else 2
+    return neighbours * _slots_bytes(_hidden_bytes(config) // parallel.tp)
+
+
+def _hidden_bytes(config: JobConfig) -> int:
+    """Of one micro-batch's hidden states [S, B, H]."""
+    tokens = config.training.micro_batch_size * config.model.sequence_length
+    return tokens * config.model.hidden_size * _PARAMETER_BYTES[config.training.precision]
+
+
+def _slots_bytes(size_bytes: int) -> int:
+    return _PEER_SLOTS * math.ceil(size_bytes / _PEER_ALIGNMENT_BYTES) * _PEER_ALIGNMENT_BYTES

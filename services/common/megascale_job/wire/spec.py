@@ -1,0 +1,105 @@
+"""The wire form of a job, ``megascale.v1.JobSpec``, to the tree of ``job.config`` and back.
+
+Both are read by their descriptors, so a field that is added to both needs no code here. Enum
+values are their short names in lower case (PRECISION_BF16 is ``bf16``). A field that is not set on
+the wire takes the default of the tree (:mod:`megascale_job.config`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from megascale.v1 import job_pb2
+from megascale_job import config as job_config
+from megascale_job.config import JobConfig
+
+
+def from_proto(spec: job_pb2.JobSpec) -> JobConfig:
+    """The job in ``spec``, fully checked.
+
+    Raises:
+        JobError: lists every problem by field (:func:`megascale_job.config.from_mapping`).
+    """
+    return job_config.from_mapping(to_mapping(spec))
+
+
+def from_accepted_proto(spec: job_pb2.JobSpec) -> JobConfig:
+    """The job in ``spec``, which the driver checked when it was submitted.
+
+    Raises:
+        JobError: fields that this version cannot read.
+    """
+    return job_config.from_accepted(to_mapping(spec))
+
+
+def to_mapping(message: Message) -> dict[str, Any]:
+    """What is set in ``message`` as plain values, an enum by its short name."""
+    # ListFields leaves out fields that are not set, and zeros of fields without presence: both mean
+    # the default. So does an enum's UNSPECIFIED.
+    return {
+        field.name: _value(field, value)
+        for field, value in message.ListFields()
+        if field.enum_type is None or value != 0
+    }
+
+
+def to_proto(config: JobConfig) -> job_pb2.JobSpec:
+    """The wire form of ``config`` with every field set, defaults included."""
+    values = job_config.to_mapping(config)
+    spec = job_pb2.JobSpec()
+    trainer_fields = {field.name for field in job_pb2.TrainerSpec.DESCRIPTOR.fields}
+    _fill(spec, {key: value for key, value in values.items() if key not in trainer_fields})
+    _fill(spec.trainer, {key: value for key, value in values.items() if key in trainer_fields})
+    return spec
+
+
+def _value(field: FieldDescriptor, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Message):
+        return to_mapping(value)
+    if field.enum_type is not None:
+        found = field.enum_type.values_by_number.get(value)
+        # A number of a later version stays as it is: the tree's reader refuses it with its field.
+        return value if found is None else _strip(field.enum_type, found.name)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return [to_mapping(item) if isinstance(item, Message) else item for item in value]
+    return value
+
+
+@functools.cache
+def _numbers(enum: EnumDescriptor) -> Mapping[str, int]:
+    return {_strip(enum, value.name): value.number for value in enum.values}
+
+
+def _strip(enum: EnumDescriptor, name: str) -> str:
+    # Every value starts with the first value's name less UNSPECIFIED (buf lint checks that).
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return name.removeprefix(prefix).lower()
+
+
+def _fill(message: Message, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        field = message.DESCRIPTOR.fields_by_name[name]
+        target = getattr(message, name)
+        if isinstance(value, Mapping):
+            if isinstance(target, Message):
+                target.SetInParent()
+                _fill(target, value)
+            else:
+                target.update(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, Mapping):
+                    _fill(target.add(), item)
+                else:
+                    target.append(item)
+        elif field.enum_type is not None:
+            setattr(message, name, _numbers(field.enum_type)[value])
+        else:
+            setattr(message, name, value)

@@ -1,0 +1,160 @@
+"""Replicas of an attempt: who keeps whose, which of them a restart uses, and which are missing.
+
+The nodes report what they keep. A snapshot counts as restorable when each rank has it in a sealed
+slot of its own node, or as a replica on a node that lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.replica_orders import FailedCopies, ReplicaSource
+from megascale_driver.core.values.state import Job, JobPhase, Liveness, Node
+from megascale_driver.placement.replicas import Member, choose_peers
+from megascale_job.restore import RestorePlan, RestoreSource
+
+MAX_CAUSE = 300  # characters of an error in a line
+Snapshot = tuple[int, int]  # (step, attempt)
+
+
+def peers(job: Job, nodes: Mapping[str, Node]) -> tuple[dict[str, str], dict[str, str]]:
+    """The peer of each node of the job's attempt, and the address of the peer's replica server.
+
+    Both are empty for a job without replicas, or on one node.
+    """
+    if not job.config.checkpoint.replicas:
+        return {}, {}
+    members = [
+        Member(slot.node, slot.ranks, nodes[slot.node].identity.topology)
+        for slot in job.slots
+        if slot.node in nodes
+    ]
+    chosen = choose_peers(members, job.config.layout)
+    reports = {name: nodes[name].report for name in chosen.values()}
+    endpoints = {
+        name: report.replica_endpoint for name, report in reports.items() if report is not None
+    }
+    return chosen, {node: endpoints.get(peer, "") for node, peer in chosen.items()}
+
+
+def kept(job: Job, nodes: Mapping[str, Node]) -> dict[int, dict[Snapshot, str]]:
+    """The replicas of each rank on nodes that live, each with the first such node by name."""
+    found: dict[int, dict[Snapshot, str]] = {}
+    for name in sorted(nodes):
+        node = nodes[name]
+        if node.liveness is not Liveness.ALIVE or not node.connected:
+            continue
+        if node.report is None or not node.report.replica_endpoint:
+            continue
+        for item in _of(job, node, "replicas"):
+            found.setdefault(item.rank, {}).setdefault((item.step, item.attempt), name)
+    return found
+
+
+def sealed_here(job: Job, nodes: Mapping[str, Node]) -> dict[int, set[Snapshot]]:
+    """The snapshots that each rank of the attempt has sealed on its own node."""
+    found: dict[int, set[Snapshot]] = {}
+    for slot in job.slots:
+        node = nodes.get(slot.node)
+        for rank in slot.ranks:
+            found[rank] = set()
+        for item in _of(job, node, "sealed") if node is not None else ():
+            if item.rank in slot.ranks:
+                found[item.rank].add((item.step, item.attempt))
+    return found
+
+
+def sources(job: Job, nodes: Mapping[str, Node], restore: RestorePlan) -> tuple[ReplicaSource, ...]:
+    """The ranks that restore a state in memory from a replica, because their node has none."""
+    if restore.source is not RestoreSource.MEMORY:
+        return ()
+    wanted, copies = (restore.step, restore.written_by_attempt), kept(job, nodes)
+    found = []
+    for rank, own in sorted(sealed_here(job, nodes).items()):
+        name = copies.get(rank, {}).get(wanted)
+        report = nodes[name].report if name is not None and wanted not in own else None
+        if name is not None and report is not None:
+            found.append(ReplicaSource(rank, name, report.replica_endpoint))
+    return tuple(found)
+
+
+def describe(found: Iterable[ReplicaSource]) -> str:
+    """Which ranks restore from which nodes, for the audit log; "" for none."""
+    by_node: dict[str, list[str]] = {}
+    for source in found:
+        by_node.setdefault(source.node, []).append(str(source.rank))
+    parts = [f"rank {', '.join(ranks[:8])} from node {node}" for node, ranks in by_node.items()]
+    return f" ({'; '.join(parts[:8])})" if parts else ""
+
+
+def replicated_step(job: Job, nodes: Mapping[str, Node]) -> int:
+    """Newest step of the attempt of which every rank has a replica on another node; 0: none."""
+    copies, common = kept(job, nodes), set[int]()
+    for number, rank in enumerate(range(job.config.layout.world_size)):
+        steps = {step for step, attempt in copies.get(rank, {}) if attempt == job.attempt}
+        common = steps if number == 0 else common & steps
+    return max(common, default=0)
+
+
+def problem(job: Job, nodes: Mapping[str, Node]) -> str:
+    """Why the attempt's snapshots have no replicas, or the newest has none; "" if all is well."""
+    if job.phase not in (JobPhase.STARTING, JobPhase.RUNNING):
+        return ""
+    if len(job.slots) < 2:
+        return "the attempt has one node, so there is no other to keep replicas"
+    for name, target in job.current.replica_orders.targets.items():
+        if not target:
+            peer = job.current.replica_orders.peers[name]
+            return f"node {peer} did not report a replica server at the start"
+    for slot in job.slots:
+        failure = _failure(job, nodes.get(slot.node))
+        if failure is not None:
+            return failure
+    return ""
+
+
+def report(draft: Draft, node: str, job: Job, progress: Progress) -> None:
+    """Log what a heartbeat shows about copies that failed: one line per power of ten of steps."""
+    failure = progress.replica_failure
+    if failure is None or failure.attempt != job.attempt:
+        return
+    last = job.current.failed_copies
+    if failure.step <= last.step:
+        return  # another rank of the same step, or a repetition
+    count = last.count + 1
+    draft.attempt(job.name, failed_copies=FailedCopies(failure.step, count))
+    if str(count).strip("0") != "1":
+        return
+    error = failure.error[:MAX_CAUSE]
+    peer = job.current.replica_orders.peers.get(node, "")
+    draft.log(
+        "REPLICA_FAILED",
+        f"the snapshot of step {failure.step} of rank {failure.rank} on {node} has no replica on "
+        f"{peer or 'another node'}: {error} ({count} of this attempt)",
+        subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+        evidence=(Evidence("replica-error", f"nodes/{node}", error),),
+        outcome="training continues; the next snapshot is copied anew",
+    )  # fmt: skip
+
+
+def _failure(job: Job, node: Node | None) -> str | None:
+    for progress in node.report.progress if node is not None and node.report is not None else ():
+        failure = progress.replica_failure
+        if progress.job == job.name and failure is not None and failure.attempt == job.attempt:
+            name = node.name if node is not None else ""
+            return (
+                f"step {failure.step} of rank {failure.rank} on {name}: {failure.error[:MAX_CAUSE]}"
+            )
+    return None
+
+
+def _of(job: Job, node: Node, what: str) -> Iterator[SealedSnapshot]:
+    """What a node reports about the job; attempts that were never issued do not count."""
+    for progress in node.report.progress if node.report is not None else ():
+        items: tuple[SealedSnapshot, ...] = getattr(progress, what)
+        for item in items if progress.job == job.name else ():
+            if item.layout_digest and 0 < item.attempt <= job.attempt:
+                yield item

@@ -1,0 +1,202 @@
+"""The breaker against mass eviction: it holds back inferred verdicts when many nodes were lost.
+
+A driver that is cut off from the network sees all nodes as silent and must not tear running jobs
+apart. What the driver decides itself is counted over a window: evictions and deaths of nodes that
+run a job. What an operator evicts is not. Two limits hold:
+
+- of the fleet: above max(share of the nodes, number of nodes), or with several switches silent at
+  once, inferred verdicts, on a node of any switch, are only observed until the window has passed;
+- of a switch: if half of its nodes are silent, it may be the switch's network that failed, and not
+  the nodes. They are observed for longer. If they are still silent then, while the rest of the
+  fleet beats, the switch is lost: its nodes are given up, and count as one.
+
+When a window has passed, silence is counted from zero: no verdict that was held back is made up
+for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.state import Liveness, Node, SwitchTrip
+from megascale_job.visible import agreed, counted
+
+MAX_NAMED = 16
+_SILENT = (Liveness.SUSPECT, Liveness.DEAD)
+
+
+def limit(draft: Draft) -> int:
+    """Number of evictions allowed in one window."""
+    return max(int(draft.policy.breaker_share * len(draft.nodes)), draft.policy.breaker_nodes)
+
+
+def count(draft: Draft, node: str) -> None:
+    """Count an eviction or a death that the driver decided; a node counts once in a window."""
+    recent = draft.breaker.evictions
+    if not any(name == node for _, name in recent):
+        draft.breaker = replace(draft.breaker, evictions=(*recent, (draft.now_s, node)))
+
+
+def allows(draft: Draft, node: str, rule: str = "silence") -> bool:
+    """Whether an inferred verdict on ``node`` may take effect; counts it or trips the breaker.
+
+    ``rule``: the one that gives the verdict; held back while operators have it observed.
+    """
+    if draft.breaker.tripped_at_s:
+        return False
+    if rule and not draft.enforced(rule):
+        return False
+    known = draft.nodes.get(node)
+    if known is not None and known.liveness in _SILENT:
+        silent = _silent_switches(draft)
+        if _too_many(draft, silent):
+            return False
+        if _switch_of(known) in silent:
+            return _allows_of_switch(draft, known, silent)
+    if len(draft.breaker.evictions) < limit(draft):
+        count(draft, node)
+        return True
+    names = [name for _, name in draft.breaker.evictions]
+    _trip(
+        draft,
+        f"{counted(len(names), 'node')} {agreed(len(names), 'were')} lost within "
+        f"{draft.policy.breaker_window_s:g} s; node {node} and "
+        "others that are only silent are observed, not evicted, until that window has passed",
+        names,
+    )
+    return False
+
+
+def refresh(draft: Draft) -> None:
+    """Forget evictions outside the window, and reset the breaker once its window has passed."""
+    breaker = draft.breaker
+    since_s = draft.now_s - draft.policy.breaker_window_s
+    recent = tuple(item for item in breaker.evictions if item[0] > since_s)
+    switches = tuple(trip for trip in breaker.switches if trip.at_s > since_s)
+    if breaker.tripped_at_s and breaker.tripped_at_s <= since_s:
+        reset(draft, "its window has passed", recent)
+    elif (recent, switches) != (breaker.evictions, breaker.switches):
+        draft.breaker = replace(breaker, evictions=recent, switches=switches)
+
+
+def reset(
+    draft: Draft,
+    why: str,
+    recent: tuple[tuple[float, str], ...] = (),
+    actor: str = "driver",
+) -> None:
+    """Enforce inferred verdicts again; what is silent now is observed for a full term first.
+
+    Else all nodes that were observed meanwhile would be declared dead in this very event.
+    """
+    draft.breaker = replace(draft.breaker, evictions=recent, tripped_at_s=0.0, switches=())
+    draft.silence_hold_until_s = draft.now_s + draft.policy.heartbeat_interval_s
+    for name, node in draft.nodes.items():
+        if node.liveness is not Liveness.DEAD:
+            seen_s = max(node.last_seen_s, draft.now_s)
+            draft.node(name, last_seen_s=seen_s, probe_failed_at_s=0.0)
+    draft.log(
+        "BREAKER_RESET",
+        f"inferred verdicts are enforced again: {why}",
+        subject="cluster",
+        policy="breaker" if actor == "driver" else "manual",
+        actor=actor,
+    )
+
+
+def _too_many(draft: Draft, silent: dict[str, list[str]]) -> bool:
+    """Whether so many switches are silent that no silence is evidence; trips the breaker."""
+    policy = draft.policy
+    if len(silent) < 2:
+        return False
+    switches = {_switch_of(other) for other in draft.nodes.values()}
+    if len(silent) <= int(policy.breaker_share * len(switches)):
+        return False
+    names = [name for members in silent.values() for name in members]
+    what = ", ".join(sorted(silent)[:MAX_NAMED])
+    _trip(
+        draft,
+        f"{counted(len(names), 'node')} of {counted(len(silent), 'switch')} ({what}) "
+        "are silent at once: the "
+        "driver's own network may have failed; silent nodes are observed, not evicted, for "
+        f"{policy.breaker_window_s:g} s",
+        names,
+    )
+    return True
+
+
+def _allows_of_switch(draft: Draft, node: Node, silent: dict[str, list[str]]) -> bool:
+    """Whether a node of a silent switch may be given up."""
+    switch, policy = _switch_of(node), draft.policy
+    trip = next((item for item in draft.breaker.switches if item.switch == switch), None)
+    if trip is None:
+        trip = SwitchTrip(switch, draft.now_s)
+        draft.breaker = replace(draft.breaker, switches=(*draft.breaker.switches, trip))
+        _say_tripped(
+            draft,
+            f"{counted(len(silent[switch]), 'node')} of switch {switch} "
+            f"{agreed(len(silent[switch]), 'are')} silent at once: its network may "
+            f"have failed; they are observed until {policy.dead_uncorroborated_after_s:g} s of "
+            "silence",
+            silent[switch],
+        )
+    if draft.now_s - node.last_seen_s < policy.dead_uncorroborated_after_s:
+        return False
+    if not draft.enforced("switch-lost"):
+        return False
+    if not trip.lost:
+        others = tuple(item for item in draft.breaker.switches if item.switch != switch)
+        draft.breaker = replace(draft.breaker, switches=(*others, replace(trip, lost=True)))
+        draft.log(
+            "SWITCH_LOST",
+            f"switch {switch} is lost: {len(silent[switch])} of its nodes are silent for "
+            f"{draft.now_s - node.last_seen_s:.0f} s, and the rest of the fleet beats",
+            subject="cluster", policy="breaker", evidence=(_named(silent[switch]),),
+            outcome="its silent nodes are given up together",
+        )  # fmt: skip
+    return True
+
+
+def _silent_switches(draft: Draft) -> dict[str, list[str]]:
+    """The silent nodes of each switch of which at least half are silent; small ones are left out.
+
+    One pass over all nodes, only in events that evaluate a silent node of a job.
+    """
+    if draft.silent_switches is None:
+        members = Counter(_switch_of(node) for node in draft.nodes.values())
+        silent: dict[str, list[str]] = {}
+        for node in draft.nodes.values():
+            if node.liveness in _SILENT:
+                silent.setdefault(_switch_of(node), []).append(node.name)
+        draft.silent_switches = {
+            switch: names
+            for switch, names in silent.items()
+            if switch
+            and members[switch] >= draft.policy.switch_nodes
+            and 2 * len(names) >= members[switch]
+        }
+    return draft.silent_switches
+
+
+def _switch_of(node: Node) -> str:
+    return node.identity.topology.get("switch", "")
+
+
+def _trip(draft: Draft, message: str, names: list[str]) -> None:
+    draft.breaker = replace(draft.breaker, tripped_at_s=draft.now_s)
+    _say_tripped(draft, message, names)
+
+
+def _say_tripped(draft: Draft, message: str, names: list[str]) -> None:
+    draft.log(
+        "BREAKER_TRIPPED", message, subject="cluster", policy="breaker", mode="OBSERVE",
+        evidence=(_named(names),),
+    )  # fmt: skip
+
+
+def _named(names: list[str]) -> Evidence:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return Evidence("evictions", "driver", ", ".join(names[:MAX_NAMED]) + more)

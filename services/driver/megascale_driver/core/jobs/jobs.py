@@ -1,0 +1,517 @@
+"""The state machine of a job, advanced whenever the job or one of its nodes has changed.
+
+QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from each of them through STOPPING back
+to QUEUED (for a new attempt) or to SUSPENDED, FAILED or CANCELLED.
+
+An attempt opens in two phases. PREPARE: every node reserves its devices and checks itself, and rank
+0's node binds the rendezvous port. When all nodes are prepared, the committer (the checkpoint
+daemon of the first node) appends OPEN(attempt) to the job's commit log. That record fences all
+earlier attempts: what still runs of one, on a node that was given up, can commit no checkpoint from
+here on. The committer returns what to restore, and with that the nodes get START. A job without
+checkpoints has no commit log and starts as soon as all nodes are prepared.
+
+Attempts never overlap: the next one is placed when every node of the last one has reported that it
+is idle, is dead, or has been given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megascale_driver.core import unreadable
+from megascale_driver.core.checkpoints import replicas, rolling_back, saving
+from megascale_driver.core.checkpoints.restore import sealed_everywhere
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.faults import blame, budgets, job_faults
+from megascale_driver.core.jobs import updating
+from megascale_driver.core.nodes import leaving, nodes, profiles
+from megascale_driver.core.queue import quotas
+from megascale_driver.core.recovery import recovery, searching
+from megascale_driver.core.signs import hang, hang_records
+from megascale_driver.core.values import accounting, failure_rate, goodput
+from megascale_driver.core.values.attempt import FailureCount, Fault, FaultKind, NodeSlot
+from megascale_driver.core.values.events import (
+    AttemptOpened,
+    CancelRequested,
+    Evidence,
+    JobSubmitted,
+    OpenAttempt,
+    OpenFailed,
+)
+from megascale_driver.core.values.plausible import MAX_ATTEMPT
+from megascale_driver.core.values.reasons import Reason
+from megascale_driver.core.values.replica_orders import ReplicaOrders, ReplicaSource
+from megascale_driver.core.values.state import (
+    AttemptPhase,
+    Job,
+    JobPhase,
+    Liveness,
+    Node,
+)
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.visible import counted
+
+MAX_NAMED = 4  # nodes in a reason
+MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
+STARTED = frozenset({AttemptPhase.RUNNING, AttemptPhase.FINISHED})
+_PREPARED = frozenset({AttemptPhase.PREPARED})
+_FINISHED = frozenset({AttemptPhase.FINISHED})
+
+
+def submit(draft: Draft, event: JobSubmitted) -> None:
+    """Add a new job, which waits for nodes."""
+    name = event.config.name
+    if name in draft.jobs:
+        draft.refuse("JOB_EXISTS", _exists(draft.jobs[name]))
+        return
+    if unreadable.key_of(name) in draft.unreadable:
+        draft.refuse_unknown_job(name)
+        return
+    if quotas.too_many(draft, event.config.tenant):
+        return
+    draft.jobs[name] = Job(
+        name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
+        reason="waiting for nodes", goodput=goodput.submitted(draft.now_s),
+    )  # fmt: skip
+    draft.log(
+        "SUBMITTED", f"submitted by {event.actor}", subject=f"jobs/{name}", job=name,
+        actor=event.actor,
+    )  # fmt: skip
+
+
+def _exists(job: Job) -> str:
+    """What may be done instead of submitting a job whose name is taken."""
+    ways = [f"start one like it with `megascale clone {job.name}`"]
+    if job.phase is not JobPhase.SUCCEEDED:
+        ways.insert(0, "change it with `megascale update JOB.YAML --reason REASON`")
+    if job.phase in (JobPhase.FAILED, JobPhase.CANCELLED):
+        ways.insert(1, f"continue it with `megascale restart {job.name} --reason REASON`")
+    if job.terminal:
+        ways.append(f"free its name with `megascale delete {job.name} --reason REASON`")
+    return f"job {job.name} exists already and {job.state}; {', '.join(ways[:-1])} or {ways[-1]}"
+
+
+def cancel(draft: Draft, event: CancelRequested) -> None:
+    """Stop the job's workers at once; a job that is or will be cancelled stays as it is."""
+    job = draft.jobs.get(event.job)
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    asked_before = job.phase is JobPhase.STOPPING and job.after_stop is JobPhase.CANCELLED
+    if asked_before or job.phase is JobPhase.CANCELLED:
+        return
+    if job.terminal:
+        draft.refuse("JOB_ENDED")
+        return
+    draft.log(
+        "CANCEL_REQUESTED", f"{event.actor} asked to cancel the job: {event.reason}",
+        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+    )  # fmt: skip
+    why = f"cancelled by {event.actor}: {event.reason}"
+    if job.active:
+        stop(draft, draft.jobs[job.name], JobPhase.CANCELLED, why)
+    else:
+        _end(draft, draft.jobs[job.name], JobPhase.CANCELLED, why)
+
+
+def advance(draft: Draft, name: str, reporter: str = "") -> None:
+    """Advance the job as far as its nodes' reports and the clock allow.
+
+    ``reporter``: the only node whose report has changed; "" if any may have.
+    """
+    job = draft.jobs[name]
+    if not job.active:
+        return
+    # While the attempt stops, faults are still recorded: the culprit is often seen after the
+    # symptom that started the stop.
+    job = recovery.observe(draft, job, reporter)
+    if job.phase is JobPhase.STOPPING:
+        _advance_stopping(draft, job)
+        return
+    profiles.expire(draft, job)
+    job = draft.jobs[name]
+    if not job.current.faults:
+        job = _check_deadline(draft, job)
+        job = hang.without_workers(draft, job)
+    if job.current.faults:
+        stop(draft, job, JobPhase.QUEUED, _why(job))
+    elif job.phase is JobPhase.PREPARING:
+        _advance_preparing(draft, job)
+    elif job.phase is JobPhase.STARTING:
+        _advance_starting(draft, job)
+    if draft.jobs[name].phase is JobPhase.RUNNING:
+        _advance_running(draft, draft.jobs[name])
+
+
+def opened(draft: Draft, event: AttemptOpened) -> None:
+    """The committer has fenced all earlier attempts and chosen what to restore: start."""
+    job = draft.jobs.get(event.job)
+    # The answer may belong to a call of an attempt that was given up meanwhile: it starts nothing.
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
+        return
+    for item in event.refused[:MAX_REFUSALS]:
+        draft.log(
+            "CHECKPOINT_REFUSED", f"a newer checkpoint is not used: {item[:300]}",
+            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
+            outcome="an older one is restored",
+        )  # fmt: skip
+    if (lost := saving.went_back(job, event.restore, event.refused)) is not None:
+        if rolling_back.refuse_late(draft, job, event.restore):
+            stop(draft, draft.jobs[job.name], JobPhase.QUEUED, lost)
+        else:
+            _not_opened(draft, job, lost)
+        return
+    sources = replicas.sources(job, draft.nodes, event.restore)
+    what = f"restores step {event.restore.step} from {event.restore.source}"
+    what += replicas.describe(sources)
+    if saving.is_earlier(job, event.restore):
+        what += f", which {saving.EARLIER} wrote"
+    if event.restore.source is RestoreSource.NONE:
+        what = "starts from step 0"
+    draft.log(
+        "ATTEMPT_OPENED", f"attempt {job.attempt} {what}",
+        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="newest-complete",
+        evidence=tuple(Evidence("refused", "commit-log", item[:300])
+                       for item in event.refused[:MAX_REFUSALS]),
+    )  # fmt: skip
+    end = saving.ending_of_restored(draft, job, event.restore)
+    if end is not None:
+        stop(draft, draft.jobs[job.name], *end)
+    else:
+        _start(draft, draft.jobs[job.name], event.restore, event.committer_endpoint, sources)
+
+
+def open_failed(draft: Draft, event: OpenFailed) -> None:
+    """The committer did not open the attempt: call it again a few times, then give it up.
+
+    What it refuses for a job that has not run yet, it would refuse every attempt. Calling again is
+    safe even if the failed call has reached the commit log: an attempt is opened there once, and
+    every later call gets the same answer.
+    """
+    job = draft.jobs.get(event.job)
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
+        return
+    if job.attempt <= event.newest < MAX_ATTEMPT:
+        # No fault of anything here: the job was run by hand, say, and goes on behind that.
+        why = (
+            f"attempt {event.newest} was opened elsewhere, by hand or before the job was "
+            f"submitted: attempt {event.newest + 1} goes on behind it"
+        )
+        stop(draft, draft.job(job.name, opened_elsewhere=event.newest), JobPhase.QUEUED, why)
+        return
+    if event.refused and not job_faults.has_run(job):
+        fault = Fault(FaultKind.BAD_JOB, job.slots[0].node, draft.now_s, event.error)
+        draft.fault(job.name, fault)
+        return
+    failures = job.current.open_failures + 1
+    later_s = draft.now_s + draft.policy.open_retry_s
+    job = draft.attempt(
+        job.name, open_failures=failures, open_asked=False, open_not_before_s=later_s
+    )
+    if failures >= draft.policy.open_attempts:
+        _not_opened(draft, job, event.error)
+
+
+def _not_opened(draft: Draft, job: Job, why: str) -> None:
+    first = job.slots[0].node
+    message = f"node {first} could not open attempt {job.attempt}: {why}"
+    draft.fault(job.name, Fault(FaultKind.OPEN_FAILED, first, draft.now_s, message))
+
+
+def steps_seen(
+    draft: Draft,
+    name: str,
+    attempt: int,
+    step: int,
+    record: Mapping[str, float],
+    checkpointing_s: float,
+) -> None:
+    """Take in the newest step record of the current attempt."""
+    job = draft.jobs.get(name)
+    if job is not None and 0 < attempt == job.attempt - 1 and job.current.restore is None:
+        # It arrived after its attempt had ended; the next one has not restored yet.
+        draft.job(name, goodput=goodput.learned(job.goodput, step))
+    if job is None or attempt != job.attempt or step <= job.current.step:
+        return
+    draft.jobs[name] = accounting.stepped(
+        job, step, record, checkpointing_s, draft.now_s, draft.policy
+    )
+
+
+def _advance_preparing(draft: Draft, job: Job) -> None:
+    if not _all_in(draft, job, _PREPARED):
+        return
+    first = draft.nodes[job.slots[0].node]
+    if not job.config.checkpoint.uri:
+        _start(draft, job, RestorePlan(), "")
+    elif not job.current.open_asked and draft.now_s >= job.current.open_not_before_s:
+        # Evaluated now, with all nodes prepared: what their memory holds no longer changes, because
+        # nothing of the old attempt runs.
+        step, attempt = sealed_everywhere(job, draft.nodes)
+        draft.attempt(
+            job.name, open_asked=True, open_since_s=job.current.open_since_s or draft.now_s
+        )
+        draft.ask(
+            OpenAttempt(
+                job=job.name,
+                attempt=job.attempt,
+                node=first.name,
+                endpoint=first.identity.checkpoint_endpoint,
+                uri=job.config.checkpoint.uri,
+                world_size=job.config.layout.world_size,
+                sealed_step=step,
+                sealed_by_attempt=attempt,
+                refused_steps=job.refused_steps,
+                load_uri=job.config.checkpoint.load_uri,
+                load_weights=job.config.checkpoint.load == "weights",
+                keep_latest=job.config.checkpoint.keep_latest,
+                keep_every_steps=job.config.checkpoint.keep_every_steps,
+                keep_every_hours=job.config.checkpoint.keep_every_hours,
+            )
+        )
+
+
+def _start(
+    draft: Draft,
+    job: Job,
+    restore: RestorePlan,
+    committer_endpoint: str,
+    sources: tuple[ReplicaSource, ...] = (),
+) -> None:
+    first = draft.nodes[job.slots[0].node]
+    store = first.report.store_endpoint if first.report is not None else ""
+    peers, targets = replicas.peers(job, draft.nodes)
+    draft.job(
+        job.name,
+        phase=JobPhase.STARTING,
+        reason=f"attempt {job.attempt}: workers are starting on {counted(len(job.slots), 'node')}",
+        current=replace(
+            job.current,
+            restore=restore,
+            store_endpoint=store,
+            committer_endpoint=committer_endpoint,
+            replica_orders=ReplicaOrders(peers, targets, sources),
+            failure_count=failure_rate.count(draft.jobs.values())
+            if "auto" in (job.config.checkpoint.interval, job.config.recovery.spares)
+            else FailureCount(),
+        ),
+    )
+
+
+def _advance_starting(draft: Draft, job: Job) -> None:
+    if _all_in(draft, job, STARTED):
+        draft.job(
+            job.name,
+            phase=JobPhase.RUNNING,
+            reason=f"attempt {job.attempt} runs on {counted(len(job.slots), 'node')}",
+        )
+        workers = job.config.layout.world_size
+        all_run = f"all {workers} workers of attempt {job.attempt} run"
+        one_runs = f"the one worker of attempt {job.attempt} runs"
+        draft.log(
+            "ATTEMPT_STARTED", subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+            message=all_run if workers > 1 else one_runs,
+        )  # fmt: skip
+
+
+def _advance_running(draft: Draft, job: Job) -> None:
+    if _all_in(draft, job, _FINISHED):
+        early = leaving.ended_early(draft, job)
+        if early:
+            stop(draft, draft.jobs[job.name], JobPhase.QUEUED, early)
+        end = saving.ending(draft, job) if early is None else None
+        if end is not None:
+            _end(draft, draft.jobs[job.name], *end)
+    else:
+        leaving.expire(draft, job)
+
+
+def _check_deadline(draft: Draft, job: Job) -> Job:
+    limits = {
+        JobPhase.PREPARING: recovery.prepare_limit_s(job, draft.policy),
+        JobPhase.STARTING: draft.policy.start_timeout_s,
+    }
+    limit_s, since_s = limits.get(job.phase), job.timer_s
+    if job.phase is JobPhase.PREPARING and job.current.open_since_s:
+        limit_s, since_s = draft.policy.open_timeout_s, job.current.open_since_s
+    if limit_s is None or draft.now_s - since_s < limit_s:
+        return job
+    wanted = {AttemptPhase.PREPARED} if job.phase is JobPhase.PREPARING else STARTED
+    late = [
+        slot.node
+        for slot in job.slots
+        if _report_phase(draft.nodes.get(slot.node), job) not in wanted
+    ]
+    # Several nodes that are late at once have a common cause, which is none of them.
+    blamed = late[0] if len(late) == 1 else ""
+    message = (
+        f"{job.phase.lower()} took longer than {limit_s:g} s; "
+        f"not ready: {', '.join(late) or 'the committer'}"
+    )
+    fault = Fault(FaultKind.DEADLINE, blamed, draft.now_s, message, hard=False)
+    return draft.fault(job.name, fault)
+
+
+def stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
+    """Order the attempt of an active job to stop; the job's phase is ``after`` once it has."""
+    if job.phase is JobPhase.STOPPING:
+        draft.job(job.name, after_stop=after, stop_reason=why)
+    else:
+        profiles.attempt_ends(draft, job)
+        draft.job(
+            job.name, phase=JobPhase.STOPPING, after_stop=after, stop_reason=why,
+            reason=f"attempt {job.attempt} is being stopped: {why}",
+        )  # fmt: skip
+
+
+def _why(job: Job) -> str:
+    """The cause of a stop in one sentence, as far as it is known."""
+    cause = blame.culprit(job.current.faults)
+    if cause is None:
+        return job.stop_reason
+    if cause.kind is FaultKind.WORKER_SYMPTOM:
+        return f"node {cause.node} lost contact with a peer ({cause.message})"
+    return cause.message
+
+
+def _advance_stopping(draft: Draft, job: Job) -> None:
+    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm.
+
+    Before that, if no fault names a culprit, its nodes check each other.
+    """
+    in_time = draft.now_s - job.timer_s < draft.policy.stop_timeout_s
+    if in_time and not job.current.all_slots(lambda s: _stopped(draft.nodes.get(s.node), s)):
+        return
+    waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
+    running = [slot.node for slot in waiting if _still_runs(draft.nodes[slot.node], job)]
+    patience_s = draft.policy.stop_timeout_s + draft.policy.fence_timeout_s
+    if running and draft.now_s - job.timer_s < patience_s:
+        _wait_for(draft, job, running)
+        return
+    if job.after_stop is JobPhase.QUEUED:
+        job = hang_records.complete(draft, job)
+        # A symptom may have started the stop; the culprit may have been reported since then.
+        job = draft.job(job.name, stop_reason=_why(job))
+    for slot in waiting:
+        if slot.node in running and draft.enforced("stop-deadline"):
+            nodes.quarantine(
+                draft, slot.node,
+                f"it did not stop attempt {job.attempt} of job {job.name} within {patience_s:g} s",
+                policy="stop-deadline",
+            )  # fmt: skip
+            job = draft.jobs[job.name]
+        elif slot.node not in job.evicted:
+            job = draft.job(job.name, evicted=(*job.evicted, slot.node))
+            draft.log(
+                "NODE_EVICTED", f"node {slot.node} did not confirm within "
+                f"{draft.policy.stop_timeout_s:g} s that its workers have stopped",
+                subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt,
+                policy="stop-deadline", outcome="it gets no work until it reports idle",
+            )  # fmt: skip
+    if not waiting and searching.goes_on(draft, draft.jobs[job.name]):
+        return
+    job = draft.jobs[job.name]
+    draft.log(
+        "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
+        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+    )  # fmt: skip
+    job = updating.apply(draft, draft.jobs[job.name])
+    if job.after_stop is JobPhase.QUEUED and job.current.faults:
+        job = recovery.settle(draft, job)
+    if job.current.leaving is not None and not job.after_stop_ends:
+        leaving.left(draft, job)
+    elif job.after_stop is JobPhase.QUEUED:
+        draft.job(job.name, phase=JobPhase.QUEUED, reason=budgets.why_queued(job, draft.now_s))
+    else:
+        _end(draft, job, job.after_stop, job.stop_reason)
+
+
+def _still_runs(node: Node, job: Job) -> bool:
+    """Whether a live node reports that the attempt still runs there, against its order."""
+    report = node.report
+    return (
+        node.connected
+        and node.liveness is Liveness.ALIVE
+        and report is not None
+        and (report.job, report.attempt) == (job.name, job.attempt)
+        and report.phase is not AttemptPhase.IDLE
+    )
+
+
+def _wait_for(draft: Draft, job: Job, nodes_: list[str]) -> None:
+    """Show what the stop waits for: attempts must not overlap on a node that lives."""
+    names = ", ".join(nodes_[:MAX_NAMED])
+    reason = f"attempt {job.attempt} is being stopped, {names} still runs it: {job.stop_reason}"
+    if reason != job.reason:
+        draft.job(job.name, reason=reason)
+
+
+def _stopped(node: Node | None, slot: NodeSlot) -> bool:
+    """Whether nothing of the attempt runs on the node any more."""
+    if (
+        node is None
+        or node.liveness is Liveness.DEAD
+        or node.identity.incarnation != slot.incarnation
+    ):
+        return True
+    report = node.report
+    idle = report is not None and report.phase is AttemptPhase.IDLE
+    # An idle report counts only if the node has received the order to stop: one that was sent
+    # before may be from a node that was about to prepare.
+    return idle and report is not None and report.desired_version >= node.desired_version
+
+
+def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
+    reasons: dict[JobPhase, Reason] = {
+        JobPhase.SUCCEEDED: "JOB_SUCCEEDED",
+        JobPhase.FAILED: "JOB_FAILED",
+        JobPhase.CANCELLED: "JOB_CANCELLED",
+    }
+    profiles.attempt_ends(draft, job)
+    leaving.empty(draft, job)
+    draft.job(job.name, phase=phase, reason=why, spares=())
+    draft.log(
+        reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+        outcome=_way_out(draft.jobs[job.name]) if phase is JobPhase.FAILED else "",
+    )  # fmt: skip
+
+
+def _way_out(job: Job) -> str:
+    """What people can do about a job that has failed."""
+    where = f"from step {job.committed_step}" if job.committed_step else "at step 0"
+    return (
+        f"once the cause is gone, `megascale restart {job.name} --reason REASON` continues it "
+        f"{where}; `megascale update JOB.YAML --reason REASON` before that changes its file"
+    )
+
+
+def _all_in(draft: Draft, job: Job, phases: frozenset[AttemptPhase]) -> bool:
+    """Whether every node of the attempt reports one of these phases of it."""
+    return job.current.all_slots(lambda s: _report_phase(draft.nodes.get(s.node), job) in phases)
+
+
+def _report_phase(node: Node | None, job: Job) -> AttemptPhase | None:
+    """The node's phase in this attempt; None if its report is about another one or missing."""
+    if (
+        node is None
+        or node.report is None
+        or (node.report.job, node.report.attempt) != (job.name, job.attempt)
+    ):
+        return None
+    return node.report.phase
+
+
+def restart_timers(draft: Draft) -> None:
+    """Give every phase its full time under a new leader.
+
+    The previous leader may have called the committer, but its answer went to that process: the call
+    is made again.
+    """
+    for name, job in list(draft.jobs.items()):
+        draft.jobs[name] = replace(
+            job,
+            timer_s=draft.now_s,
+            current=replace(job.current, open_asked=False, open_since_s=0.0),
+            goodput=accounting.adopted(job, draft.now_s),
+        )

@@ -1,0 +1,228 @@
+"""Orders of operators that move running work: restart, drain, evict, update; rules and breaker.
+
+A job that can still step saves first: its workers take a snapshot after the same step, and leave
+when it is committed (:mod:`megascale_driver.core.nodes.leaving`). If it cannot save in time, the order is
+carried out all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megascale_driver.core.checkpoints import rolling_back
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.faults import breaker
+from megascale_driver.core.jobs import jobs, updating
+from megascale_driver.core.nodes import leaving, nodes
+from megascale_driver.core.values.attempt import LeaveKind
+from megascale_driver.core.values.events import (
+    BreakerResetRequested,
+    DrainRequested,
+    EvictRequested,
+    PolicyRequested,
+    RestartRequested,
+    UncordonRequested,
+    UpdateRequested,
+)
+from megascale_driver.core.values.rules import RULES, mode_of
+from megascale_driver.core.values.state import Cluster, Disposition, Job, JobPhase
+from megascale_job import config as job_config
+
+_RESTARTS = frozenset({JobPhase.FAILED, JobPhase.CANCELLED})
+
+
+def restart(draft: Draft, event: RestartRequested) -> None:
+    """Begin a new attempt, also of a job that has failed; its budgets start anew."""
+    job = draft.jobs.get(event.job)
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    back = event.from_step is not None
+    if job.terminal and job.phase not in _RESTARTS and not back:
+        draft.refuse(
+            "JOB_ENDED",
+            f"job {job.name} has succeeded; give --from-step to repeat steps of it",
+        )
+        return
+    draft.log(
+        "RESTART_REQUESTED",
+        f"{event.actor} asked to restart the job"
+        + (f" from step {event.from_step}" if back else "")
+        + f": {event.reason}",
+        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+        outcome=restart_consequence(job, event.from_step, now=event.now),
+    )  # fmt: skip
+    job = _budgets_anew(draft, draft.jobs[job.name])
+    if event.from_step is not None:
+        job = rolling_back.roll_back(
+            *(draft, job, event.from_step), written_by=event.from_attempt, later=event.later_steps
+        )
+    why = f"restarted by {event.actor}: {event.reason}"
+    if job.active:
+        _stop(draft, job, LeaveKind.RESTART, event.actor, why, now=event.now or back)
+    elif job.phase is not JobPhase.SUSPENDED:
+        _queue(draft, updating.apply(draft, job), why)
+
+
+def restart_consequence(job: Job, from_step: int | None, *, now: bool) -> str:
+    """What RestartJob does to the job, in one sentence."""
+    begins = f"begins from step {from_step}" if from_step is not None else origin(job)
+    if not job.active:
+        return f"as soon as there are nodes for it, a new attempt {begins}"
+    if now or from_step is not None or not leaving_saves(job):
+        return f"attempt {job.attempt} stops at once, and the next one {begins}"
+    return f"attempt {job.attempt} saves its state and stops, and the next one begins from there"
+
+
+def origin(job: Job, replicated_step: int = 0) -> str:
+    """Where an attempt begins that follows without a save, as a clause.
+
+    ``replicated_step``: the newest step of which every rank has a copy in another node's memory.
+    """
+    if not job.config.checkpoint.uri:
+        return "begins at step 0, because the job writes no checkpoints"
+    if step := max(job.committed_step, replicated_step):
+        return f"continues from step {step}, or from a newer one that every rank has in memory"
+    if job.config.checkpoint.load_uri:
+        return f"begins from {job.config.checkpoint.load_uri}: nothing of its own is saved yet"
+    return "begins at step 0: nothing is saved yet"
+
+
+def leaving_saves(job: Job) -> bool:
+    """Whether the job can save before it leaves."""
+    return job.phase is JobPhase.RUNNING and bool(job.config.checkpoint.uri)
+
+
+def leaves_after_save(state: Cluster, node: str) -> bool:
+    """Whether a job runs on the node that saves before it leaves."""
+    job = state.holder_of(node)
+    return job is not None and leaving_saves(job)
+
+
+def update(draft: Draft, event: UpdateRequested) -> None:
+    """Give the job a new configuration, which its next attempt uses; or begin that one soon."""
+    job = draft.jobs.get(event.config.name)
+    if job is None:
+        draft.refuse_unknown_job(event.config.name)
+        return
+    if job.phase is JobPhase.SUCCEEDED:
+        draft.refuse("JOB_ENDED")
+        return
+    draft.log(
+        "UPDATE_REQUESTED",
+        f"{event.actor} gave the job a new configuration: {event.reason}",
+        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+        outcome=update_consequence(job, now=event.restart),
+    )  # fmt: skip
+    job = draft.job(job.name, pending_spec=job_config.to_json(event.config))
+    if not job.active:
+        updating.apply(draft, job)
+    elif event.restart:
+        why = f"updated by {event.actor}: {event.reason}"
+        _stop(draft, job, LeaveKind.RESTART, event.actor, why, now=False)
+
+
+def update_consequence(job: Job, *, now: bool) -> str:
+    """What UpdateJob does to the job, in one sentence."""
+    if not job.active:
+        return "its next attempt uses it"
+    if now:
+        return f"attempt {job.attempt} saves its state and stops, and the next one uses it"
+    return f"attempt {job.attempt} goes on as it is; the next one uses it"
+
+
+def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
+    """Empty a node for good or for maintenance; its job saves first if it can."""
+    node = draft.nodes.get(event.node)
+    if node is None:
+        draft.refuse("NODE_NOT_FOUND")
+        return
+    job = draft.holder_of(node.name)
+    if node.disposition is Disposition.QUARANTINED:
+        return
+    now = isinstance(event, EvictRequested) and event.now
+    if now or job is None or not leaving_saves(job):
+        nodes.quarantine(draft, node.name, event.reason, actor=event.actor, policy="manual")
+        return
+    if node.disposition is Disposition.DRAINING:
+        return
+    draft.node(
+        node.name,
+        disposition=Disposition.DRAINING,
+        disposition_reason=event.reason,
+        disposition_policy="manual",
+    )
+    draft.log(
+        "NODE_DRAINING", f"node {node.name} is emptied: {event.reason}",
+        subject=f"nodes/{node.name}", job=job.name, attempt=job.attempt, actor=event.actor,
+        policy="manual", outcome=drain_consequence(job),
+    )  # fmt: skip
+    job = draft.jobs[job.name]
+    order = job.current.leaving
+    if order is None:
+        job = leaving.order(draft, job, LeaveKind.DRAIN, reason=event.reason, actor=event.actor)
+        order = job.current.leaving
+        assert order is not None
+    draft.attempt(job.name, leaving=replace(order, nodes=(*order.nodes, node.name)))
+
+
+def uncordon(draft: Draft, event: UncordonRequested) -> None:
+    """Let a node have work again; a job that would save to leave it need not."""
+    nodes.set_disposition(draft, event)
+    if not draft.refusal:
+        leaving.stay(draft, event.node, event.reason)
+
+
+def drain_consequence(job: Job) -> str:
+    """What DrainNode does to the job that runs there, in one sentence."""
+    spare = f"spare {job.spares[0]} takes its place" if job.spares else "it waits for a node"
+    return f"job {job.name} saves its state, leaves the node, and goes on from there; {spare}"
+
+
+def set_policy(draft: Draft, event: PolicyRequested) -> None:
+    """Have a rule observed or enforced from now on."""
+    modes = draft.breaker.modes
+    if mode_of(modes, event.rule) == event.mode:
+        return
+    draft.breaker = replace(draft.breaker, modes={**modes, event.rule: event.mode})
+    draft.log(
+        "POLICY_SET", f"rule {event.rule} is in {event.mode}: {event.reason}",
+        subject="cluster", actor=event.actor, policy=event.rule, mode=event.mode,
+        outcome=RULES[event.rule] if event.mode == "ENFORCE" else "its verdicts are only logged",
+    )  # fmt: skip
+
+
+def reset_breaker(draft: Draft, event: BreakerResetRequested) -> None:
+    """Enforce inferred verdicts again before the breaker's window has passed."""
+    held = draft.breaker
+    if held.tripped_at_s or held.switches or held.evictions:
+        breaker.reset(draft, event.reason, actor=event.actor)
+
+
+def _stop(draft: Draft, job: Job, kind: LeaveKind, actor: str, why: str, *, now: bool) -> None:
+    """Stop the attempt, after it has saved unless ``now``; the next one follows."""
+    if job.phase is JobPhase.STOPPING:
+        if job.after_stop in _RESTARTS:
+            draft.job(job.name, after_stop=JobPhase.QUEUED, stop_reason=why)
+        return
+    if not now and leaving_saves(job):
+        order = job.current.leaving
+        if order is None or order.kind is LeaveKind.DRAIN:  # which an uncordon may withdraw
+            leaving.order(draft, job, kind, reason=why, actor=actor)
+        return
+    jobs.stop(draft, job, JobPhase.QUEUED, why)
+
+
+def _budgets_anew(draft: Draft, job: Job) -> Job:
+    return draft.job(
+        job.name, restarts_without_progress=0, restart_times={}, node_failures={}, roots={},
+        repeats={}, out_of_memory=0, not_before_s=0.0,
+    )  # fmt: skip
+
+
+def _queue(draft: Draft, job: Job, why: str) -> None:
+    draft.job(
+        job.name, phase=JobPhase.QUEUED, after_stop=JobPhase.QUEUED, waits_as="",
+        reason="waiting for nodes", stop_reason=why,
+        current=replace(job.current, faults=()),
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""Slow nodes: what follows where spans show one (MegaScale section 5.1).
+
+The verdict is :mod:`megascale_driver.analysis.spans.outliers`', from spans that the core never
+sees. It is an inference, so it is observed unless an operator has the rule enforced; then the job
+leaves the node, if a spare stands by. Of a node there is one line in an attempt.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from megascale_driver.core.draft import DRIVER, Draft
+from megascale_driver.core.faults import job_faults
+from megascale_driver.core.jobs import jobs
+from megascale_driver.core.nodes import leaving
+from megascale_driver.core.orders.orders import leaving_saves
+from megascale_driver.core.values.analysis_events import StragglerFound
+from megascale_driver.core.values.attempt import Fault, FaultKind, LeaveKind
+from megascale_driver.core.values.events import (
+    Evidence,
+)
+from megascale_driver.core.values.state import Job, JobPhase
+
+STRAGGLER: Final = "straggler"
+MAX_NAMED = 8  # in an attempt; that many slow nodes say more about the rule than about nodes
+
+
+def found(draft: Draft, event: StragglerFound) -> None:
+    """Write it down, and leave the node where the rule is enforced."""
+    job = draft.jobs.get(event.job)
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
+        return
+    slow = job.current.slow_nodes
+    if event.node in slow or len(slow) >= MAX_NAMED or job.slot_of(event.node) is None:
+        return
+    draft.attempt(job.name, slow_nodes=(*slow, event.node))
+    enforced = draft.enforced(STRAGGLER)
+    leaves = enforced and bool(job.spares)
+    draft.log(
+        "STRAGGLER", event.sentence, subject=f"nodes/{event.node}", job=job.name,
+        attempt=job.attempt, policy=STRAGGLER, mode="ENFORCE" if enforced else "OBSERVE",
+        evidence=(
+            Evidence("spans", f"nodes/{event.node}/ranks/{event.rank}", event.operation,
+                     f"{event.ratio:.3f}"),
+        ),
+        outcome=_outcome(job, enforced=enforced),
+    )  # fmt: skip
+    if not leaves:
+        return
+    fault = Fault(FaultKind.NODE_EVICTED, event.node, draft.now_s, event.sentence, event.rank)
+    job_faults.leave(draft, draft.jobs[job.name], fault, STRAGGLER, job_faults.left_by(job))
+    job = draft.jobs[job.name]
+    if not leaving_saves(job):
+        jobs.stop(draft, job, JobPhase.QUEUED, event.sentence)
+    elif job.current.leaving is None:
+        leaving.order(draft, job, LeaveKind.RESTART, reason=event.sentence, actor=DRIVER)
+
+
+def _outcome(job: Job, *, enforced: bool) -> str:
+    if not enforced:
+        return "the rule is observed: the job keeps the node"
+    if not job.spares:
+        return "no spare stands by: the job keeps the node"
+    return "the job leaves the node for a spare"

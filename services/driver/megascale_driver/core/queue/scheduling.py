@@ -1,0 +1,285 @@
+"""Carries out what the queue decides: attempts begin, jobs wait or leave, spares are named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.nodes import leaving
+from megascale_driver.core.queue.queue_view import parts_of, view_of
+from megascale_driver.core.values.attempt import Attempt, NodeSlot, Placement
+from megascale_driver.core.values.candidates import candidate, usable
+from megascale_driver.core.values.failure_rate import rate
+from megascale_driver.core.values.state import (
+    AttemptRecord,
+    Disposition,
+    Job,
+    JobPhase,
+    Liveness,
+    Node,
+)
+from megascale_driver.placement.gang import Candidate, spares
+from megascale_driver.placement.queue import MAX_STARTS, decide
+from megascale_driver.placement.queue_values import STARTS, Decision, Kind
+from megascale_job.sizes.spare_count import wanted_spares
+from megascale_job.visible import counted
+
+RECHECK_S = 1.0  # how often the queue is decided again for the passing of time alone
+# A decision goes through all nodes. When a large fleet links, or stops a job, node after node, it
+# is taken once in so long for each node there is (1.25 s at 12,500), and not once for each.
+PAUSE_PER_NODE_S = 1e-4
+LARGE = 256  # nodes
+
+
+def schedule(draft: Draft, changed: Mapping[str, Node | None] | None = None) -> None:
+    """Decide the queue, if something changed that it depends on; then name the spares.
+
+    ``changed``: the nodes that have changed since this was called last, as they were then; None:
+    all that the draft has changed.
+    """
+    if changed is None:
+        changed = {name: draft.state.nodes.get(name) for name in draft.nodes.touched}
+    if draft.now_s < draft.queue_due_s and not _stirred(draft, changed):
+        return
+    waiting = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
+    if not waiting and not any(_lacks_spares(draft, job, changed) for job in draft.jobs.values()):
+        draft.queue_due_s = float("inf")
+        return
+    count = len(draft.state.nodes)
+    again_s = draft.queue_decided_s + PAUSE_PER_NODE_S * count
+    if count > LARGE and draft.queue_decided_s <= draft.now_s < again_s and not _urgent(draft):
+        _drop_spares(draft, _stands_by)
+        draft.queue_due_s = again_s
+        return
+    draft.queue_decided_s = draft.now_s
+    # Looked at only if there is something to place: a fleet links at once to a new leader.
+    if draft.now_s < draft.grace_until_s and any(
+        node.liveness is Liveness.UNKNOWN for node in draft.nodes.values()
+    ):
+        # The nodes that the previous leader knew are still linking to this one. Placed now, a job
+        # would go to worse nodes than in a moment, or its old nodes would look lost.
+        _drop_spares(draft, _may_work)
+        draft.queue_due_s = draft.now_s
+        return
+    draft.queue_due_s = draft.now_s + RECHECK_S if waiting else float("inf")
+    for job in waiting:
+        if draft.now_s < job.not_before_s < draft.queue_due_s:
+            draft.queue_due_s = job.not_before_s
+    plan = decide(view_of(draft))
+    starts = 0
+    for decision in plan.decisions:
+        starts += decision.kind in STARTS
+        _carry_out(draft, decision)
+    if starts == MAX_STARTS:
+        draft.queue_due_s = draft.now_s
+    _name_spares(draft, plan.free)
+
+
+def _stirred(draft: Draft, changed: Mapping[str, Node | None]) -> bool:
+    """Whether something changed that the queue or the spares depend on."""
+    for name in draft.jobs.touched:
+        old, job = draft.state.jobs.get(name), draft.jobs.get(name)
+        if old is None or job is None or _claims(old) != _claims(job):
+            return True
+    return any(_differs(before, draft.nodes.get(name)) for name, before in changed.items())
+
+
+def _differs(before: Node | None, node: Node | None) -> bool:
+    """Whether the queue or the spares may depend on what changed of a node."""
+    if before is None or node is None:
+        return True
+    return (usable(before), before.disposition, before.liveness, before.identity) != (
+        usable(node), node.disposition, node.liveness, node.identity,
+    )  # fmt: skip
+
+
+def _urgent(draft: Draft) -> bool:
+    """Whether a job has come, gone, or changed what it is about to do: that waits for nothing."""
+    for name in draft.jobs.touched:
+        old, job = draft.state.jobs.get(name), draft.jobs.get(name)
+        if old is None or job is None or _course(old) != _course(job):
+            return True
+    return False
+
+
+def _course(job: Job) -> tuple[object, ...]:
+    return job.phase, job.after_stop, job.slots, job.current.leaving
+
+
+def _claims(job: Job) -> tuple[object, ...]:
+    """The part of a job that the queue depends on, except for the passing of time."""
+    return job.phase, job.after_stop, job.slots, job.spares, job.evicted, job.current.leaving
+
+
+def _lacks_spares(draft: Draft, job: Job, changed: Iterable[str]) -> bool:
+    wanted = spares_wanted(job) if job.active else 0
+    if len(job.spares) < wanted:
+        return True
+    names: Iterable[str] = job.spares
+    before = draft.state.jobs.get(job.name)
+    if draft.queue_due_s == math.inf and before is not None and before.spares is job.spares:
+        # All stood by when the queue was decided last, so only nodes that changed since may not.
+        names = [name for name in changed if name in job.spares]
+    return any(not _stands_by(draft, name) for name in names)
+
+
+def _stands_by(draft: Draft, name: str) -> bool:
+    node = draft.nodes.get(name)
+    return node is not None and usable(node)
+
+
+def _carry_out(draft: Draft, decision: Decision) -> None:
+    job = draft.jobs[decision.job]
+    if decision.kind in STARTS:
+        _start(draft, job, decision)
+    elif decision.kind is Kind.PREEMPT:
+        leaving.preempt(draft, job, beside=decision.beside, why=decision.why)
+    elif decision.why:
+        _wait(draft, job, decision)
+
+
+def _start(draft: Draft, job: Job, decision: Decision) -> None:
+    parts = decision.parts
+    before = {slot.node for slot in job.slots} if job.current.leaving is None else set()
+    slots = tuple(
+        NodeSlot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation)
+        for p in parts
+    )
+    number = max(job.attempt, job.opened_elsewhere) + 1
+    used = {p.node for p in parts}
+    placement = Placement(decision.why, decision.order, decision.score)
+    draft.job(
+        job.name,
+        phase=JobPhase.PREPARING,
+        reason=f"attempt {number}: preparing {counted(len(slots), 'node')}",
+        current=Attempt(number, slots, placement=placement, checks=job.current.next_checks),
+        waits_as="",
+        spares=tuple(name for name in job.spares if name not in used),
+        attempts=(*job.attempts, AttemptRecord(number, slots, draft.now_s)),
+    )
+    newcomers = [p.node for p in parts if before and p.node not in before]
+    for name in newcomers:
+        if name in job.spares:
+            draft.log(
+                "SPARE_ASSIGNED", f"spare {name} takes over", subject=f"nodes/{name}",
+                job=job.name, attempt=number, policy="placement",
+            )  # fmt: skip
+    where = "; ".join(f"{p.node}: ranks {p.ranks[0]}-{p.ranks[-1]}" for p in parts[:16])
+    draft.log(
+        "PLACED", f"placed on {where} ({decision.why})", subject=f"jobs/{job.name}",
+        job=job.name, attempt=number, policy=decision.kind.lower(),
+    )  # fmt: skip
+    draft.log(
+        "ATTEMPT_PREPARING", f"attempt {number}: its nodes reserve devices and check themselves",
+        subject=f"jobs/{job.name}", job=job.name, attempt=number,
+    )  # fmt: skip
+
+
+def waiting(what: str, stop_reason: str) -> str:
+    """The reason of a queued job; ``stop_reason`` ended its last attempt."""
+    after = f" after: {stop_reason}" if stop_reason else ""
+    return f"waiting for nodes{f' ({what})' if what else ''}{after}"
+
+
+def _wait(draft: Draft, job: Job, decision: Decision) -> None:
+    """Say why the job waits: in its reason at once, in the log once for each kind of wait.
+
+    A job that starts within a second, as most do after a fault, has no line about its wait.
+    """
+    reason = waiting(decision.why, job.stop_reason)
+    if reason != job.reason:
+        job = draft.job(job.name, reason=reason)
+    if decision.kind is Kind.WAIT and job.spares:
+        draft.job(job.name, spares=())  # it holds nothing, and others may have them
+    if job.waits_as != decision.kind and draft.now_s - job.updated_at_s >= RECHECK_S:
+        draft.job(job.name, waits_as=decision.kind.value)
+        draft.log(
+            "JOB_WAITS", decision.why, subject=f"jobs/{job.name}", job=job.name,
+            attempt=job.attempt, policy=decision.kind.lower(),
+            outcome=f"held for it: {', '.join(decision.nodes[:16])}" if decision.nodes else "",
+        )  # fmt: skip
+
+
+def _drop_spares(draft: Draft, serves: Callable[[Draft, str], bool]) -> None:
+    """Name no spare that serves no longer, until spares are named anew."""
+    for job in draft.jobs.values():
+        kept = tuple(name for name in job.spares if serves(draft, name))
+        if kept != job.spares:
+            draft.job(job.name, spares=kept)
+
+
+def _may_work(draft: Draft, name: str) -> bool:
+    """Whether the node is not evicted, cordoned or drained, whether it has linked or not."""
+    node = draft.nodes.get(name)
+    return node is not None and node.disposition is Disposition.SCHEDULABLE
+
+
+def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
+    """Replace spares that could not start now, and name those that are missing.
+
+    Of what waiting jobs have left, jobs of higher priority first.
+    """
+    left = dict(free)
+    taken = {slot.node for job in draft.jobs.values() if job.active for slot in job.slots}
+    jobs = sorted(
+        draft.jobs.values(), key=lambda job: (-job.config.priority, job.created_at_s, job.name)
+    )
+    for job in jobs:
+        kept = tuple(
+            name
+            for name in job.spares
+            if _stands_by(draft, name) and name not in taken and name not in job.evicted
+        )
+        taken.update(kept)
+        missing = spares_wanted(job) - len(kept) if job.active else 0
+        if job.active and job.current.leaving is None and missing > 0:
+            found = _found(draft, job, missing, left)
+            for name in found:
+                del left[name]
+            kept = (*kept, *found)
+        if kept != job.spares:
+            draft.job(job.name, spares=kept)
+        _say_shortage(draft, draft.jobs[job.name])
+
+
+def spares_wanted(job: Job) -> int:
+    """Spares of the job's newest attempt: a number, or by the rule from the fleet's failures."""
+    if job.config.recovery.spares != "auto" or not job.slots:
+        return job.config.recovery.spare_nodes
+    devices = max(len(slot.devices) for slot in job.slots)
+    hours = rate(job.config.checkpoint, job.current.failure_count, devices).device_hours
+    return wanted_spares(job.config, len(job.slots), devices, hours)
+
+
+def _say_shortage(draft: Draft, job: Job) -> None:
+    """Write down once in an attempt, and at each worse state, that the rule asks for more spares.
+
+    Only while the job runs: a spare that takes over is about to be replaced.
+    """
+    if job.config.recovery.spares != "auto" or job.phase is not JobPhase.RUNNING:
+        return
+    wanted = spares_wanted(job)
+    missing = max(0, wanted - len(job.spares))
+    if missing > job.current.spares_short:
+        recovery = job.config.recovery
+        draft.log(
+            "SPARES_SHORT",
+            f"{len(job.spares)} of {counted(wanted, 'spare')} stand by: with "
+            f"{counted(len(job.slots), 'node')} and "
+            f"repairs of {counted(recovery.repair_hours, 'hour')} so many suffice with a "
+            "probability of "
+            f"{recovery.spare_probability:g}",
+            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="spares",
+            outcome="training continues; the next lost node may leave the job waiting",
+        )  # fmt: skip
+    if missing != job.current.spares_short:
+        draft.attempt(job.name, spares_short=missing)
+
+
+def _found(draft: Draft, job: Job, missing: int, left: Mapping[str, Candidate]) -> tuple[str, ...]:
+    parts = parts_of(job)
+    mine = [candidate(draft.nodes[p.node]) for p in parts if p.node in draft.nodes]
+    kinds = {c.kind for c in mine}
+    fitting = [c for name, c in left.items() if c.kind in kinds and name not in job.evicted]
+    return spares(missing, parts, fitting, {c.switch for c in mine})

@@ -1,0 +1,83 @@
+"""The traffic between a job's nodes: what follows where it ceases, declines or fluctuates.
+
+The verdicts are of :mod:`megascale_driver.analysis.traffic`, from counters that the core never
+sees. A standstill while ranks wait takes the same way as a hang and comes earlier; it is inferred,
+so it is observed unless an operator has the rule enforced. A decline or a fluctuation is for a
+person (MegaScale section 4.2): the line alerts, and nothing else follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.signs import hang
+from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.reasons import Reason
+from megascale_driver.core.values.state import Job, JobPhase
+from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
+
+TRAFFIC: Final = "traffic"
+MAX_CHANGES = 16  # in an attempt; that many say more about the network than about one event
+MAX_NODES = 16  # that are named as evidence
+_REASONS: Final[dict[str, Reason]] = {
+    "decline": "TRAFFIC_DECLINED",
+    "fluctuation": "TRAFFIC_FLUCTUATES",
+}
+
+
+def stood(draft: Draft, event: TrafficStood) -> None:
+    """End the attempt as one that hangs, where the rule is enforced; of a standstill one line."""
+    job = _running(draft, event)
+    if job is None or job.current.faults or draft.now_s < draft.silence_hold_until_s:
+        return
+    since_s = hang.since_s(job)
+    if draft.now_s - since_s < event.limit_s:
+        return  # a step has come meanwhile
+    enforced = draft.enforced(TRAFFIC)
+    if not enforced and job.current.traffic.stood_since_s == since_s:
+        return
+    found = hang.observed(draft.nodes, job, draft.policy, {one.node: one for one in event.pages})
+    if found is None or not found.rows:
+        return  # a node is silent: that decides
+    hang.conclude(draft, job, found, event.sentence, reason="TRAFFIC_STOPPED", rule=TRAFFIC)
+    seen = replace(draft.jobs[job.name].current.traffic, stood_since_s=since_s)
+    draft.attempt(job.name, traffic=seen)
+
+
+def changed(draft: Draft, event: TrafficChanged) -> None:
+    """Write a decline or a fluctuation down; remember why traffic is not watched."""
+    job = _running(draft, event)
+    if job is None:
+        return
+    seen = job.current.traffic
+    if event.kind not in _REASONS:
+        if seen.unseen != event.sentence:
+            draft.attempt(job.name, traffic=replace(seen, unseen=event.sentence))
+        return
+    if seen.changes >= MAX_CHANGES:
+        return
+    draft.attempt(job.name, traffic=replace(seen, changes=seen.changes + 1, unseen=""))
+    draft.log(
+        _REASONS[event.kind], event.sentence, subject=f"jobs/{job.name}", job=job.name,
+        attempt=job.attempt, policy=TRAFFIC, mode="OBSERVE",
+        evidence=tuple(
+            Evidence("counters", f"nodes/{name}", event.source)
+            for name in (event.nodes or tuple(slot.node for slot in job.slots))[:MAX_NODES]
+        ),
+        outcome="the job goes on: look at its network, or at what its steps wait for",
+    )  # fmt: skip
+
+
+def describe(job: Job) -> str:
+    """For operators: that and why the traffic of the job is not watched; "" if it is."""
+    why = job.current.traffic.unseen
+    return f"; its traffic is not watched: {why}" if why else ""
+
+
+def _running(draft: Draft, event: TrafficStood | TrafficChanged) -> Job | None:
+    job = draft.jobs.get(event.job)
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
+        return None
+    return job

@@ -1,0 +1,120 @@
+"""What a job keeps of its progress across a change of leader: steps, last record, goodput.
+
+These fields change with every tick in which a step was completed, and are no decisions. They are
+stored whenever the job's head is written for another reason, and by themselves at the first step of
+an attempt, every ``policy.mark_interval_s`` seconds, and when a record arrives after the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megascale_driver.analysis.progress import add_step_time
+from megascale_driver.core.values import goodput
+from megascale_driver.core.values.attempt import Fault, FaultKind
+from megascale_driver.core.values.goodput import Activity, Ledger
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.state import Job, JobPhase, Node
+
+MAX_STEP_TIME_S = 86_400.0  # a record with a longer one is damaged
+# STARTING too: the first records may overtake the report that all workers run.
+_TRAINS = frozenset({JobPhase.STARTING, JobPhase.RUNNING})
+
+
+def stepped(
+    job: Job,
+    step: int,
+    record: Mapping[str, float],
+    checkpointing_s: float,
+    now_s: float,
+    policy: Policy,
+) -> Job:
+    """The job with a new newest step of its attempt; ``record`` is empty if unknown."""
+    last, passed_s = job.current, now_s - job.marked_at_s
+    interval_s = _time_per_step(job, step, record, now_s)
+    mark = job.terminal or not last.step or not 0 <= passed_s < policy.mark_interval_s
+    return replace(
+        job,
+        current=replace(last, step=step, last_step_at_s=now_s, step_interval_s=interval_s),
+        best_step=max(step, job.best_step),
+        step_times=add_step_time(job.step_times, round(interval_s, 6)),
+        last_record=record or job.last_record,
+        goodput=_stepped(job, step, checkpointing_s, now_s),
+        marked_at_s=now_s if mark else job.marked_at_s,
+    )
+
+
+def phase_entered(job: Job, nodes: Mapping[str, Node], now_s: float) -> Ledger:
+    """The job's ledger when it has just entered its phase."""
+    ledger = job.goodput
+    if not ledger.since_us:
+        return ledger  # stored by a build that kept none, and not adopted yet
+    if job.terminal:
+        return goodput.entered(ledger, Activity.ENDED, now_s)
+    if job.phase in (JobPhase.QUEUED, JobPhase.SUSPENDED):
+        return goodput.entered(ledger, Activity.WAITING, now_s)
+    if job.phase is JobPhase.PREPARING:
+        return goodput.placed(ledger, now_s)
+    if job.phase is JobPhase.STARTING:
+        ledger = goodput.at(ledger, now_s)
+        return goodput.restored(
+            ledger, job.current.restore.step if job.current.restore is not None else 0
+        )
+    if job.phase is JobPhase.RUNNING:
+        return goodput.at(ledger, now_s)
+    if job.phase is JobPhase.STOPPING and job.current.faults and not job.after_stop_ends:
+        happened_s = min((_happened_s(fault, nodes) for fault in job.current.faults), default=now_s)
+        return goodput.broke(ledger, happened_s, now_s)
+    if job.phase is JobPhase.STOPPING:
+        return goodput.entered(ledger, Activity.ENDING, now_s)
+    return ledger
+
+
+def adopted(job: Job, now_s: float) -> Ledger:
+    """The ledger under a new leader; a job of a build that kept none gets one from now on."""
+    if job.terminal or job.goodput.since_us:
+        return job.goodput
+    ledger = goodput.submitted(now_s)
+    if job.phase in (JobPhase.QUEUED, JobPhase.SUSPENDED):
+        return ledger
+    ledger = goodput.placed(ledger, now_s)
+    if job.phase is JobPhase.STOPPING:
+        return goodput.entered(ledger, Activity.ENDING, now_s)
+    return goodput.restored(
+        ledger, job.current.restore.step if job.current.restore is not None else 0
+    )
+
+
+def _time_per_step(job: Job, step: int, record: Mapping[str, float], now_s: float) -> float:
+    """How long the newest step took, seconds; 0 of the first one that is known of an attempt.
+
+    By the clock of the rank that completed it: when records arrive depends on the network and on
+    ticks, of which a limit of five times a step would show as much more. Records of builds that
+    measure no time count by their arrival.
+    """
+    last = job.current
+    if not last.last_step_at_s:
+        return 0.0
+    own_s = record.get("step_time", 0.0)
+    if 0.0 < own_s <= MAX_STEP_TIME_S:
+        return own_s
+    return (now_s - last.last_step_at_s) / (step - last.step)
+
+
+def _stepped(job: Job, step: int, checkpointing_s: float, now_s: float) -> Ledger:
+    if not job.goodput.since_us:
+        return job.goodput
+    if job.phase in _TRAINS:
+        return goodput.stepped(job.goodput, step, now_s, checkpointing_s)
+    return goodput.learned(job.goodput, step)
+
+
+def _happened_s(fault: Fault, nodes: Mapping[str, Node]) -> float:
+    """When a fault happened, as far as the driver knows; 0: when the job last advanced."""
+    if fault.kind is FaultKind.HANG:
+        return 0.0
+    node = nodes.get(fault.node)
+    if fault.kind is FaultKind.NODE_DEAD and node is not None:
+        return node.reset_at_s or node.last_seen_s
+    return fault.at_s

@@ -1,0 +1,293 @@
+"""One attempt of a job: where it runs, what was ordered for it, how far it came, what broke it.
+
+A job keeps its newest attempt, also after it has ended: the next one is placed near it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascale_driver.analysis.group_search import Answer, Search, Taken
+from megascale_driver.core.values.overlay import changed_keys
+from megascale_driver.core.values.replica_orders import FailedCopies, ReplicaOrders
+from megascale_driver.core.values.storing import RIDES, VOLATILE, added_members, stored_as
+from megascale_job.restore import RestorePlan
+from megascale_planner.placement_cost import Score
+
+
+class FaultKind(enum.StrEnum):
+    """What broke an attempt.
+
+    WORKER_SYMPTOM is the error of a rank that lost its peer: the cause is on another rank.
+    JOB_TOO_BIG and BAD_JOB are facts about the job, on a healthy node. DEADLINE names a node only
+    if no other node was late.
+    """
+
+    NODE_DEAD = "NODE_DEAD"
+    KERNEL_FAULT = "KERNEL_FAULT"
+    NODE_RESTARTED = "NODE_RESTARTED"
+    NODE_EVICTED = "NODE_EVICTED"
+    CHECK_FAILED = "CHECK_FAILED"
+    JOB_TOO_BIG = "JOB_TOO_BIG"
+    BAD_JOB = "BAD_JOB"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    WORKER_EXITED = "WORKER_EXITED"
+    WORKER_SYMPTOM = "WORKER_SYMPTOM"
+    CHECKPOINT_CORRUPT = "CHECKPOINT_CORRUPT"
+    DEADLINE = "DEADLINE"
+    HANG = "HANG"
+    OPEN_FAILED = "OPEN_FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that broke the current attempt. ``hard``: a fact, not an inference."""
+
+    # Earlier builds find what the kernel logs say once the attempt has ended for a worker.
+    kind: FaultKind = field(
+        metadata=added_members({FaultKind.KERNEL_FAULT: FaultKind.WORKER_EXITED})
+    )
+    node: str
+    at_s: float
+    message: str
+    rank: int = -1
+    hard: bool = True
+
+
+class LeaveKind(enum.StrEnum):
+    """Why a job leaves its nodes by order.
+
+    It is suspended, a higher priority goes first, it begins anew, or one of its nodes is emptied.
+    """
+
+    SUSPEND = "SUSPEND"
+    PREEMPT = "PREEMPT"
+    RESTART = "RESTART"
+    DRAIN = "DRAIN"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """An order to save and leave the nodes; ``beside`` is the job that a PREEMPT makes room for.
+
+    ``nodes`` are emptied: they get no work when the attempt has stopped.
+    """
+
+    kind: LeaveKind
+    reason: str
+    actor: str
+    since_s: float
+    beside: str = ""
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlot:
+    """One node's slot in an attempt: ``ranks[i]`` runs on the node's device ``devices[i]``.
+
+    The slot is bound to one incarnation of the node. A later incarnation runs nothing of it.
+    """
+
+    node: str
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...]
+    incarnation: str = ""
+
+
+class _SlotIndex:
+    """The slots of one attempt by node, built when first asked for, and where scans ended last.
+
+    All are memory aids that no answer depends on, so the states that share them stay values.
+    """
+
+    __slots__ = ("_at", "_by_node", "_sound", "slots")
+
+    def __init__(self, slots: tuple[NodeSlot, ...]) -> None:
+        self.slots = slots
+        self._by_node: Mapping[str, tuple[int, NodeSlot]] | None = None
+        self._at = 0
+        self._sound: tuple[int, Mapping[str, Any]] | None = None
+
+    def of(self, node: str) -> NodeSlot | None:
+        found = self._index().get(node)
+        return found[1] if found is not None else None
+
+    def note_sound(self, number: int, nodes: Mapping[str, Any]) -> None:
+        self._sound = number, nodes
+
+    def doubtful(self, number: int, nodes: Mapping[str, Any]) -> Sequence[NodeSlot]:
+        if self._sound is None or self._sound[0] != number:
+            return self.slots
+        index = self._index()
+        changed = changed_keys(self._sound[1], nodes)
+        found = sorted(index[name] for name in changed if name in index)
+        return [slot for _, slot in found]
+
+    def _index(self) -> Mapping[str, tuple[int, NodeSlot]]:
+        if self._by_node is None:
+            self._by_node = {slot.node: (at, slot) for at, slot in enumerate(self.slots)}
+        return self._by_node
+
+    def all(self, holds: Callable[[NodeSlot], bool]) -> bool:
+        # The slot that failed last fails again for most events. When it no longer does, the scan
+        # goes on behind it: a phase that n nodes enter one by one costs n steps in all, not n each.
+        slots, first = self.slots, self._at
+        for at in range(first, first + len(slots)):
+            index = self._at = at % len(slots)  # threads may scan at the same time
+            if not holds(slots[index]):
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCount:
+    """Faults that ended attempts, and the hours that devices trained, over the fleet's jobs."""
+
+    count: int = 0
+    device_hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Searching:
+    """The search for an unnamed culprit (core.searching), with the answers of its present round.
+
+    ``missing``: the groups of the round that have not answered; ``details``: what nodes said last.
+    """
+
+    search: Search
+    begun_at_s: float
+    round_at_s: float
+    missing: frozenset[int] = frozenset()
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    details: Mapping[str, str] = field(default_factory=dict)
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLog:
+    """What a new leader needs to go on with a search: who takes part, and the rounds so far."""
+
+    nodes: tuple[str, ...] = ()
+    helpers: tuple[str, ...] = ()
+    begun_at_s: float = 0.0
+    rounds: tuple[Taken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Why an attempt runs where it does, and what that costs the network.
+
+    ``order``: which neighbours are kept together; "" where that was no choice. ``score``: None
+    where no switches are known.
+    """
+
+    why: str = ""
+    order: str = ""
+    score: Score | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVerdict:
+    """By which term an attempt is slower than planned, "" if it is not, as the log has it.
+
+    ``changes``: lines that the log has about it.
+    """
+
+    slower_by: str = ""
+    sentence: str = ""
+    changes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficSeen:
+    """What is known of the traffic between the nodes of an attempt.
+
+    ``stood_since_s``: the newest step before a standstill of which there is a line; 0 without one.
+    ``changes``: lines about declines and fluctuations.
+    """
+
+    unseen: str = ""
+    stood_since_s: float = 0.0
+    changes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt; ``number`` counts from 1, and 0 is that of a job which was never placed."""
+
+    number: int = field(default=0, metadata=stored_as("attempt"))
+    slots: tuple[NodeSlot, ...] = ()
+    placement: Placement = field(default_factory=Placement)
+    store_endpoint: str = ""
+    committer_endpoint: str = ""
+    # What the committer chose to restore; None before it has.
+    restore: RestorePlan | None = None
+    replica_orders: ReplicaOrders = field(default_factory=ReplicaOrders)
+    # The fleet's when the attempt started; of jobs with checkpoint.interval auto.
+    failure_count: FailureCount = field(default_factory=FailureCount)
+    faults: tuple[Fault, ...] = ()
+    # Of `recovery.spares: auto`: how many were missing when the log last said so.
+    spares_short: int = 0
+    # Kept when the attempt has stopped for it: then the job holds none of its nodes any more.
+    leaving: Leaving | None = None
+    # Until then it is not displaced again, after it could not save.
+    stays_until_s: float = 0.0
+    # Newest step that is known to be completed.
+    step: int = field(default=0, metadata=RIDES)
+    last_step_at_s: float = field(default=0.0, metadata=VOLATILE)
+    # Time per step between the two newest step records; 0 before there are two.
+    step_interval_s: float = field(default=0.0, metadata=VOLATILE)
+    open_asked: bool = field(default=False, metadata=VOLATILE)
+    open_failures: int = field(default=0, metadata=VOLATILE)
+    open_not_before_s: float = field(default=0.0, metadata=VOLATILE)
+    # When all nodes were prepared and the committer was first called; 0 before.
+    open_since_s: float = field(default=0.0, metadata=VOLATILE)
+    # When all nodes had finished, while the commit of the last step was not known; 0 before.
+    finished_at_s: float = field(default=0.0, metadata=VOLATILE)
+    # The newest step whose snapshot was skipped, and how many were.
+    skipped_step: int = field(default=0, metadata=VOLATILE)
+    skipped_snapshots: int = field(default=0, metadata=VOLATILE)
+    failed_copies: FailedCopies = field(default_factory=FailedCopies, metadata=VOLATILE)
+    # Since when the job stood still at a hang that was only observed; 0 without one.
+    observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
+    # First step of the newest divergence that was logged; 0 without one.
+    diverged_from: int = field(default=0, metadata=VOLATILE)
+    plan: PlanVerdict = field(default_factory=PlanVerdict)
+    # Nodes of which the log says that they are slow.
+    slow_nodes: tuple[str, ...] = field(default=(), metadata=VOLATILE)
+    # What the log says of the job's traffic, and why it is not watched; "" if it is.
+    traffic: TrafficSeen = field(default_factory=TrafficSeen, metadata=VOLATILE)
+    # Checks that it begins with besides the usual ones, and those that follow from its own end.
+    checks: tuple[str, ...] = ()
+    next_checks: tuple[str, ...] = ()
+    # Its values were not finite, and it ends for that: a device may have computed them wrong.
+    suspects_devices: bool = False
+    # The search for the node that broke it, if no fault names one, and what is stored of it.
+    searching: Searching | None = field(default=None, metadata=VOLATILE)
+    search_log: SearchLog = field(default_factory=SearchLog)
+    _index: _SlotIndex = field(
+        default_factory=lambda: _SlotIndex(()), metadata=VOLATILE, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        if self._index.slots is not self.slots:  # kept by replace() while the slots stay
+            object.__setattr__(self, "_index", _SlotIndex(self.slots))
+
+    def slot_of(self, node: str) -> NodeSlot | None:
+        """The node's slot, if it has one."""
+        return self._index.of(node)
+
+    def all_slots(self, holds: Callable[[NodeSlot], bool]) -> bool:
+        """Whether ``holds`` of every slot; O(1) as long as the same slot is what is waited for."""
+        return self._index.all(holds)
+
+    def note_sound(self, nodes: Mapping[str, Any]) -> None:
+        """A scan of all slots found nothing wrong with these nodes."""
+        self._index.note_sound(self.number, nodes)
+
+    def doubtful_slots(self, nodes: Mapping[str, Any]) -> Sequence[NodeSlot]:
+        """The slots whose nodes may differ from those that were found sound last, in order."""
+        return self._index.doubtful(self.number, nodes)

@@ -1,0 +1,488 @@
+"""What goes into the core and what comes out of it: events, effects, outcomes, audit lines.
+
+Time enters only with events. An effect may fail or be lost with its driver: the core orders it
+again as long as the state requires it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from megascale_driver.analysis.progress import RankStatus
+from megascale_driver.core.values.analysis_events import LossDiverged, PlanCompared, StragglerFound
+from megascale_driver.core.values.group_events import CheckCompared, CheckGroup, GroupChecked
+from megascale_driver.core.values.state import AttemptPhase, Identity, Report
+from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
+from megascale_job.config import JobConfig
+from megascale_job.restore import RestorePlan
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderStarted:
+    """This driver leads from now on, with the state that it has just read from etcd."""
+
+    now_s: float
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """A node has been silent for as long as counts; ``incarnation`` is empty if it never linked."""
+
+    node: str
+    incarnation: str
+    last_beat_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankPages:
+    """The status pages of a node's ranks by its newest heartbeat, which arrived at ``at_s``."""
+
+    node: str
+    incarnation: str
+    at_s: float
+    statuses: tuple[RankStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. ``steps``: (job, attempt, step) of the newest records since the last tick.
+
+    ``loop_blocked``: the driver's own event loop stood still, so heartbeats may have been waiting
+    in its sockets and silence is no evidence for a while. ``records``: those newest records by job.
+    ``checkpointing_s``: how long snapshots held up the steps since the last tick, by job.
+    ``silent``: the nodes whose silence is to be evaluated now.
+    """
+
+    now_s: float
+    steps: tuple[tuple[str, int, int], ...] = ()
+    loop_blocked: bool = False
+    records: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    checkpointing_s: Mapping[str, float] = field(default_factory=dict)
+    silent: tuple[Silence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRead:
+    """The status pages of the nodes of an attempt that stands still, read for that reason."""
+
+    now_s: float
+    job: str
+    attempt: int
+    pages: tuple[RankPages, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHello:
+    """A node has opened its link."""
+
+    now_s: float
+    node: str
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """A heartbeat whose evidence differs from that of the node's report before."""
+
+    now_s: float
+    node: str
+    incarnation: str
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReset:
+    """The node's link broke."""
+
+    now_s: float
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Result of a probe: ``alive``, ``refused`` (that incarnation is gone) or ``timeout``.
+
+    ``job``, ``attempt``, ``phase``: what an agent that is alive says it does; None: not known.
+    """
+
+    now_s: float
+    node: str
+    incarnation: str
+    outcome: str
+    job: str = ""
+    attempt: int = 0
+    phase: AttemptPhase | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformReport:
+    """The nodes that their platform does not reach, each with the platform's words for why.
+
+    ``actor``: who reports it for the platform.
+    """
+
+    now_s: float
+    unreachable: Mapping[str, str]
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """Identity of a mutating call: an id that the caller chose and a digest of the request."""
+
+    request_id: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _OfJob:
+    """What requests about a job have in common."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _OfNode:
+    """What requests about a node have in common."""
+
+    now_s: float
+    node: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobSubmitted:
+    """A validated job."""
+
+    now_s: float
+    config: JobConfig
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested(_OfJob):
+    """A client asked to cancel the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendRequested(_OfJob):
+    """A client asked that the job save its state and free its nodes until it is resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequested(_OfJob):
+    """A client asked that a suspended job get nodes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRequested(_OfJob):
+    """A client asked to forget an ended job."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictRequested(_OfNode):
+    """An operator asked to quarantine the node; unless ``now``, its job saves first."""
+
+    now: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRequested:
+    """A client asked for a new attempt.
+
+    ``from_step``: the complete checkpoint to go back to, None: the newest state; ``from_attempt``
+    wrote it, 0 if that is not known. ``later_steps`` are the checkpoints above it, and those that
+    were written after it, which are not restored any more.
+    """
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    from_step: int | None = None
+    from_attempt: int = 0
+    later_steps: tuple[int, ...] = ()
+    now: bool = False
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequested:
+    """A client gave a job a new, validated configuration.
+
+    ``restart``: its next attempt begins as soon as the present one has saved.
+    """
+
+    now_s: float
+    config: JobConfig
+    restart: bool
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested(_OfNode):
+    """An operator asked to empty the node; its job saves first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRequested:
+    """An operator asked to have a rule observed or enforced."""
+
+    now_s: float
+    rule: str
+    mode: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaRequested:
+    """An operator set the devices that a tenant's jobs may hold; None: the driver's default."""
+
+    now_s: float
+    tenant: str
+    devices: int | None
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SilenceRequested:
+    """An operator asked to alert nobody of a subject for a time; 0 s: to do so again."""
+
+    now_s: float
+    subject: str
+    duration_s: float
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerResetRequested:
+    """An operator asked to enforce inferred verdicts again."""
+
+    now_s: float
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CordonRequested(_OfNode):
+    """An operator asked to keep new work off the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class UncordonRequested(_OfNode):
+    """An operator asked to give a cordoned or quarantined node work again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRequested:
+    """A client asked for a profile of a running job.
+
+    ``first_step`` 0: the first step of which all ranks can be notified in time. ``newest_step`` and
+    ``step_time_s`` are of the attempt's newest step record; 0 if there is none.
+    """
+
+    now_s: float
+    job: str
+    first_step: int
+    steps: int
+    ranks: tuple[int, ...]
+    newest_step: int
+    step_time_s: float
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCancelRequested(_OfJob):
+    """A client asked to give up the job's profile in progress."""
+
+
+Mutation = (
+    JobSubmitted
+    | CancelRequested
+    | SuspendRequested
+    | ResumeRequested
+    | DeleteRequested
+    | RestartRequested
+    | UpdateRequested
+    | DrainRequested
+    | PolicyRequested
+    | QuotaRequested
+    | SilenceRequested
+    | BreakerResetRequested
+    | EvictRequested
+    | CordonRequested
+    | UncordonRequested
+    | ProfileRequested
+    | ProfileCancelRequested
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOpened:
+    """The committer, at ``committer_endpoint``, has opened the attempt.
+
+    ``refused``: newer checkpoints that are damaged, each with the reason.
+    """
+
+    now_s: float
+    job: str
+    attempt: int
+    restore: RestorePlan
+    committer_endpoint: str
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFailed:
+    """The committer could not open the attempt.
+
+    ``refused``: it evaluated the request and refused it, so calling again changes nothing.
+    ``newest`` is the attempt behind which the job has to go on, by its commit log; 0: none.
+    """
+
+    now_s: float
+    job: str
+    attempt: int
+    error: str
+    refused: bool = False
+    newest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRefused:
+    """A heartbeat or step record cannot be true, or not be read; it was dropped.
+
+    ``subject``: the node that sent it, or the job that it is about.
+    """
+
+    now_s: float
+    subject: str
+    problem: str
+
+
+Event = (
+    LeaderStarted
+    | Tick
+    | NodeHello
+    | NodeReport
+    | PagesRead
+    | StreamReset
+    | ProbeResult
+    | PlatformReport
+    | Mutation
+    | AttemptOpened
+    | OpenFailed
+    | GroupChecked
+    | CheckCompared
+    | LossDiverged
+    | StragglerFound
+    | TrafficStood
+    | TrafficChanged
+    | PlanCompared
+    | MessageRefused
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One fact behind a decision: its kind, its source, a digest, and where to read more."""
+
+    kind: str
+    source: str
+    digest: str = ""
+    uri: str = ""
+
+
+def utc(at_s: float, now_s: float = 0.0) -> str:
+    """A moment as the driver's texts have it, in UTC; with its date unless that is ``now_s``'s."""
+    moment, now = (datetime.fromtimestamp(each, UTC) for each in (at_s, now_s or at_s))
+    day = "" if moment.date() == now.date() else "%Y-%m-%d "
+    return moment.strftime(f"{day}%H:%M:%SZ")
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """A line of the audit log. ``log`` is the job whose log it is in; empty: the cluster's log."""
+
+    log: str
+    seq: int
+    at_s: float
+    actor: str
+    subject: str
+    reason: str  # a Reason; one that another build wrote may be unknown here
+    message: str
+    policy: str = ""
+    mode: str = "ENFORCE"
+    attempt: int = 0
+    evidence: tuple[Evidence, ...] = ()
+    outcome: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAttempt:
+    """Call the committer, the daemon of ``node``: open the attempt and choose what to restore."""
+
+    job: str
+    attempt: int
+    node: str
+    endpoint: str
+    uri: str
+    world_size: int
+    sealed_step: int
+    sealed_by_attempt: int
+    refused_steps: tuple[int, ...]
+    load_uri: str = ""
+    load_weights: bool = False
+    keep_latest: int = 0
+    keep_every_steps: int = 0
+    keep_every_hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Probe the node's port."""
+
+    node: str
+    incarnation: str
+    endpoint: str
+
+
+Effect = OpenAttempt | Probe | CheckGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one event led to, beside the new state.
+
+    ``commanded``: nodes whose desired state must be sent. ``refusal``: reason for which the request
+    was refused; empty if it was carried out. ``refusal_detail``: a sentence with the numbers of
+    this case; empty where the reason says it all.
+    """
+
+    effects: tuple[Effect, ...] = ()
+    commanded: tuple[str, ...] = ()
+    audit: tuple[Audit, ...] = ()
+    refusal: str = ""
+    refusal_detail: str = ""

@@ -1,0 +1,138 @@
+"""What is found out about a job when it is submitted: nodes, memory, folders, files.
+
+A path that this driver does not see proves nothing by itself: the nodes may be other hosts, or
+containers of this one. It is certain only where every node that is alive sees the same files as
+this process (the same mounts under the same root of the same kernel), and the system reports that
+there is no such file. Anything else, a missing permission included, is left to the first attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+from collections.abc import Iterator
+from pathlib import Path
+
+from megascale_common.node.incarnation import file_view
+from megascale_driver.core.values.candidates import capacities
+from megascale_driver.core.values.state import Cluster, Liveness
+from megascale_driver.nodes.job_network import JobNetwork
+from megascale_driver.placement import fit
+from megascale_job.config import DataSource, JobConfig
+from megascale_job.corpus_record import data_file_problems
+from megascale_job.problems import JobError, JobProblem
+from megascale_job.sizes.memory import largest_rank_memory
+
+_MAX_FILES = 200  # that one submission has looked up; a source has two
+
+
+async def examine(
+    config: JobConfig, state: Cluster, network: JobNetwork | None = None
+) -> list[str]:
+    """Warnings about a job whose values are accepted.
+
+    Raises:
+        JobError: no known node can run it, files that it names are certainly not there, or its
+            watchdog is too short for the site's network.
+    """
+    if network is not None:
+        network.check(config)
+    known = capacities(state.nodes.values())
+    # In threads: the parameter table of a large job, and a slow mount, take a while.
+    need = await asyncio.to_thread(_rank_bytes, config) if known else 0
+    problems = [*fit.refusals(config, need, known), *_shared_folder(config, state)]
+    if _sees_what_nodes_see(state):
+        problems += await asyncio.to_thread(lambda: _of_files(config))
+    if problems:
+        raise JobError(problems, config)
+    return fit.warnings(config, known)
+
+
+def _shared_folder(config: JobConfig, state: Cluster) -> Iterator[JobProblem]:
+    """The checkpoint folder of another job, which has written there or is about to."""
+    folder = _path(config.checkpoint.uri)
+    for job in state.jobs.values():
+        used = job.current.restore is not None or job.committed_step or not job.terminal
+        if job.name == config.name:
+            continue  # an update: it is its own folder
+        if folder and used and folder == _path(job.config.checkpoint.uri):
+            yield JobProblem(
+                "checkpoint.uri",
+                f"{folder} is the folder of job {job.name}",
+                "give it a folder of its own; to start from that job, set checkpoint.load_uri",
+            )
+            return
+
+
+def _of_files(config: JobConfig) -> list[JobProblem]:
+    return [*missing_files(config), *data_file_problems(config, most_sources=_MAX_FILES // 2)]
+
+
+def missing_files(config: JobConfig) -> Iterator[JobProblem]:
+    """Files that the job reads and that are not there."""
+    yield from _missing_sources("trainer.data.sources", config.data.sources)
+    if config.evaluates:
+        yield from _missing_sources("trainer.evaluation.sources", config.evaluation.sources)
+    yield from _missing_surroundings(config)
+    folder = _path(config.checkpoint.load_uri)
+    if folder.startswith("/") and _absent(Path(folder)):  # of another storage, the nodes find out
+        yield JobProblem(
+            "checkpoint.load_uri",
+            f"there is no folder {folder}",
+            "give the checkpoint.uri of a job that has checkpoints, or leave it out",
+        )
+
+
+def _missing_surroundings(config: JobConfig) -> Iterator[JobProblem]:
+    """What the job's processes need and that is certainly not there."""
+    code, environment = config.code, config.environment
+    for field, path, remedy in (
+        ("code.path", code.path, "give the folder that has the code, or code.uri"),
+        ("code.uri", _path(code.uri), "`megascale code push` writes it and prints its address"),
+        ("environment.python", environment.python, "give an interpreter of the nodes"),
+        ("environment.requirements", environment.requirements, "give a file that all nodes see"),
+    ):
+        if path.startswith("/") and _absent(Path(path)):
+            yield JobProblem(field, f"there is no {path}", remedy)
+
+
+def _path(uri: str) -> str:
+    return posixpath.normpath(uri.removeprefix("file://")) if uri else ""
+
+
+def _missing_sources(field: str, sources: tuple[DataSource, ...]) -> Iterator[JobProblem]:
+    for number, source in enumerate(sources[: _MAX_FILES // 2]):
+        for suffix in (".idx", ".bin"):
+            path = Path(f"{source.prefix}{suffix}")
+            if _absent(path):
+                yield JobProblem(
+                    f"{field}[{number}].prefix",
+                    f"there is no file {path}",
+                    "make it with `megascale data tokenize`, or correct the prefix",
+                )
+                break
+
+
+def _absent(path: Path) -> bool:
+    """Whether the system reports that there is no such file; a doubt is none."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _sees_what_nodes_see(state: Cluster) -> bool:
+    views = {
+        node.identity.file_view for node in state.nodes.values() if node.liveness is Liveness.ALIVE
+    }
+    return views == {file_view()} and views != {""}
+
+
+def _rank_bytes(config: JobConfig) -> int:
+    try:
+        return largest_rank_memory(config).total_bytes
+    except ValueError:
+        return 0  # sizes that the table refuses have a problem of their own

@@ -1,0 +1,119 @@
+"""The driver's options about the queue: quotas, preemption, switches, how long things are kept."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from megascale_driver.placement.topology import BadTopology, parse
+from megascale_job.names import is_dns_label
+
+MAX_TOPOLOGY_BYTES = 32 << 20  # 100,000 nodes on three levels take some 10 MB
+
+
+def add_queue_options(parser: argparse.ArgumentParser) -> None:
+    """Add them; every driver of a cluster must be given the same ones."""
+    parser.add_argument(
+        "--quota",
+        type=quota,
+        action="append",
+        default=[],
+        metavar="TENANT=DEVICES",
+        help="the jobs of this tenant hold at most so many devices at once; may be repeated; a "
+        "tenant without a quota is not limited",
+    )
+    parser.add_argument(
+        "--topology",
+        type=topology,
+        default={},
+        metavar="FILE",
+        help="switches of the nodes: what `scontrol show topology` prints, or JSON with the labels "
+        "switch, block and core of each node; comes before the labels that nodes report",
+    )
+    parser.add_argument(
+        "--preemption",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a job of higher priority displaces running ones of lower priority that can save "
+        "their state first; default yes",
+    )
+    parser.add_argument(
+        "--keep-ended-jobs",
+        type=_count,
+        default=1000,
+        metavar="N",
+        help="delete the oldest ended jobs beyond this number; their checkpoints stay; "
+        "default 1000",
+    )
+    parser.add_argument(
+        "--keep-ended-days",
+        type=_days,
+        default=30.0,
+        metavar="DAYS",
+        help="delete jobs that ended longer ago; their checkpoints stay; default 30",
+    )
+    parser.add_argument(
+        "--forget-dead-hours",
+        type=_hours,
+        default=24.0,
+        metavar="HOURS",
+        help="forget nodes that are dead for longer and that no job needs; nodes that were "
+        "cordoned, drained or quarantined stay; default 24",
+    )
+
+
+def topology(path: str) -> Mapping[str, Mapping[str, str]]:
+    """The topology labels of nodes, from a file.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be read.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_TOPOLOGY_BYTES + 1)
+        if len(text) > MAX_TOPOLOGY_BYTES:
+            raise BadTopology(f"it is larger than {MAX_TOPOLOGY_BYTES >> 20} MiB")
+        return parse(text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"{path}: {reason}") from None
+
+
+def quota(text: str) -> tuple[str, int]:
+    """A tenant and its devices, from TENANT=DEVICES.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not of that form.
+    """
+    tenant, equals, devices = text.partition("=")
+    if not equals or not is_dns_label(tenant):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give TENANT=DEVICES, with a tenant of a-z, 0-9 and '-'"
+        )
+    return tenant, _count(devices)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 0 or more")
+    return int(text)
+
+
+def _days(text: str) -> float:
+    return _positive(text, "days")
+
+
+def _hours(text: str) -> float:
+    return _positive(text, "hours")
+
+
+def _positive(text: str, unit: str) -> float:
+    try:
+        count = float(text)
+    except ValueError:
+        count = math.nan
+    if not 0 < count < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number of {unit}")
+    return count

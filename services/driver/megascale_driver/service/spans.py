@@ -1,0 +1,135 @@
+"""DriverService, the methods about spans: what the ranks of a job have measured."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from megascale.v1 import driver_pb2
+from megascale_common.service.errors import StateError, invalid
+from megascale_common.service.handlers import answers, streams
+from megascale_driver.core.values.state import Job
+from megascale_driver.service.base import Context, ServiceBase
+from megascale_driver.shell.engine import Engine
+from megascale_driver.shell.leadership import Leader
+
+DEFAULT_STEPS = 50
+MAX_STEPS = 500
+MAX_NAMES = 64
+DEFAULT_DECLINE_STEPS = 200
+MAX_DECLINE_STEPS = 2000
+DEFAULT_TIMELINE_STEPS = 3
+MAX_TIMELINE_STEPS = 50
+MAX_TIMELINE_RANKS = 64  # that may be named; without names it is all of them
+PART_BYTES = 1 << 20  # of a trace, in one message
+
+
+class Views(Protocol):
+    """What reads the stored spans: :class:`megascale_driver.telemetry.views.SpanViews`."""
+
+    async def heat_map(
+        self, job: Job, names: tuple[str, ...], steps: int
+    ) -> driver_pb2.GetHeatMapResponse:
+        """The newest ``steps`` steps of the job's newest attempt."""
+
+    async def decline(self, job: Job, steps: int, split: int) -> driver_pb2.GetMfuDeclineResponse:
+        """Why its newest ``steps`` steps take longer from step ``split`` (0: found) on."""
+
+    async def timeline(self, job: Job, first: int, steps: int, ranks: tuple[int, ...]) -> bytes:
+        """A compressed trace of ``steps`` steps from ``first`` (0: the newest) on.
+
+        ``ranks``: of these alone; empty: of all.
+
+        Raises:
+            LookupError: there are no spans of these steps.
+            ValueError: there are too many.
+        """
+
+
+class Plans(Protocol):
+    """What compares jobs with their plans: :class:`megascale_driver.telemetry.plan_watch`."""
+
+    def message(self, job: Job) -> driver_pb2.PlanComparison | None:
+        """The newest comparison of the job's attempt while it runs; None before there is one."""
+
+
+class SpanMethods(ServiceBase):
+    """Answers from stored spans; ``views`` and ``plans`` are None where this driver keeps none."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        leader: Leader,
+        cluster: str,
+        views: Views | None = None,
+        plans: Plans | None = None,
+    ) -> None:
+        super().__init__(engine, leader, cluster)
+        self._views, self._plans = views, plans
+
+    def _plan_message(self, job: Job) -> driver_pb2.PlanComparison | None:
+        return self._plans.message(job) if self._plans is not None else None
+
+    @answers
+    async def GetHeatMap(
+        self, request: driver_pb2.GetHeatMapRequest, context: Context
+    ) -> driver_pb2.GetHeatMapResponse:
+        """What each rank takes for each operation, beside those that do the same work."""
+        job = self._job(request.job)
+        if not 0 <= request.steps <= MAX_STEPS:
+            raise invalid("steps", f"it is {request.steps}", f"give 1 to {MAX_STEPS}, or 0 for 50")
+        if len(request.operations) > MAX_NAMES:
+            raise invalid("operations", f"there are {len(request.operations)}", "give 64 at most")
+        return await self._stored().heat_map(
+            job, tuple(request.operations), request.steps or DEFAULT_STEPS
+        )
+
+    @answers
+    async def GetMfuDecline(
+        self, request: driver_pb2.GetMfuDeclineRequest, context: Context
+    ) -> driver_pb2.GetMfuDeclineResponse:
+        """Why the steps of a job take longer than before."""
+        job = self._job(request.job)
+        if not 0 <= request.steps <= MAX_DECLINE_STEPS:
+            remedy = f"give 1 to {MAX_DECLINE_STEPS}, or 0 for {DEFAULT_DECLINE_STEPS}"
+            raise invalid("steps", f"it is {request.steps}", remedy)
+        if request.split_step < 0:
+            raise invalid("split_step", f"it is {request.split_step}", "give a step, or 0")
+        steps = request.steps or DEFAULT_DECLINE_STEPS
+        return await self._stored().decline(job, steps, request.split_step)
+
+    @streams
+    async def GetTimeline(
+        self, request: driver_pb2.GetTimelineRequest, context: Context
+    ) -> AsyncIterator[driver_pb2.GetTimelineResponse]:
+        """One trace of all ranks, or of some, on one clock."""
+        job = self._job(request.job)
+        if not 0 <= request.steps <= MAX_TIMELINE_STEPS:
+            remedy = f"give 1 to {MAX_TIMELINE_STEPS}, or 0 for {DEFAULT_TIMELINE_STEPS}"
+            raise invalid("steps", f"it is {request.steps}", remedy)
+        if request.first_step < 0:
+            raise invalid("first_step", f"it is {request.first_step}", "give a step, or 0")
+        world = job.config.layout.world_size
+        if len(request.ranks) > MAX_TIMELINE_RANKS:
+            problem = f"there are {len(request.ranks)}"
+            raise invalid("ranks", problem, f"give {MAX_TIMELINE_RANKS} at most, or none for all")
+        if unknown := [rank for rank in request.ranks if not 0 <= rank < world]:
+            raise invalid("ranks", f"the job has no rank {unknown[0]}", f"give 0 to {world - 1}")
+        steps, ranks = request.steps or DEFAULT_TIMELINE_STEPS, tuple(sorted(set(request.ranks)))
+        try:
+            data = await self._stored().timeline(job, request.first_step, steps, ranks)
+        except LookupError as error:
+            raise StateError(str(error), reason="NO_TELEMETRY") from error
+        except ValueError as error:
+            raise invalid("steps", str(error), "give fewer, or some of the ranks") from error
+        for begin in range(0, len(data), PART_BYTES):
+            yield driver_pb2.GetTimelineResponse(data=data[begin : begin + PART_BYTES])
+
+    def _stored(self) -> Views:
+        if self._views is None:
+            text = (
+                "this driver keeps no spans: start it with --telemetry-folder, and with the "
+                "packages of the extra observability"
+            )
+            raise StateError(text, reason="NO_TELEMETRY")
+        return self._views

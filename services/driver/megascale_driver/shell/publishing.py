@@ -1,0 +1,125 @@
+"""What is committed goes out here: to the audit log, to those who observe, to those who watch.
+
+A mass event is one decision with a line for each of ten thousand nodes, and a new leader has the
+lines of a thousand jobs. Let out in one piece they would stop the event loop for a second, and with
+it every acknowledgement and tick. So they go a few at a time; commands and answers follow behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from megascale.v1 import types_pb2
+from megascale_common.service import logs
+from megascale_common.service.clock import Clock
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.state import Cluster, Job
+from megascale_driver.journal.audit_log import AuditLog
+from megascale_driver.journal.store import Loaded
+from megascale_driver.shell.feeds import JobFeeds
+from megascale_driver.wire import messages as wire
+
+LINES_AT_ONCE = 64  # lines of the audit log, before other tasks get a turn: 4 ms
+JOBS_AT_ONCE = 16  # jobs, the same: their messages, 3 ms (one on 12,500 nodes takes 6 by itself)
+
+_log = logs.get(__name__)
+
+
+class Observer(Protocol):
+    """Counts steps and decisions: metrics."""
+
+    def step(self, job: str, record: types_pb2.StepRecord) -> None:
+        """A step was completed."""
+
+    def committed(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> None:
+        """A decision was committed; of one with many lines each call has some."""
+
+
+class Publisher:
+    """The audit log in memory, the feeds of jobs and the observers of one driver."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.audit = AuditLog()
+        self.feeds = JobFeeds()
+        self.observers: list[Observer] = []
+        self._clock = clock
+
+    async def adopt(self, loaded: Loaded, epoch: types_pb2.Epoch) -> list[tuple[str, int, int]]:
+        """Take over the logs and jobs that a new leader has read, before its term begins.
+
+        Returns (job, attempt, step) of each step that was received in a former term of this process
+        and that is not stored.
+        """
+        self.audit.load(loaded.audit)
+        for at, line in enumerate(loaded.audit, 1):
+            if line.log:
+                self.feeds.of(line.log).add_event(wire.event_message(line, epoch))
+            if at % LINES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        newer = []
+        for at, (name, job) in enumerate(loaded.cluster.jobs.items(), 1):
+            record = self.feeds.of(name).adopt(wire.record_message(job.last_record))
+            if (record.attempt, record.step) > (job.attempt, job.current.step):
+                newer.append((name, record.attempt, record.step))
+            self.job(job, loaded.cluster)
+            if at % JOBS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return newer
+
+    async def committed(
+        self, old: Cluster, new: Cluster, audit: tuple[Audit, ...], epoch: types_pb2.Epoch
+    ) -> None:
+        """A decision was committed: its lines first, then the jobs that it has changed."""
+        gone = old.jobs.keys() - new.jobs.keys()
+        self.feeds.forget(gone)
+        self.audit.extend((), gone)
+        before = old
+        for first in range(0, max(1, len(audit)), LINES_AT_ONCE):
+            if first:
+                await asyncio.sleep(0)
+            lines = audit[first : first + LINES_AT_ONCE]
+            self.audit.extend(lines)
+            for observer in self.observers:
+                observer.committed(before, new, lines)
+            before = new  # a change of phase counts once
+            for line in lines:
+                self._line(line, epoch)
+        changed = [
+            job
+            for name, job in new.jobs.items()
+            if (known := old.jobs.get(name)) is not job
+            and (known is None or _visible(known) != _visible(job))
+        ]
+        for at, job in enumerate(changed, 1):
+            self.job(job, new)
+            if at % JOBS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def job(self, job: Job, state: Cluster) -> None:
+        """A job is, or has become, what it is in ``state``."""
+        feed = self.feeds.of(job.name)
+        message = wire.job_message(
+            job,
+            feed.last_record,
+            self._clock.now_s(),
+            state.nodes,
+            feed.last_evaluation,
+            feed.typical_step_s,
+        )
+        feed.add_job(message, job.terminal)
+        if job.terminal:
+            self.feeds.release(job.name)
+
+    def _line(self, line: Audit, epoch: types_pb2.Epoch) -> None:
+        _log.info(line.reason, subject=line.subject, attempt=line.attempt, message=line.message)
+        if line.log:
+            self.feeds.of(line.log).add_event(wire.event_message(line, epoch))
+
+
+def _visible(job: Job) -> tuple[Any, ...]:
+    """The part of a job whose change is sent to watchers."""
+    return (
+        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.current.restore,
+        job.committed_step, job.restarts, job.profile,
+    )  # fmt: skip

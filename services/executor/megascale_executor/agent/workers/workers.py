@@ -1,0 +1,356 @@
+"""The worker processes of one attempt on this node: started, followed, and stopped together.
+
+The first worker that fails fails the attempt: the others are killed at once, because a collective
+with a missing rank only hangs, and what they would report are symptoms. A worker that had ended by
+itself before that keeps its own status, so that the driver can find the culprit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from megascale.v1 import link_pb2
+from megascale_common.node import framing
+from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.flight_record import RankRecord
+from megascale_common.node.messages import (
+    STACKS_SIGNAL,
+    Assignment,
+    NotLeft,
+    Profiled,
+    WorkerMessage,
+)
+from megascale_common.service import logs
+from megascale_common.service.errors import TemplateError
+from megascale_executor.agent.channels import MessageChannel
+from megascale_executor.agent.processes.template_process import ForkedProcess, TemplateProcess
+from megascale_executor.agent.workers import flight_dumps, stacks
+from megascale_executor.agent.workers.memory_kills import KillWatch, MemoryGroup, memory_group
+from megascale_executor.agent.workers.symptoms import STOPPED, stands_still, waited_in_vain
+
+_log = logs.get(__name__)
+
+_EXPLAINED = ("BAD_JOB", "CHECKPOINT_CORRUPT", "OUT_OF_MEMORY")  # their detail says it all
+
+# A worker that has reported an error is killed when it has not ended by itself within this time.
+_EXIT_AFTER_FAILED_S = 1.0
+# An earlier kill for want of memory explains no end that comes later than twice this time.
+_REFRESH_KILLS_S = 5.0
+# After its exit a worker's last messages are there at once; a grandchild that holds the socket open
+# must not delay the decision.
+_DRAIN_SOCKET_S = 0.5
+# All workers at once; a task takes _DRAIN_SOCKET_S and the reading of a log.
+_LAST_WORDS_S = 2 * _DRAIN_SOCKET_S
+# A killed process is gone in milliseconds, unless a call of a device driver holds it in the kernel.
+KILL_TIMEOUT_S = 10.0
+# Long enough to write stacks to a log. It is added to a restart only where a rank stood still.
+_STACKS_S = 0.2
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank's process, with what it reported."""
+
+    rank: int
+    channel: MessageChannel
+    log_path: Path
+    page: Path
+    process: ForkedProcess | None = None
+    running: bool = False
+    restored_step: int = 0  # with ``passed_over``: what is wrong with the planned one
+    passed_over: str = ""
+    notes: str = ""  # on what it has restored
+    finished: bool = False
+    finished_step: int = 0
+    not_saved: str = ""  # with ``finished``: why the last step is not committed
+    error_kind: str = ""
+    error: str = ""
+    exit_status: int | None = None
+    exited_at_s: float = 0.0  # wall clock; of one that reports an error, when it reported it
+    stack: str = ""  # where it was, if it stood still when it was stopped
+    record: RankRecord | None = None  # NCCL's, of one that stood still
+    reader: asyncio.Task[None] | None = None
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def state(self) -> link_pb2.WorkerState.ValueType:
+        """State for the heartbeat."""
+        if self.exit_status is not None:
+            return link_pb2.WORKER_STATE_EXITED
+        return link_pb2.WORKER_STATE_RUNNING if self.running else link_pb2.WORKER_STATE_STARTING
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it completed all its steps and exited with status 0."""
+        return self.finished and self.exit_status == 0
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Whether it has ended, not well, and not because the agent stopped it."""
+        stopped = self.error_kind == STOPPED and self.exit_status in (-signal.SIGKILL, 0)
+        return self.exit_status is not None and not self.ended_well and not stopped
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvents:
+    """Callbacks for what happens to the workers of an attempt; called on the event loop."""
+
+    all_running: Callable[[], None]
+    all_finished: Callable[[], None]
+    step: Callable[[dict[str, Any]], None]
+    failed: Callable[[str], None]
+    exited: Callable[[], None]  # any worker, after the cause of its end was decided
+    profiled: Callable[[int, Profiled], None]  # of a rank; raises KeyError or TypeError
+    not_left: Callable[[NotLeft], None]
+
+
+class WorkerSet:
+    """All workers of one attempt on this node."""
+
+    def __init__(
+        self,
+        template: TemplateProcess,
+        events: WorkerEvents,
+        group_of: Callable[[int], MemoryGroup] = memory_group,
+        redact: Callable[[str], str] = str,
+    ) -> None:
+        self._template, self._events, self._group_of = template, events, group_of
+        self._redact = redact
+        self.workers: list[Worker] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def start(
+        self, assignments: Sequence[tuple[Assignment, Path]], store_listen_fd: int | None
+    ) -> None:
+        """Fork one worker per (assignment, log file); rank 0 also gets the store's socket.
+
+        Raises:
+            TemplateError: a worker could not be forked; those that run are left to :meth:`stop`.
+            OSError: a log file cannot be opened.
+        """
+        forks = []
+        for assignment, log_path in assignments:
+            worker, fork = self._launch(assignment, log_path, store_listen_fd)
+            self.workers.append(worker)
+            forks.append(fork)
+        for outcome in await asyncio.gather(*forks, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+        for worker, (assignment, _) in zip(self.workers, assignments, strict=True):
+            listen, watch = self._listen(worker), self._watch(worker, assignment)
+            worker.reader = asyncio.create_task(
+                self._guard(worker, listen), name=f"worker-{worker.rank}-messages"
+            )
+            self._tasks.append(
+                asyncio.create_task(self._guard(worker, watch), name=f"worker-{worker.rank}-exit")
+            )
+
+    def _launch(
+        self, assignment: Assignment, log_path: Path, store_listen_fd: int | None
+    ) -> tuple[Worker, asyncio.Task[None]]:
+        channel, theirs = MessageChannel.pair()
+        worker = Worker(assignment["rank"], channel, log_path, Path(assignment["status_page"]))
+        descriptors = [store_listen_fd] if worker.rank == 0 and store_listen_fd is not None else []
+
+        async def fork() -> None:
+            with theirs, log_path.open("ab") as log:
+                # Assigned here and not by the caller, so that a start which is cancelled half-way
+                # still kills those that were forked.
+                worker.process = await self._template.fork(
+                    worker.rank, theirs.fileno(), log.fileno()
+                )
+
+        # Before the fork: the assignment waits in the socket's buffer, and the worker has it at its
+        # first read.
+        try:
+            channel.send(assignment, descriptors)
+        except framing.FramingError as error:
+            theirs.close()
+            raise TemplateError(
+                f"rank {worker.rank} cannot be given its assignment: {error}"
+            ) from error
+        return worker, asyncio.create_task(fork())
+
+    async def _guard(self, worker: Worker, part: Coroutine[Any, Any, None]) -> None:
+        """Follow a worker; a defect of ours ends the attempt, which would hang unattended."""
+        try:
+            await part
+        except Exception as error:
+            _log.exception("a worker is no longer followed", rank=worker.rank)
+            self.abort(f"the agent cannot follow rank {worker.rank}: {error!r}")
+
+    async def _listen(self, worker: Worker) -> None:
+        try:
+            async for message in worker.channel.messages():
+                self._take(worker, cast(WorkerMessage, message))
+        except (framing.FramingError, KeyError, TypeError) as error:
+            worker.error_kind, worker.error = "OTHER", f"bad message from the worker: {error!r}"
+            worker.failed.set()
+
+    def _take(self, worker: Worker, message: WorkerMessage) -> None:
+        if message["kind"] == "running":
+            worker.running = True
+            worker.restored_step = message["step"]
+            worker.passed_over = message.get("passed_over", "")
+            worker.notes = message.get("notes", "")
+            if all(each.running for each in self.workers):
+                self._events.all_running()
+        elif message["kind"] == "step":
+            self._events.step(message["record"])
+        elif message["kind"] == "profiled":
+            self._events.profiled(worker.rank, message)
+        elif message["kind"] == "not_left":
+            self._events.not_left(message)
+        elif message["kind"] == "failed":
+            detail = message["detail"]
+            worker.error_kind = message["error_kind"]
+            # The driver reads the damaged file's name, or field and remedy; people read the
+            # traceback in the log.
+            worker.error = self._redact(
+                detail if worker.error_kind in _EXPLAINED and detail else message["error"]
+            )
+            worker.exited_at_s = worker.exited_at_s or time.time()
+            worker.failed.set()
+        elif message["kind"] == "finished":
+            worker.not_saved, worker.finished_step = message["not_saved"], message["step"]
+            worker.finished = True
+        else:
+            raise framing.FramingError(f"unknown kind {message['kind']!r}")
+
+    async def _watch(self, worker: Worker, assignment: Assignment) -> None:
+        """Wait for one worker's end and decide what it means for the attempt."""
+        assert worker.process is not None and worker.reader is not None
+        exited = worker.process.exited
+        kills = KillWatch(worker.process.pid, self._group_of(worker.process.pid))
+        failed = asyncio.ensure_future(worker.failed.wait())
+        either: set[asyncio.Future[Any]] = {exited, failed}
+        until = asyncio.FIRST_COMPLETED
+        while not (await asyncio.wait(either, timeout=_REFRESH_KILLS_S, return_when=until))[0]:
+            kills.refresh()
+        failed.cancel()
+        if not exited.done():
+            await asyncio.wait({exited}, timeout=_EXIT_AFTER_FAILED_S)
+            if not exited.done():
+                worker.process.kill()
+        # Taken before the last messages are read: the driver orders faults by this time.
+        status, exited_at_s = await asyncio.shield(exited), time.time()
+        await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
+        worker.exit_status = status
+        worker.exited_at_s = worker.exited_at_s or exited_at_s
+        by_other = status == -signal.SIGKILL and not (self._stopping or worker.error_kind)
+        if by_other and (why := kills.explains(worker.process.peak_bytes)):
+            worker.error_kind, worker.error = "OUT_OF_MEMORY", why
+        timeout_s = assignment["config"]["recovery"]["collective_timeout_s"]
+        if why := waited_in_vain(
+            status, worker.error_kind, worker.log_path, worker.page, timeout_s
+        ):
+            worker.error_kind, worker.error = "COLLECTIVE", f"{worker.error}\n{why}".lstrip()
+        worker.channel.close()
+        if self._stopping:
+            pass  # what it reported stays for the report of the stop
+        elif not worker.ended_well:
+            self._fail(worker)
+        elif all(each.ended_well for each in self.workers):
+            self._events.all_finished()
+        self._events.exited()
+
+    def abort(self, reason: str) -> None:
+        """Fail the attempt for a reason outside the workers; nothing happens after its end."""
+        if not self._stopping and not all(worker.ended_well for worker in self.workers):
+            self._kill_for(reason)
+            _log.warning("workers aborted", reason=reason)
+            self._events.failed(reason)
+
+    def _kill_for(self, reason: str, culprit: Worker | None = None) -> None:
+        self._stopping = True
+        for worker in self.workers:
+            process = worker.process
+            if worker is culprit or process is None or not process.alive:
+                continue
+            if not worker.error_kind:
+                worker.error_kind, worker.error = STOPPED, f"stopped by the agent, because {reason}"
+            process.kill()
+
+    def _fail(self, culprit: Worker) -> None:
+        how = describe_exit(culprit.exit_status or 0)
+        if culprit.exit_status == 0:
+            how = "ended with status 0 before its last step"
+            if not culprit.error_kind:  # status 0 alone would not show that it is the culprit
+                culprit.error_kind, culprit.error = "OTHER", how
+        self._kill_for(f"rank {culprit.rank} {how}", culprit)
+        reason = f"rank {culprit.rank} {how}"
+        if culprit.error_kind:
+            reason += f" ({culprit.error_kind})"
+        _log.warning(
+            "worker failed", rank=culprit.rank, status=culprit.exit_status, kind=culprit.error_kind
+        )
+        self._events.failed(reason)
+
+    async def stop(self) -> bool:
+        """SIGKILL what still runs and wait; False when a worker is left after KILL_TIMEOUT_S.
+
+        Ranks that have stood still write their stacks to their logs first: nothing else shows where
+        a hang was. Those that had failed by themselves keep what they reported.
+        """
+        self._stopping = True
+        dumps = await self._write_stacks()
+        self._kill_for("the driver ordered it")
+        # While they end, whose memory takes a while: reading a record takes some 0.1 s.
+        reading = asyncio.create_task(flight_dumps.read(dumps)) if dumps else None
+        waits = [worker.process.exited for worker in self.workers if worker.process is not None]
+        if waits:
+            await asyncio.wait(waits, timeout=KILL_TIMEOUT_S)
+        if reading is not None:
+            records = await reading
+            for worker in self.workers:
+                worker.record = records.get(worker.rank)
+        gone = all(wait.done() for wait in waits)
+        if gone:
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+            await self._close()
+        return gone
+
+    async def _write_stacks(self) -> dict[int, Path]:
+        """Of ranks that stand still: stacks in their logs; returns NCCL's records that came."""
+        now_ns = time.monotonic_ns()
+        still = [
+            (worker, worker.process, stacks.log_end(worker.log_path))
+            for worker in self.workers
+            if worker.process and worker.process.alive and stands_still(worker.page, now_ns)
+        ]
+        for _, process, _ in still:
+            process.send_signal(STACKS_SIGNAL)
+        asked: dict[int, Path] = {}
+        for worker, _, _ in still:
+            asked |= flight_dumps.ask(AttemptFolder(worker.page.parent), [worker.rank])
+        if still:
+            await asyncio.sleep(_STACKS_S)
+        found: dict[int, Path] = {}
+        if asked:
+            found = await flight_dumps.arrived(asked)
+            _log.info("records of NCCL's operations", written=len(found), asked=len(asked))
+        for worker, process, start in still:
+            stack = stacks.stack_since(worker.log_path, start)
+            worker.stack = stack or f"no stack: it {stacks.kernel_state(process.pid)}"
+        return found
+
+    async def _close(self) -> None:
+        readers = [worker.reader for worker in self.workers if worker.reader is not None]
+        for task in (*self._tasks, *readers):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *readers, return_exceptions=True)
+        for worker in self.workers:
+            worker.channel.close()
+
+
+def describe_exit(status: int) -> str:
+    """``was killed by signal 9`` or ``exited with status 1``."""
+    return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"

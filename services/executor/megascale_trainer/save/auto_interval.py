@@ -1,0 +1,91 @@
+"""`checkpoint.interval: auto`: the steps between saves, decided by all ranks together; pure.
+
+Each rank computes from what it measures how many steps it would leave between two saves
+(:mod:`megascale_job.sizes.checkpoint_interval`), and adds that wish to the all-reduce of each
+step. The sum is the same on all ranks, and so is its mean, from which all decide at the same step:
+after the step of a snapshot, before a slot is asked for the next one.
+"""
+
+from __future__ import annotations
+
+from megascale_job.sizes.checkpoint_interval import interval_steps
+from megascale_trainer.save.save_cost import SaveCost
+from megascale_trainer.save.snapshot_schedule import MOST_STEPS_AHEAD, Cadence, Votes
+
+FIRST_STEPS = 10  # until the cost of a first save is known
+LEAST_STEPS = 4  # the result of a snapshot's step is read before a slot of the next is asked for
+MOST_GROWTH = 4  # of one decision: a first measurement may be far off
+BUSY_GROWTH = 1.5  # some rank's store was still busy with the save before
+
+
+def wished_steps(cost: SaveCost, persist_s: float, mtbf_s: float, present: int, most: int) -> int:
+    """The interval that this rank would take; the ``present`` one while it has not measured."""
+    step_s, cost_s = cost.step_s, cost.cost_s
+    if not step_s or cost_s is None:
+        return present
+    return interval_steps(
+        cost_s=cost_s,
+        persist_s=persist_s,
+        step_s=step_s,
+        mtbf_s=mtbf_s,
+        least=LEAST_STEPS,
+        most=max(LEAST_STEPS, most),
+    )
+
+
+class AutoCadence(Cadence):
+    """A :class:`Cadence` whose interval of persistence, ``interval``, is decided as the run goes.
+
+    Args:
+        snapshot_interval: steps between snapshots in memory; 0: one for each persisted step.
+        world_size: the number of ranks whose wishes are summed.
+    """
+
+    def __init__(
+        self, *, snapshot_interval: int, last_step: int, done: int, world_size: int
+    ) -> None:
+        super().__init__(
+            snapshot_interval=snapshot_interval,
+            persist_interval=0,
+            last_step=last_step,
+            done=done,
+        )
+        self._world_size = world_size
+        self.interval = FIRST_STEPS
+        self._next, self._busy = done + FIRST_STEPS, False
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` has a snapshot."""
+        return super().due(step) if self._snapshot_interval else step in (self._last, self._next)
+
+    def ahead(self, step: int) -> int | None:
+        """The step whose slot may be asked for after ``step``, before its vote."""
+        if self._snapshot_interval:
+            return super().ahead(step)
+        following = self._next
+        soon = step < following - 1 <= step + MOST_STEPS_AHEAD
+        return following if soon and following < self._last else None
+
+    def persists(self, step: int, votes: Votes) -> bool:
+        """Whether the snapshot of ``step``, which all ranks take, is persisted by all of them."""
+        busy = votes.store_busy > 0
+        if step != self._last and self._snapshot_interval:
+            if step - self._persisted < self.interval:
+                return False
+            self._busy = self._busy or busy
+            if busy:
+                return False  # the next snapshot, or the one after it, is persisted instead
+        self._busy = self._busy or busy
+        self._persisted = step
+        return True
+
+    def decide(self, step: int, wishes: int) -> None:
+        """The result of ``step`` was read, with the sum of the ranks' wishes."""
+        if not self.due(step) or step == self._last:
+            return
+        mean = round(wishes / self._world_size)
+        wanted = max(LEAST_STEPS, min(mean, MOST_GROWTH * self.interval))
+        if self._busy:
+            wanted = max(wanted, round(BUSY_GROWTH * self.interval))
+        self.interval, self._busy = wanted, False
+        self._next = step + self.interval

@@ -1,0 +1,244 @@
+"""The planned state from storage, read by all ranks together, each byte once.
+
+Every rank reads the index of its share of the checkpoint's files. The ranks exchange it with what
+each needs, and all plan the same (:mod:`megascale_job.sizes.read_plan`). Then each reads its
+windows and sends on what others need of them, in rounds
+(:mod:`megascale_job.sizes.read_rounds`); its daemon reads the next window meanwhile. A rank
+whose source fails takes part in the exchanges until the next vote, in which all ranks stop.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+
+from megascale_common.node.framing import Message
+from megascale_common.node.messages import DaemonRequest, Refused, Release
+from megascale_common.node.restore_messages import (
+    MOST_READS,
+    OpenStored,
+    ReadIndex,
+    ReadStored,
+    StoredIndex,
+    StoredState,
+)
+from megascale_job.restore import RestorePlan
+from megascale_job.sizes.checkpoint_layout import ShardLayout
+from megascale_job.sizes.piece_runs import Runs, decode, encode, join, runs_of
+from megascale_job.sizes.read_plan import IN_MEMORY, DoesNotFit, check_placed, plan_reads
+from megascale_job.sizes.read_rounds import Read, Round, Rounds
+from megascale_trainer.parallel.groups import Group
+from megascale_trainer.save.daemon_link import START_TIMEOUT_S, DaemonLink
+from megascale_trainer.save.restore_votes import RestoreRefused, Votes
+from megascale_trainer.telemetry.timeline import Timeline
+
+# Largest window; a slot holds two. The exchange needs at most eight of them beside it.
+WINDOW_BYTES = 16 << 20
+VOTE_ROUNDS = 16  # rounds between two votes on whether all sources still answer
+
+
+class RestoredInto(Protocol):
+    """What a restore needs of a trainer."""
+
+    def shard_layout(self) -> ShardLayout:
+        """How this rank's state lies in a slot."""
+
+    def state_image(self) -> torch.Tensor:
+        """The state itself as it lies in a slot, uint8 on the device."""
+
+    def load_from(self, slot: torch.Tensor, ready: Callable[[int], object] = ...) -> None:
+        """Take the state from ``slot`` (uint8, host); ``ready`` waits for its bytes up to one."""
+
+
+class StoredStateReader:
+    """Reads one checkpoint; every rank makes one and calls :meth:`read` together.
+
+    Attributes:
+        read_bytes: what the daemon has read from storage for this rank, for itself and for others.
+    """
+
+    def __init__(
+        self,
+        link: DaemonLink,
+        state: RestoredInto,
+        device: torch.device,
+        world: Group,
+        timeline: Timeline,
+    ) -> None:
+        self._link, self._state, self._device, self._world = link, state, device, world
+        self._timeline, self._votes = timeline, Votes(world, device)
+        self._rank = world.index
+        self._problem: RestoreRefused | None = None
+        self._slot = -1
+        self.read_bytes = 0
+
+    def read(self, restored: RestorePlan, in_memory: Sequence[bool]) -> dict[str, Any]:
+        """Fill the state of every rank that is not ``in_memory``; returns the small state.
+
+        Raises:
+            RestoreRefused: a file is damaged, or the checkpoint is of another model.
+        """
+        try:
+            with self._timeline.part("open"):
+                opened = self._open(restored)
+                self._votes.agree(self._problem)
+            assert opened is not None
+            rounds = self._plan(restored, opened["files"], in_memory)
+            if not in_memory[self._rank]:
+                self._state.state_image().zero_()
+            self._run(rounds)
+        finally:
+            self._close()
+        return opened["small_state"]
+
+    def _open(self, restored: RestorePlan) -> StoredState | None:
+        request = OpenStored(kind="restore_open", plan=restored.to_mapping())
+        opened = cast(StoredState | None, self._ask(request))
+        if opened is not None:
+            self._slot = opened["slot"]
+            self._link.prepare_next(self._slot)
+        return opened
+
+    def _plan(self, restored: RestorePlan, files: int, in_memory: Sequence[bool]) -> Rounds:
+        with self._timeline.part("index"):
+            mine = [self._index(number) for number in range(self._rank, files, self._world.size)]
+            self._votes.agree(self._problem)
+        layout = self._state.shard_layout()
+        wanted = runs_of(layout.pieces, self._rank)
+        with self._timeline.part("exchange of indices"):
+            stored = join([decode(each) for each in self._votes.gather(encode(join(mine)))])
+            needs = join([decode(each) for each in self._votes.gather(encode(wanted))])
+            smallest = min(row[0] for row in self._votes.numbers(layout.slot_bytes))
+        with self._timeline.part("plan"):
+            try:
+                # At step 0 the parameters alone are taken.
+                check_placed(stored, needs, weights_alone=restored.step == 0)
+                reads = plan_reads(stored, needs, in_memory)
+            except DoesNotFit as error:
+                uri = restored.manifest_uri.rpartition("/")[0]
+                raise RestoreRefused("BAD_JOB", error.refusal(uri), "") from error
+            return Rounds(reads, max(1, min(WINDOW_BYTES, smallest // 2)))
+
+    def _index(self, number: int) -> Runs:
+        tables, following = [], 0
+        while following >= 0:
+            request = ReadIndex(kind="restore_index", file=number, first=following)
+            answer = cast(StoredIndex | None, self._ask(request))
+            if answer is None:
+                break
+            tables.append(decode(base64.b64decode(answer["runs"])))
+            following = answer["following"]
+        return join(tables)
+
+    def _run(self, rounds: Rounds) -> None:
+        program = iter(rounds.of_rank(self._rank))
+        current, number = next(program, None), 0
+        if current is not None:
+            self._post(current, 0)
+        while current is not None:
+            begin = number % 2 * rounds.window_bytes
+            with self._timeline.part("read"):
+                self._collect()
+            following, number = next(program, None), number + 1
+            if following is not None:
+                self._post(following, number % 2 * rounds.window_bytes)
+            with self._timeline.part("exchange"):
+                self._exchange(current, begin, rounds.window_bytes)
+                if number % VOTE_ROUNDS == 0:
+                    self._votes.agree(self._problem)
+            current = following
+        self._votes.agree(self._problem)
+
+    def _post(self, part: Round, begin: int) -> None:
+        """Have the daemon read a window; its answer is awaited in :meth:`_collect`."""
+        reads = [read for read in part.reads if read.file != IN_MEMORY]
+        asked = [reads[i : i + MOST_READS] for i in range(0, len(reads), MOST_READS)]
+        for number, some in enumerate(asked):
+            request = ReadStored(kind="restore_read", at=begin, reads=[_fields(r) for r in some])
+            if number + 1 < len(asked):
+                self._took(self._ask(request))
+            elif self._problem is None:
+                try:
+                    self._link.post(request, self._took)
+                except OSError as error:
+                    self._failed(error)
+
+    def _collect(self) -> None:
+        """Wait for the window that was posted, if one was."""
+        if self._problem is not None:
+            return
+        try:
+            if not self._link.read_answers(START_TIMEOUT_S):
+                self._failed(TimeoutError(f"no answer to a read in {START_TIMEOUT_S:g} s"))
+        except OSError as error:
+            self._failed(error)
+
+    def _exchange(self, part: Round, begin: int, window_bytes: int) -> None:
+        """Put what this rank needs of its window into its state, send the rest, and receive."""
+        image = self._state.state_image()
+        window = self._link.slot(self._slot)[begin : begin + window_bytes]
+        for read in part.reads:
+            if read.file == IN_MEMORY:
+                size, first = read.stop - read.start, read.first + read.start
+                window[read.at : read.at + size].copy_(image[first : first + size])
+        for at, target, size in part.kept.tolist():
+            image[target : target + size].copy_(window[at : at + size], non_blocking=True)
+        if part.exchanged:
+            sent = torch.empty(int(part.sent[:, 1].sum()), dtype=torch.uint8, device=self._device)
+            end = 0
+            for at, size in part.sent.tolist():
+                sent[end : end + size].copy_(window[at : at + size], non_blocking=True)
+                end += size
+            sizes = part.receive_bytes.tolist()
+            received = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            self._world.all_to_all(received, sent, sizes, part.send_bytes.tolist())
+            end = 0
+            for target, size in part.received.tolist():
+                image[target : target + size].copy_(received[end : end + size])
+                end += size
+        if self._device.type == "cuda":
+            # The daemon fills this half of the slot again in the round after the next.
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _ask(self, request: DaemonRequest) -> Message | None:
+        """The answer to a request, None after a failure, which is kept for the next vote."""
+        if self._problem is not None:
+            return None
+        try:
+            return self._checked(self._link.ask(request, START_TIMEOUT_S))
+        except OSError as error:
+            self._failed(error)
+            return None
+
+    def _checked(self, answer: Message) -> Message | None:
+        if answer["kind"] != "refused":
+            return answer
+        refused = cast(Refused, answer)
+        kind, file = refused["error_kind"], refused["file"]
+        self._problem = RestoreRefused(kind, refused["error"], file)
+        return None
+
+    def _took(self, answer: Message | None) -> None:
+        """Take in that a window, or a part of it, was read."""
+        if answer is not None and self._checked(answer) is not None:
+            self.read_bytes += answer["bytes_read"]
+
+    def _failed(self, error: OSError) -> None:
+        self._problem = RestoreRefused("OTHER", f"the checkpoint daemon: {error}", "")
+
+    def _close(self) -> None:
+        if self._slot < 0 or not self._link.connected:
+            return
+        try:
+            self._link.ask(Release(kind="release", slot=self._slot))
+        except OSError:
+            pass  # the daemon releases what a lost connection held
+        self._slot = -1
+
+
+def _fields(read: Read) -> list[int | str]:
+    sizes = (read.file, read.first, read.size_bytes)
+    return [*sizes, read.checksum, read.start, read.stop, read.at]

@@ -1,0 +1,207 @@
+"""The plan of a job that runs: what its steps should take on the devices that it has; pure.
+
+The terms of the model of a step (:mod:`megascale_planner.step_time`) are added up to those
+that spans of a running job can tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from megascale_job.config import JobConfig
+from megascale_job.sizes.parameter_table import stage_layers
+from megascale_planner.calibration_file import (
+    BadCalibration,
+    calibrated,
+    calibrated_alone,
+    device_of,
+)
+from megascale_planner.gpus import GPUS, Gpu
+from megascale_planner.prediction import plain, predict
+from megascale_planner.stage_balance import LEAST_GAIN, Balance, Split, balance_of, gain_of
+from megascale_planner.systems import SYSTEMS, System
+from megascale_planner.training_share import with_measured_share
+from megascale_planner.workload import Refused, Workload, illegal, point_of
+
+# The term of a running job -> those of the model.
+PARTS: dict[str, tuple[str, ...]] = {
+    "compute": ("gemm", "attention", "elementwise", "recompute"),
+    "tensor_parallel": ("tensor_parallel",),
+    "pipeline": ("pipeline_transfers", "bubble"),
+    "data_parallel": ("data_parallel",),
+    "optimizer": ("optimizer",),
+    "host": ("host",),
+    "straggler": ("straggler",),
+}
+# Part of a device's name, as CUDA reports it -> the planner's device; other forms of these (PCIe,
+# 40 GB) have other rates.
+_NAMES = (("H200", "h200"), ("H100 80GB HBM3", "h100"), ("A100-SXM4-80GB", "a100-80g"))
+_BALANCE_GPU = "h100"
+# Of a layer's FP8 products by ``fp8.fast_accumulation``, in twelfths of the forward: output
+# projections are 5 of 12 in a GELU layer. Over the default's.
+_SUMMED_IN_FLOAT32 = {
+    "all": 0 / 5,
+    "all_but_output_projections": 5 / 5,
+    "forward": 24 / 5,
+    "input_projections": 29 / 5,
+    "none": 36 / 5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """A predicted step in seconds, with its interval and terms (keys of PARTS)."""
+
+    step_s: float
+    low_s: float
+    high_s: float
+    terms: Mapping[str, float]
+    hardware: str
+
+
+def plan_of(
+    config: JobConfig, device: str, node_devices: int, calibrations: Mapping[str, str]
+) -> JobPlan:
+    """What a step of the job takes.
+
+    Args:
+        device: name of the devices, as their nodes report it; "cpu" for those of CPU nodes.
+        node_devices: devices of one node.
+        calibrations: texts of calibration files, by the device that each was measured on.
+
+    Raises:
+        Refused: there is no prediction; the message has the reason and the remedy.
+    """
+    gpu, hardware = _hardware(device, calibrations)
+    system = _system(config)
+    if device in calibrations:
+        system = with_measured_share(system, gpu, calibrations[device])
+    gpu = replace(gpu, devices_per_node=max(1, node_devices))
+    workload = _workload(config, gpu)
+    if not gpu.node_bytes_s and workload.gpus > 1:
+        raise Refused(
+            f"the calibration of {device} has no rate of collectives; measure it on two ranks: "
+            "torchrun --nproc-per-node 2 -m megascale_trainer.commands.calibrate"
+        )
+    found = plain(predict(point_of(workload), gpu, system))
+    return JobPlan(
+        step_s=found["step_time_s"],
+        low_s=max(0.0, found["low"]),
+        high_s=found["high"],
+        terms={name: sum(found["terms"][part] for part in parts) for name, parts in PARTS.items()},
+        hardware=hardware,
+    )
+
+
+def job_balance(config: JobConfig, fits: Callable[[Split], bool]) -> Balance | None:
+    """A ``parallelism.stage_layers`` that is predicted to train faster than the job's own.
+
+    The devices are taken to be H100s, on which layers in bf16 and in FP8 have their usual ratio.
+
+    Raises:
+        Refused: there is no prediction for the job.
+    """
+    gpu = GPUS[_BALANCE_GPU]
+    return balance_of(_workload(config, gpu), gpu, _system(config), fits)
+
+
+def zero_bubble_gain(config: JobConfig) -> float:
+    """How much more tokens a second the job is predicted to train with split backwards, relative.
+
+    0 where that is not above LEAST_GAIN, or where its backwards are split. Devices are as above.
+
+    Raises:
+        Refused: there is no prediction for the job.
+    """
+    gpu, system = GPUS[_BALANCE_GPU], _system(config)
+    own = _workload(config, gpu)
+    gain = gain_of(replace(own, schedule="zero_bubble"), own, gpu, system)
+    return gain if gain > LEAST_GAIN else 0.0
+
+
+def _hardware(device: str, calibrations: Mapping[str, str]) -> tuple[Gpu, str]:
+    known = next((name for part, name in _NAMES if part in device), None)
+    text = calibrations.get(device)
+    if text is not None:
+        gpu = calibrated(GPUS[known], text) if known else calibrated_alone(text)
+        return gpu, f"{device}, measured by `megascale plan calibrate`"
+    if known is None:
+        raise Refused(
+            f"no prediction for {device or 'devices without a name'}: measure them with "
+            "`megascale plan calibrate --output FILE`, and start the driver with --calibration FILE"
+        )
+    return GPUS[known], f"{device}, the planner's table of devices"
+
+
+def by_device(texts: Mapping[str, str]) -> dict[str, str]:
+    """Calibrations by the device that each names; ``texts`` are by file.
+
+    Raises:
+        BadCalibration: one that cannot be used, or two of one device.
+    """
+    found: dict[str, str] = {}
+    for name, text in texts.items():
+        device = device_of(text, name)
+        if device in found:
+            raise BadCalibration(f"{name}: there is another calibration of {device}; give one")
+        try:  # now, not in a running driver
+            gpu, _ = _hardware(device, {device: text})
+            with_measured_share(SYSTEMS["ours"], gpu, text)
+        except BadCalibration as error:
+            raise BadCalibration(f"{name}: {error}") from None
+        found[device] = text
+    return found
+
+
+def _system(config: JobConfig) -> System:
+    """This project's trainer as the job has it run."""
+    ours, overlap = SYSTEMS["ours"], config.parallelism.overlap
+    summed = _SUMMED_IN_FLOAT32[config.training.fp8.fast_accumulation]
+    return replace(
+        ours,
+        hidden_tp=ours.hidden_tp if overlap.tp else 0.0,
+        hidden_pp=ours.hidden_pp if overlap.pp else 0.0,
+        hidden_dp=ours.hidden_dp if overlap.dp else 0.0,
+        gather_bytes=ours.gather_bytes / 2 if config.gathers_fp8 else ours.gather_bytes,
+        fp8_sums=1 + summed * (ours.fp8_sums - 1),
+    )
+
+
+def _workload(config: JobConfig, gpu: Gpu) -> Workload:
+    model, sizes, training = config.model, config.parallelism, config.training
+    if model.head_dim not in (0, model.hidden_size // model.heads):
+        raise Refused("model.head_dim: the planner has only hidden_size / heads; no prediction")
+    if model.layer_windows:
+        raise Refused("model.layer_windows: the planner has only layers alike; no prediction")
+    split = tuple(map(len, stage_layers(config)))
+    found = Workload(
+        system="ours",
+        gpu=gpu.name,
+        layers=model.layers,
+        hidden=model.hidden_size,
+        heads=model.heads,
+        kv_heads=model.key_value_heads,
+        ffn=model.ffn_width,
+        sequence=model.sequence_length,
+        vocab=model.vocab_size,
+        gpus=sizes.layout.world_size,
+        tp=sizes.tp,
+        pp=sizes.pp,
+        vpp=sizes.virtual_stages,
+        dp=sizes.dp,
+        micro_batch=training.micro_batch_size,
+        global_batch=training.global_batch_size,
+        recompute=sizes.recompute,
+        block=model.block,
+        window=model.window,
+        mlp=model.mlp,
+        precision="fp8" if training.precision == "fp8" else "bf16",
+        schedule=sizes.pipeline_schedule,
+        stage_layers=split if len(set(split)) > 1 else (),
+        bf16_layers=model.layers - len(config.fp8_layers),
+    )
+    problem = illegal(found, gpu)
+    if problem:
+        raise Refused(f"no prediction: {problem}")
+    return found

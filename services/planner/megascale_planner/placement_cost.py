@@ -1,0 +1,149 @@
+"""What a placement costs on the network: bytes of a step times how far they go. Pure, no numpy.
+
+Between nodes a step sends the data-parallel ring (reduce-scatter of gradients, all-gather of
+parameters: arXiv 1910.02054, section 7) and the pipeline's hidden states in both directions
+(Narayanan et al., arXiv 2104.04473). Tensor-parallel groups stay within a node. Distances count
+tiers of switches: 0 within a node, 1 below one leaf switch, one more for each tier above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megascale_job.config import JobConfig
+from megascale_job.layout import RankLayout
+from megascale_job.sizes.flops import flops_per_token
+
+GRADIENT_BYTES, PARAMETER_BYTES, HIDDEN_BYTES = 4, 2, 2  # of a value on the wire
+_FLOPS_PER_WEIGHT = 6  # forward and backward
+
+Path = tuple[str, ...]  # a node's switches, leaf first
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a job's ranks send in a step.
+
+    Attributes:
+        layout: its grid of ranks.
+        ring_bytes: from a rank to the next of its data-parallel ring.
+        stage_bytes: between a rank and its peer in the next stage, both directions together.
+        wrap_bytes: the same between the last stage and the first, where chunks are interleaved.
+    """
+
+    layout: RankLayout
+    ring_bytes: float
+    stage_bytes: float
+    wrap_bytes: float = 0.0
+
+
+def traffic_of(config: JobConfig) -> Traffic:
+    """The traffic of a job's step; the embedding's share of the first stage is left out."""
+    sizes, training, model = config.parallelism, config.training, config.model
+    weights = flops_per_token(model).gemm / _FLOPS_PER_WEIGHT / (sizes.tp * sizes.pp)
+    ring = (GRADIENT_BYTES + PARAMETER_BYTES) * weights * (sizes.dp - 1) / sizes.dp
+    tokens = training.micro_batch_size * model.sequence_length * config.micro_batches
+    hidden = HIDDEN_BYTES * tokens * model.hidden_size / sizes.tp
+    chunks = sizes.virtual_stages
+    return Traffic(sizes.layout, ring, 2 * hidden * chunks, 2 * hidden * (chunks - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a placement costs.
+
+    Attributes:
+        cost: bytes x tiers of a step.
+        between_bytes: bytes of a step between nodes.
+        crossing_bytes: those of them between leaf switches.
+        crossing_edges: connections that carry these: hops of rings, links between stages.
+    """
+
+    cost: float
+    between_bytes: float
+    crossing_bytes: float
+    crossing_edges: int
+
+    @property
+    def cross_share(self) -> float:
+        """Of the bytes between nodes, those that leave their leaf switch."""
+        return self.crossing_bytes / self.between_bytes if self.between_bytes else 0.0
+
+
+def distance(one: Path, other: Path) -> int:
+    """Tiers between two nodes: 1 below one leaf switch."""
+    for tier, (mine, its) in enumerate(zip(one, other, strict=False), start=1):
+        if mine == its:
+            return tier
+    return max(len(one), len(other)) + 1
+
+
+def score(traffic: Traffic, node_of: Sequence[str], paths: Mapping[str, Path]) -> Score:
+    """The cost of a placement.
+
+    Args:
+        node_of: the node of each tensor-parallel group, in the order of ranks.
+        paths: switches of each node, leaf first.
+    """
+    cost = between = crossing = 0.0
+    edges = 0
+    tp = traffic.layout.tp
+    known: dict[tuple[str, str], int] = {}
+    for at, node in enumerate(node_of):
+        for peer, size in peers(traffic, at):
+            other = node_of[peer]
+            if other == node:
+                continue
+            far = known.get((node, other))
+            if far is None:
+                far = known[node, other] = distance(paths[node], paths[other])
+            between += tp * size
+            cost += tp * size * far
+            if far > 1:
+                crossing += tp * size
+                edges += tp
+    return Score(cost, between, crossing, edges)
+
+
+def added(
+    traffic: Traffic, groups: Sequence[int], node_of: Mapping[int, str], path: Path,
+    paths: Mapping[str, Path],
+) -> tuple[int, float]:  # fmt: skip
+    """Edges between switches, and cost, that a node with ``path`` adds if it takes ``groups``.
+
+    ``node_of`` has the groups whose node is known; edges to others are not counted.
+    """
+    edges, cost, mine, tp = 0, 0.0, set(groups), traffic.layout.tp
+    for at in groups:
+        for peer, size in (*peers(traffic, at), *_before(traffic, at)):
+            other = node_of.get(peer)
+            if peer in mine or other is None:
+                continue
+            far = distance(path, paths[other])
+            cost += tp * size * far
+            edges += tp * (far > 1)
+    return edges, cost
+
+
+def peers(traffic: Traffic, group: int) -> list[tuple[int, float]]:
+    """Whom a tensor-parallel group sends to, by number, and bytes of each of its ranks."""
+    return _neighbours(traffic, group, 1)
+
+
+def _before(traffic: Traffic, group: int) -> list[tuple[int, float]]:
+    """Whom it receives from."""
+    return _neighbours(traffic, group, -1)
+
+
+def _neighbours(traffic: Traffic, group: int, step: int) -> list[tuple[int, float]]:
+    dp, pp = traffic.layout.dp * traffic.layout.cp, traffic.layout.pp
+    stage, replica = divmod(group, dp)
+    found = []
+    if dp > 1:
+        found.append((stage * dp + (replica + step) % dp, traffic.ring_bytes))
+    if 0 <= stage + step < pp:
+        found.append(((stage + step) * dp + replica, traffic.stage_bytes))
+    elif pp > 1 and traffic.wrap_bytes:
+        found.append(((stage + step) % pp * dp + replica, traffic.wrap_bytes))
+    return found

@@ -1,0 +1,159 @@
+"""Every way to lay a model out on so many devices, ranked by predicted step time.
+
+Candidates are a grid: tp that fits a node, every pp that divides what is left, every number of
+chunks that a stage's layers allow, micro-batches of 1, 2, 4, 8, 16, recompute and block. A
+candidate that cannot run keeps its first reason. The whole grid is predicted at once, and once more
+with the layers of each stage balanced, which this project's trainer can run: the faster one stays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megascale_planner.gpus import Gpu
+from megascale_planner.points import RECOMPUTE
+from megascale_planner.prediction import Predictions, plain, predict
+from megascale_planner.stage_balance import LEAST_GAIN, UnitCosts, balanced
+from megascale_planner.step_time import unit_times
+from megascale_planner.systems import System
+from megascale_planner.workload import Refused, Workload, illegal, points_of
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+BLOCKS = ("serial", "parallel")
+MAX_DEVICES = 200_000
+# Left free of a device for its context, libraries' workspaces and the allocator's fragments.
+SPARE_MEMORY_SHARE = 0.06
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A candidate that cannot run, and why."""
+
+    candidate: Workload
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The candidates that can run, fastest first, with their predictions; and the others."""
+
+    ranked: tuple[Workload, ...]
+    predictions: Predictions
+    order: tuple[int, ...]
+    rejected: tuple[Rejected, ...]
+
+    def rows(self, top: int) -> list[dict[str, Any]]:
+        """The fastest ``top`` as plain values."""
+        return [
+            {**layout(workload), **plain(self.predictions, index)}
+            for workload, index in zip(self.ranked[:top], self.order[:top], strict=True)
+        ]
+
+    def reasons(self) -> list[tuple[str, int]]:
+        """How many candidates each kind of reason rejected, most first."""
+        return Counter(item.reason.split(":", 1)[0] for item in self.rejected).most_common()
+
+
+def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = BLOCKS) -> Found:
+    """Rank the layouts of ``model`` (its ``gpus`` and ``global_batch``; its layout is ignored).
+
+    Raises:
+        Refused: too many devices for a search.
+    """
+    if model.gpus > MAX_DEVICES:
+        raise Refused(f"gpus: {model.gpus} are more than the {MAX_DEVICES} that a search covers")
+    legal: list[Workload] = []
+    rejected: list[Rejected] = []
+    for candidate in _candidates(model, gpu, blocks):
+        reason = illegal(candidate)
+        if reason:
+            rejected.append(Rejected(candidate, reason))
+        else:
+            legal.append(candidate)
+    if not legal:
+        return Found((), predict(points_of([]), gpu, system), (), tuple(rejected))
+    limit = gpu.memory_bytes * (1 - SPARE_MEMORY_SHARE)
+    if system.name == "ours":
+        legal = _balanced(legal, gpu, system, limit)
+    found = predict(points_of(legal), gpu, system)
+    for index in np.flatnonzero(found.memory_bytes > limit):
+        need, usable = found.memory_bytes[index] / 2**30, limit / 2**30
+        text = f"memory: needs {need:.1f} GiB of {usable:.1f} usable"
+        rejected.append(Rejected(legal[index], text))
+    fits = np.flatnonzero(found.memory_bytes <= limit)
+    order = fits[np.argsort(found.step_time_s[fits], kind="stable")]
+    return Found(
+        tuple(legal[index] for index in order), found, tuple(map(int, order)), tuple(rejected)
+    )
+
+
+def _balanced(candidates: list[Workload], gpu: Gpu, system: System, limit: float) -> list[Workload]:
+    """Each candidate with balanced stages, where these fit ``limit`` bytes and are faster."""
+    points = points_of(candidates)
+    even, units = predict(points, gpu, system), unit_times(points, gpu, system)
+    splits = [
+        balanced(one.layers, one.pp, one.vpp, UnitCosts(*map(float, costs)))
+        for one, *costs in zip(candidates, units.layer, units.head, units.embedding, strict=True)
+    ]
+    uneven = [
+        replace(one, stage_layers=split) for one, split in zip(candidates, splits, strict=True)
+    ]
+    found = predict(points_of(uneven), gpu, system)
+    better = (found.memory_bytes <= limit) & (
+        even.step_time_s > (1 + LEAST_GAIN) * found.step_time_s
+    )
+    return [uneven[index] if better[index] else one for index, one in enumerate(candidates)]
+
+
+def _candidates(model: Workload, gpu: Gpu, blocks: tuple[str, ...]) -> list[Workload]:
+    """The grid: only dp follows from the others."""
+    found = []
+    for tp in _divisors(min(gpu.devices_per_node, model.gpus)):
+        if model.gpus % tp:
+            continue
+        for pp in _divisors(model.gpus // tp):
+            if pp > model.layers:
+                break
+            dp = model.gpus // (tp * pp)
+            chunks = _divisors(max(1, model.layers // pp)) if pp > 1 else [1]
+            for vpp, micro_batch, recompute, block in itertools.product(
+                chunks, MICRO_BATCHES, RECOMPUTE, blocks
+            ):
+                found.append(
+                    replace(
+                        model,
+                        tp=tp,
+                        pp=pp,
+                        dp=dp,
+                        vpp=vpp,
+                        micro_batch=micro_batch,
+                        recompute=recompute,
+                        block=block,
+                    )
+                )
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def layout(workload: Workload) -> dict[str, Any]:
+    """What a search chooses, as plain values; ``stage_layers`` [] is an even split."""
+    names = ("tp", "pp", "vpp", "dp", "micro_batch", "recompute", "block")
+    chosen = {name: getattr(workload, name) for name in names}
+    return {**chosen, "stage_layers": list(workload.stage_layers)}
+
+
+def sources(gpu: Gpu, system: System) -> list[dict[str, Any]]:
+    """Every constant of a prediction with its value and where it is from."""
+    return [
+        {"of": owner.name, "constant": name, "value": getattr(owner, name), "source": source}
+        for owner in (gpu, system)
+        for name, source in owner.sources
+    ]
