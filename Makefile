@@ -23,7 +23,7 @@ JOBS ?= 1
 # Of `make simulate`: the seed to replay, if one is given (SEED is also that of `make crash`).
 REPLAYED := $(if $(filter command line environment,$(origin SEED)),$(SEED))
 
-ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli clients/dashboard
+ROOTS := proto services/common services/planner services/driver services/executor services/checkpoint kernels clients/python clients/cli clients/dashboard
 # Every generator of a part of a page or module, such as docs.generate_api.
 PAGES := $(basename $(notdir $(wildcard docs/generate_*.py)))
 empty :=

@@ -28,7 +28,8 @@ from megascale_client import AsyncClient
 
 ENDLESS_STEPS = 100_000
 # Each fault must be detected faster than by the next slower mechanism, whose time this is
-# (megascale_driver.core.values.policy): a bound for any machine. Times of an idle one are in benchmarks/.
+# (megascale_driver.core.values.policy): a bound for any machine. Times of an idle one are in
+# benchmarks/.
 SUSPECT_S, UNCORROBORATED_S = 8.0, 60.0
 # A third of a collective's timeout here, by which the peer of a lost worker ends the attempt.
 EXIT_S = 20.0

@@ -1,10 +1,10 @@
 """Copies what all ranks have decided to copy to the peer that the registration names.
 
-After every change it looks for slots that are marked so (:mod:`megascale_checkpoint.memory.slots`): the
-steps that the ranks vote for, and in a new attempt, whose peers may be others, the one that it goes
-on from. A copy in progress is let to its end, however many snapshots follow meanwhile. One that
-fails is tried again, because the others of that step are of no use without it; but not where the
-one before it failed, too: all ranks wait.
+After every change it looks for slots that are marked so (:mod:`megascale_checkpoint.memory.slots`):
+the steps that the ranks vote for, and in a new attempt, whose peers may be others, the one that it
+goes on from. A copy in progress is let to its end, however many snapshots follow meanwhile. One
+that fails is tried again, because the others of that step are of no use without it; but not where
+the one before it failed, too: all ranks wait.
 
 The slot is held meanwhile. Only of two slots none can be: the first copy that is in the way of a
 snapshot gives its slot up, which is a failure that the job shows; the next keeps its own while

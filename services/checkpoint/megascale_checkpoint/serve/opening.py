@@ -1,7 +1,7 @@
 """An attempt that is to be opened, by a driver or by hand: what its OPEN record says.
 
-A driver asks over gRPC (:mod:`megascale_checkpoint.serve.service`) and issues the attempt's number. A run
-by hand has no driver: its first process asks over the daemon's local socket
+A driver asks over gRPC (:mod:`megascale_checkpoint.serve.service`) and issues the attempt's number.
+A run by hand has no driver: its first process asks over the daemon's local socket
 (:mod:`megascale_checkpoint.serve.hand_openings`), and the commit log gives the number.
 """
 

@@ -2,10 +2,11 @@
 
 ``python -m megascale_checkpoint.serve.sidecar --socket PATH --tls-key ... ``
 
-The agent's stand-in (:mod:`megascale_executor.agent.checks.remote_daemon`) connects to the socket, which
-lies in a folder that both containers have, and says with what options. The daemon lives as long as
-that connection: the agent's end is its end, as where it is the agent's own child. Certificates are
-given here, so that the agent's container, where a team's code runs, need not have them.
+The agent's stand-in (:mod:`megascale_executor.agent.checks.remote_daemon`) connects to the socket,
+which lies in a folder that both containers have, and says with what options. The daemon lives as
+long as that connection: the agent's end is its end, as where it is the agent's own child.
+Certificates are given here, so that the agent's container, where a team's code runs, need not have
+them.
 
 Messages, framed: from the agent ``start`` (options) and ``signal`` (number), to it ``ended``
 (status, as a parent sees it).

@@ -113,7 +113,8 @@ class JobChanges(TypedDict, total=False):
 
 
 class AttemptChanges(TypedDict, total=False):
-    """Fields of :class:`megascale_driver.core.values.attempt.Attempt`; its number and its places stay."""
+    """Fields of :class:`megascale_driver.core.values.attempt.Attempt`; its number and its places
+    stay."""
 
     store_endpoint: str
     committer_endpoint: str

@@ -12,8 +12,8 @@ The lane reports a silent node when its silence reaches the limit of SUSPECT, at
 of the policy, and every RECHECK_S in between, until the core has declared it DEAD or it is heard
 again. Where heartbeats wait before they are read, the newest one of a silent node may as well: it
 counts as later by as much (:mod:`megascale_driver.presence.backlog`). What follows from the silence
-is the core's decision (:mod:`megascale_driver.core.faults.liveness`): steps of its job, probes and the
-breaker count, which the lane does not know.
+is the core's decision (:mod:`megascale_driver.core.faults.liveness`): steps of its job, probes and
+the breaker count, which the lane does not know.
 
 Note [Passing]
 ~~~~~~~~~~~~~~

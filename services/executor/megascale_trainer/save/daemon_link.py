@@ -1,9 +1,9 @@
 """One rank's connection to its node's checkpoint daemon: registration, requests, mapped slots.
 
 The daemon owns the slots' memory, so a sealed snapshot survives this process. Registering, and
-mapping, populating and pinning the slots (:mod:`megascale_trainer.save.mapped_slots`), takes seconds for
-gigabytes: a thread does it. Requests are pipelined on one unix socket and answered in order. A
-training thread posts them, reads answers as they come, and waits for one at most
+mapping, populating and pinning the slots (:mod:`megascale_trainer.save.mapped_slots`), takes
+seconds for gigabytes: a thread does it. Requests are pipelined on one unix socket and answered in
+order. A training thread posts them, reads answers as they come, and waits for one at most
 :data:`LONGEST_HOLD_S`, however long the daemon hangs.
 """
 

@@ -1,13 +1,14 @@
 """When a snapshot is taken and persisted, and what becomes of each: pure, keyed by the step.
 
-The life of one snapshot on one rank; :mod:`megascale_checkpoint.memory.slots` has the daemon's side:
+The life of one snapshot on one rank; :mod:`megascale_checkpoint.memory.slots` has the daemon's
+side:
 
     ask ─▶ granted ─▶ vote 0 ─▶ copying ─▶ copied and settled ─▶ sealed (─▶ persisted ─▶ committed)
      │         └─ given back: some rank voted to skip, or the answer came after the vote
      └───▶ refused, or no answer ─▶ vote 1: all ranks skip
 
-No clock and no I/O: :mod:`megascale_trainer.save.snapshot` carries out what is decided here. All ranks
-decide the same, because they decide from the sum of their votes.
+No clock and no I/O: :mod:`megascale_trainer.save.snapshot` carries out what is decided here. All
+ranks decide the same, because they decide from the sum of their votes.
 """
 
 from __future__ import annotations

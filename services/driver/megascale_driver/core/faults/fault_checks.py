@@ -2,7 +2,8 @@
 
 They run on all its nodes beside those of every attempt (MegaScale section 4.3), so only where the
 cause asks for them: what a hang or a symptom without a root calls for is the search among nodes
-(:mod:`megascale_driver.core.recovery.searching`), and a process that was killed says nothing of hardware.
+(:mod:`megascale_driver.core.recovery.searching`), and a process that was killed says nothing of
+hardware.
 """
 
 from __future__ import annotations

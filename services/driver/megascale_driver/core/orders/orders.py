@@ -1,8 +1,8 @@
 """Orders of operators that move running work: restart, drain, evict, update; rules and breaker.
 
 A job that can still step saves first: its workers take a snapshot after the same step, and leave
-when it is committed (:mod:`megascale_driver.core.nodes.leaving`). If it cannot save in time, the order is
-carried out all the same.
+when it is committed (:mod:`megascale_driver.core.nodes.leaving`). If it cannot save in time, the
+order is carried out all the same.
 """
 
 from __future__ import annotations

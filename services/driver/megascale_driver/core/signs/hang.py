@@ -2,8 +2,8 @@
 
 The verdict is an inference from status pages, so no node is evicted on the first hang: the attempt
 ends and all its nodes check themselves. The job leaves a node whose ranks hold it up twice in a row
-without progress (:mod:`megascale_driver.core.recovery.recovery`). Nodes without heartbeats are not evaluated
-here but in :mod:`megascale_driver.core.faults.liveness`.
+without progress (:mod:`megascale_driver.core.recovery.recovery`). Nodes without heartbeats are not
+evaluated here but in :mod:`megascale_driver.core.faults.liveness`.
 
 Status pages do not enter the core with each heartbeat. The shell reads them while
 :func:`stands_still` holds, and :func:`pages_read` evaluates them.

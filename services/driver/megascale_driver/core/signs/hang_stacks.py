@@ -1,8 +1,8 @@
 """Where the ranks of a job that hung were: the stacks that its nodes took when they stopped it.
 
-The verdict on the culprit is that of status pages (:mod:`megascale_driver.core.signs.hang`). The stacks
-show where its code was, and beside it where most others waited (MegaScale, section 5.2). On GPUs
-NCCL's records say who did not enter what (:mod:`megascale_driver.core.signs.hang_records`).
+The verdict on the culprit is that of status pages (:mod:`megascale_driver.core.signs.hang`). The
+stacks show where its code was, and beside it where most others waited (MegaScale, section 5.2). On
+GPUs NCCL's records say who did not enter what (:mod:`megascale_driver.core.signs.hang_records`).
 """
 
 from __future__ import annotations

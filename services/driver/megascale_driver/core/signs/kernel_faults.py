@@ -3,8 +3,8 @@
 The few kinds on whose meaning all catalogues agree: the GPU is gone, or computes nothing until it
 is reset. Its ranks may notice that after minutes, or hang. Such a line is a fact (DESIGN, section
 8), so the attempt does not wait for them. Nobody is evicted here: that is decided when all nodes
-have stopped and have reported their logs (:mod:`megascale_driver.core.recovery.log_roots`), within the
-breaker's limits. Until then nothing ends at once where the line may be about somebody else: a
+have stopped and have reported their logs (:mod:`megascale_driver.core.recovery.log_roots`), within
+the breaker's limits. Until then nothing ends at once where the line may be about somebody else: a
 machine with several executors shares its kernel log, and the same line on another node before is
 software.
 """

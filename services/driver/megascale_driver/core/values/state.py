@@ -1,7 +1,8 @@
 """The driver's whole state as frozen values: nodes, jobs, breaker, requests.
 
 Times are Unix seconds, taken from the events. What is stored is committed to etcd before any
-command or effect that follows from it leaves the driver (:mod:`megascale_driver.core.values.storing`).
+command or effect that follows from it leaves the driver
+(:mod:`megascale_driver.core.values.storing`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 ``python -m megascale_executor.agent.checks.remote_daemon --socket PATH -- OPTIONS OF THE DAEMON``
 
 To the agent it is the daemon: it ends as that ends, passes on SIGTERM, and its own end, however it
-comes, closes the connection by which the sidecar (:mod:`megascale_checkpoint.serve.sidecar`) keeps the
-daemon alive.
+comes, closes the connection by which the sidecar (:mod:`megascale_checkpoint.serve.sidecar`) keeps
+the daemon alive.
 """
 
 from __future__ import annotations
