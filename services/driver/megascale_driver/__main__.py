@@ -16,7 +16,6 @@ from pathlib import Path
 
 import uvloop
 
-from megascale.v1 import driver_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.keeper_process import KeeperProcess
@@ -133,7 +132,7 @@ async def _serve_until(
     telemetry = opening.opened(options, engine)
     stored = (telemetry.views, telemetry.plans) if telemetry is not None else ()
     service = DriverService(engine, leader, options.cluster, *stored)
-    driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
+    service.add_to(server.server)
     spans = telemetry.intake if telemetry is not None else None
     links = LinkService(engine, leader, options.cluster, spans, options.topology)
     links.add_to(server.server)
