@@ -14,14 +14,7 @@ from tests.harness.journal import Crash, WatchedEtcd, all_failed, elected, leade
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.etcd.server import EtcdServer
-from megascale_driver.core.values.cluster import (
-    Cluster,
-    Disposition,
-    Identity,
-    Node,
-    Silence,
-    Tenant,
-)
+from megascale_driver.core.values.cluster import Cluster, Disposition, Identity, Node, Tenant
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.stored_fields import differs
@@ -69,16 +62,6 @@ async def test_quotas_of_tenants_have_rows_of_their_own(etcd: WatchedEtcd) -> No
     assert await etcd.get("tenants/blue") is None
     _, found, _ = await leader(etcd)
     assert found.tenants == one.tenants
-
-
-async def test_silences_have_rows_of_their_own(etcd: WatchedEtcd) -> None:
-    store, state, _ = await leader(etcd)
-    one = {"nodes/n1": Silence("nodes/n1", 2e9, "its fan", "ops")}
-    await store.commit(state, replace(state, silences=one), (), deadline_s=journal.DEADLINE_S)
-    store, found, _ = await leader(etcd)
-    assert found.silences == one
-    await store.commit(found, replace(found, silences={}), (), deadline_s=journal.DEADLINE_S)
-    assert await etcd.get("silences/nodes/n1") is None
 
 
 @pytest.mark.parametrize("count", [1536, pytest.param(12_500, marks=pytest.mark.slow)])

@@ -20,7 +20,7 @@ from tests.harness.deployment import PROMETHEUS, SYSTEMD, command_line, metric_n
 from megascale_driver.__main__ import _parser as driver_parser
 from megascale_driver.core.values.cluster import Disposition, Liveness
 from megascale_driver.core.values.job import JobPhase
-from megascale_driver.core.values.reasons import Reason
+from megascale_driver.core.values.reasons import SEVERITIES, Reason
 from megascale_driver.platform import metrics_targets
 from megascale_executor.agent.__main__ import config_from
 from megascale_executor.agent.__main__ import parser as agent_parser
@@ -153,6 +153,7 @@ def test_every_metric_that_a_rule_or_a_panel_names_is_defined() -> None:
 def test_rules_select_on_values_that_the_code_has() -> None:
     values: Mapping[str, set[str]] = {
         "reason": set(get_args(Reason)),
+        "severity": {*SEVERITIES, "none"},
         "phase": {phase.lower() for phase in JobPhase},
         "liveness": {liveness.lower() for liveness in Liveness},
         "disposition": {disposition.lower() for disposition in Disposition},
@@ -190,6 +191,21 @@ def test_an_alert_says_what_to_do(rule: dict[str, object]) -> None:
     page, _, anchor = annotations["runbook"].partition("#")
     assert page == "docs/operations.md"
     assert anchor in anchors()
+
+
+def test_alertmanager_groups_by_job_and_names_alerts_and_reasons_that_there_are() -> None:
+    found = yaml.safe_load((PROMETHEUS / "alertmanager.yml").read_text())
+    assert found["route"]["group_by"] == ["cluster", "job"]
+    receivers = {each["name"] for each in found["receivers"]}
+    assert {
+        found["route"]["receiver"],
+        *(r["receiver"] for r in found["route"]["routes"]),
+    } == receivers
+    known = {"alertname": {rule["alert"] for rule in ALERTS}, "reason": set(get_args(Reason))}
+    for rule in found["inhibit_rules"]:
+        for matcher in (*rule["source_matchers"], *rule["target_matchers"]):
+            ((label, names),) = re.findall(r'^(\w+)(?:!=|=~|=)"(.*)"$', matcher)
+            assert set(names.split("|")) <= known[label]
 
 
 def test_every_alert_is_seen_firing_by_its_test() -> None:

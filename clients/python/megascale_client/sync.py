@@ -426,17 +426,6 @@ class Client:
             self._client.set_quota(tenant, devices, reason, validate_only=validate_only)
         )
 
-    def silence_alerts(
-        self, subject: str, duration_s: float, reason: str, *, validate_only: bool = False
-    ) -> driver_pb2.SilenceAlertsResponse:
-        """Keep alerts of nodes/NAME, jobs/NAME or a reason quiet for a time; 0: end that.
-
-        Decisions and the audit log go on. Raises InvalidRequest.
-        """
-        return self._loop.run(
-            self._client.silence_alerts(subject, duration_s, reason, validate_only=validate_only)
-        )
-
     def reset_breaker(
         self, reason: str, *, validate_only: bool = False
     ) -> driver_pb2.ResetBreakerResponse:

@@ -23,7 +23,6 @@ from megascale_driver.core.values.cluster import (
     Disposition,
     Node,
     Request,
-    Silence,
     Tenant,
 )
 from megascale_driver.core.values.events import Audit
@@ -82,10 +81,6 @@ class Reader:
             name: tenant for name, value in (await self._table("tenants/")).items()
             if (tenant := self._row(f"tenants/{name}", Tenant, value)) is not None
         }  # fmt: skip
-        silences = {
-            subject: silence for subject, value in (await self._table("silences/")).items()
-            if (silence := self._row(f"silences/{subject}", Silence, value)) is not None
-        }  # fmt: skip
         breaker = await self._breaker({f"parts/{name}": value for name, value in chunks.items()})
         jobs = await self._jobs(await self._table(INDEX))
         await self._log_from("", last_record - CLUSTER_LINES, last_record + records.BLOCK_LINES)
@@ -94,7 +89,6 @@ class Reader:
         unreadable = dict(sorted(self._unreadable.items()))
         cluster = Cluster(
             nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable, tenants=tenants,
-            silences=silences,
         )  # fmt: skip
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)

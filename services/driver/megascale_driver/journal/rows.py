@@ -1,7 +1,7 @@
 """Which keys change between two states of the cluster, and to what.
 
 Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
-``nodes/{n}``, ``tenants/{t}``, ``silences/{subject}``, ``requests/{id}``, ``jobs/{j}/head``,
+``nodes/{n}``, ``tenants/{t}``, ``requests/{id}``, ``jobs/{j}/head``,
 ``jobs/{j}/specs/{rev}``, ``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``, ``index/{j}`` (the
 names of all jobs, found without going through their logs); large fields of a head or an attempt
 lie in chunks under ``jobs/{j}/attempts/{n}/placement/`` and ``jobs/{j}/parts/``, those of the
@@ -113,7 +113,6 @@ class Rows:
             elif differs(old.nodes.get(name), node):
                 self._put(batch, f"nodes/{name}", node, lambda _: "parts/", old.nodes.get(name))
         self._small(batch, "tenants/", old.tenants, new.tenants)
-        self._small(batch, "silences/", old.silences, new.silences)
         if differs(old.breaker, new.breaker):
             self._put(batch, "breaker", new.breaker, lambda _: "parts/")
         for name in changed_keys(old.requests, new.requests):

@@ -1,4 +1,4 @@
-"""DriverService, where ranks are and who waits for whom: the logical topology of a job."""
+"""The logical topology of a job for clients: where ranks are, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megascale_driver.analysis.progress import RankView
 from megascale_driver.analysis.waiting import Waits, waits
 from megascale_driver.core.signs import hang
 from megascale_driver.core.values.job import Job
-from megascale_driver.service.base import Context, ServiceBase
+from megascale_driver.service.driver import Calls, Context
 from megascale_job.layout import AXES, RankLayout
 
 # What passes between the ranks of a group.
@@ -25,7 +25,7 @@ _DIRECTIONS = {
 }
 
 
-class TopologyMethods(ServiceBase):
+class TopologyCalls(Calls):
     """Answers from the newest heartbeats."""
 
     @answers
@@ -36,7 +36,7 @@ class TopologyMethods(ServiceBase):
 
         A job without an attempt in progress has no ranks.
         """
-        job = self._job(request.job)
+        job = self._driver.job(request.job)
         layout = job.config.layout
         answer = driver_pb2.GetTopologyResponse(attempt=job.attempt, rank_count=layout.world_size)
         for axis in AXES:
@@ -58,7 +58,7 @@ class TopologyMethods(ServiceBase):
 
     async def _rank_views(self, job: Job) -> dict[int, RankView]:
         """By rank, what the newest heartbeats of the job's nodes say."""
-        pages = {found.node: found for found in await self.engine.status_pages(job)}
+        pages = {found.node: found for found in await self._engine.status_pages(job)}
         views: dict[int, RankView] = {}
         for slot in job.slots:
             found = pages.get(slot.node)
@@ -78,9 +78,9 @@ class TopologyMethods(ServiceBase):
         views: Mapping[int, RankView],
     ) -> frozenset[int]:
         """The ranks that hold the others up, if the job stands still; says so in the answer."""
-        now_s = self.engine.clock.now_s()
+        now_s = self._engine.clock.now_s()
         readable = any(view.status is not None for view in views.values())
-        if not readable or not hang.stands_still(job, now_s, self.engine.policy):
+        if not readable or not hang.stands_still(job, now_s, self._engine.policy):
             return frozenset()
         guilty, lost = culprits(tuple(views.values()), job.config.layout)
         answer.still_s = hang.still_s(job, now_s)

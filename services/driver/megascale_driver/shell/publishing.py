@@ -28,7 +28,7 @@ _log = logs.get(__name__)
 
 
 class Observer(Protocol):
-    """Who counts steps and decisions: metrics and alerts."""
+    """Counts steps and decisions: metrics."""
 
     def step(self, job: str, record: types_pb2.StepRecord) -> None:
         """A step was completed."""

@@ -5,7 +5,7 @@ all ranks trace the same steps without a message between them. The command is pa
 desired state until each trace is settled: a node whose link was broken gets it with the next one. A
 new attempt does not inherit it.
 
-What a request must look like is checked before, in :mod:`megascale_driver.service.profile_request`.
+What a request must look like is checked before, in :mod:`megascale_driver.service.job_requests`.
 """
 
 from __future__ import annotations
