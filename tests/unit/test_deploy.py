@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
@@ -20,7 +19,7 @@ from tests.harness.deployment import PROMETHEUS, SYSTEMD, command_line, metric_n
 from megascale_driver.__main__ import _parser as driver_parser
 from megascale_driver.core.values.cluster import Disposition, Liveness
 from megascale_driver.core.values.job import JobPhase
-from megascale_driver.core.values.reasons import SEVERITIES, Reason
+from megascale_driver.core.values.reasons import REASONS, SEVERITIES
 from megascale_driver.platform import metrics_targets
 from megascale_executor.agent.__main__ import config_from
 from megascale_executor.agent.__main__ import parser as agent_parser
@@ -152,7 +151,7 @@ def test_every_metric_that_a_rule_or_a_panel_names_is_defined() -> None:
 
 def test_rules_select_on_values_that_the_code_has() -> None:
     values: Mapping[str, set[str]] = {
-        "reason": set(get_args(Reason)),
+        "reason": set(REASONS),
         "severity": {*SEVERITIES, "none"},
         "phase": {phase.lower() for phase in JobPhase},
         "liveness": {liveness.lower() for liveness in Liveness},
@@ -201,7 +200,7 @@ def test_alertmanager_groups_by_job_and_names_alerts_and_reasons_that_there_are(
         found["route"]["receiver"],
         *(r["receiver"] for r in found["route"]["routes"]),
     } == receivers
-    known = {"alertname": {rule["alert"] for rule in ALERTS}, "reason": set(get_args(Reason))}
+    known = {"alertname": {rule["alert"] for rule in ALERTS}, "reason": set(REASONS)}
     for rule in found["inhibit_rules"]:
         for matcher in (*rule["source_matchers"], *rule["target_matchers"]):
             ((label, names),) = re.findall(r'^(\w+)(?:!=|=~|=)"(.*)"$', matcher)

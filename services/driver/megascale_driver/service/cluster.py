@@ -44,7 +44,7 @@ class ClusterCalls(Calls):
             event, "POLICY_SET", "rule", dry=request.validate_only
         )
         rule = driver_pb2.PolicyRule(
-            name=request.rule, mode=request.mode, effect=RULES[request.rule]
+            name=request.rule, mode=request.mode, effect=RULES[request.rule].effect
         )
         return driver_pb2.SetPolicyResponse(rule=rule, consequence=consequence)
 

@@ -285,9 +285,9 @@ def rule_messages(modes: Mapping[str, str]) -> list[driver_pb2.PolicyRule]:
         driver_pb2.PolicyRule(
             name=name,
             mode=_MODES[mode_of(modes, name)],
-            effect=effect,
+            effect=rule.effect,
         )
-        for name, effect in RULES.items()
+        for name, rule in RULES.items()
     ]
 
 
