@@ -351,7 +351,8 @@ MUTANTS = (
         "    return",
     ),
     Mutant(
-        "take a device for a node in the rule of spares", "services/common/megascale_job/sizes/spare_count.py",
+        "take a device for a node in the rule of spares",
+        "services/common/megascale_job/sizes/spare_count.py",
         "hours / max(1, devices_per_node)", "hours",
     ),
     _driver(
@@ -470,7 +471,7 @@ MUTANTS = (
     ),
     _driver(
         "update an attempt that runs", "core/orders/orders.py",
-        "    if not job.active:\n        apply_update(draft, job)\n    elif event.restart:\n",
-        "    apply_update(draft, job)\n    if event.restart:\n",
+        "    if not job.active:\n        jobs.apply_update(draft, job)\n    elif event.restart:\n",
+        "    jobs.apply_update(draft, job)\n    if event.restart:\n",
     ),
 )  # fmt: skip

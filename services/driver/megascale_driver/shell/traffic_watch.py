@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -29,6 +30,7 @@ from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.presence.intake import Seat, pages_of
 from megascale_driver.shell.deciding import beside
+from megascale_driver.shell.engine import Engine
 
 NODES_AT_ONCE = 32  # before other tasks get a turn: 2 ms
 NODES_PER_S = 500.0  # a larger job is looked at less often than every heartbeat interval
@@ -159,6 +161,13 @@ class TrafficWatch:
             return  # the lane has refused it
         if beat is not None and (beat.job, beat.attempt) == (job.name, job.attempt):
             found.add(seat, beat)
+
+
+def watch(engine: Engine) -> Callable[[], Coroutine[Any, Any, None]]:
+    """The loop that a leader runs while it leads."""
+    return TrafficWatch(
+        lambda: engine.state, engine.links.get, engine.clock.now_s, engine.post, engine.policy
+    ).run
 
 
 def bytes_of(beat: link_pb2.Heartbeat, at_s: float) -> Bytes:
