@@ -71,7 +71,7 @@ REASONS = {
     "megascale_driver/core/suggestions:MAX_SUGGESTIONS": _NAMED,
     "megascale_driver/shell/feeds:MAX_TOKEN_DIGITS": "of a position in a page token, which clients "
     "send",
-    "megascale_driver/nodes/group_checks:MAX_DETAIL": _ERROR,
+    "megascale_driver/nodes/checks:MAX_DETAIL": _ERROR,
     "megascale_driver/journal/fenced:MAX_BYTES": "half of what etcd takes in one request",
     "megascale_driver/service/link_service:MAX_BATCH_BYTES": "a larger batch of spans is refused",
     "megascale_driver/service/link_service:MAX_BATCH_SPANS": "32 KiB before they are compressed",
@@ -79,7 +79,7 @@ REASONS = {
     "megascale_driver/service/spans:MAX_DECLINE_STEPS": "that windows of a falling MFU have",
     "megascale_driver/service/spans:MAX_TIMELINE_STEPS": "of a trace; viewers slow down beyond",
     "megascale_driver/service/spans:MAX_STEPS": "that a heat map reads, in the store's one thread",
-    "megascale_driver/telemetry/counter_store:MAX_NAME_CHARS": "of a counter's name, and its "
+    "megascale_driver/telemetry/store:MAX_NAME_CHARS": "of a counter's name, and its "
     "target; a batch with a longer one is dropped",
     "megascale_driver/telemetry/intake:MAX_WAITING_BYTES": "spans that wait for the store's "
     "thread; the newest are dropped and counted",
@@ -87,7 +87,7 @@ REASONS = {
     "still proves its agent alive",
     "megascale_planner/search:MAX_DEVICES": "the search is still exact and quick there",
     "megascale_driver/platform/local_node:MAX_PAGE": "nodes in one answer, as the service has it",
-    "megascale_driver/presence/backlog:MAX_BEHIND_S": "by which deadlines of silence move at most "
+    "megascale_driver/presence/lane:MAX_BEHIND_S": "by which deadlines of silence move at most "
     "while the driver itself is behind",
     "megascale_driver/presence/inbox:MAX_PROGRESS": "reports of progress that wait for the core; "
     "a newer one replaces the one before",

@@ -62,53 +62,53 @@ MUTANTS = (
         "elif differs(old.nodes.get(name), node):", "elif name not in old.nodes:",
     ),
     _driver(
-        "end with the first term", "leadership.py",
+        "end with the first term", "shell/leadership.py",
         "            while True:\n                await self._term()\n",
         "            await self._term()\n            await asyncio.sleep(1e9)\n",
     ),
     _driver(
-        "lead on without the key", "leadership.py",
+        "lead on without the key", "shell/leadership.py",
         "        await leadership.deposed(OBSERVE_INTERVAL_S)\n",
         "        await asyncio.sleep(1e9)\n",
     ),
     # engine and links
     _driver(
-        "publish before the commit", "engine.py",
+        "publish before the commit", "shell/engine.py",
         "            await self._commit(store, leadership, changes)\n",
         "            self.state = state\n            await self._publish(old, outcomes, audit)\n"
         "            outcomes, audit = [], ()\n"
         "            await self._commit(store, leadership, changes)\n",
     ),
     _driver(
-        "commit without the log", "engine.py",
+        "commit without the log", "shell/engine.py",
         "store.between(old, state, audit)", "store.between(old, state, ())",
     ),
     _driver(
-        "lose a hello", "engine.py",
+        "lose a hello", "shell/engine.py",
         "        self.post(NodeHello(now_s, link.node, link.identity))", "        pass",
     ),
     _driver(
-        "send no orders", "orders.py",
+        "send no orders", "nodes/orders.py",
         "link = self._links.get(name)",
         "link = None",
     ),
     _driver(
-        "forget the open links at a new term", "engine.py",
+        "forget the open links at a new term", "shell/engine.py",
         "lane, links = self.presence.lane, self.links.all()",
         "lane, links = self.presence.lane, self.links.all()[:-1]",
     ),
     _driver(
-        "an old link's end counts", "open_links.py",
+        "an old link's end counts", "nodes/open_links.py",
         "        if self._links.get(link.node) is not link:\n            return False\n"
         "        del self._links[link.node]\n",
         "        self._links.pop(link.node, None)\n",
     ),
     _driver(
-        "refuse a restarted agent", "open_links.py",
+        "refuse a restarted agent", "nodes/open_links.py",
         "            or link.received_at_s < received_since_s\n", "",
     ),
     _driver(
-        "an attempt's end brings silence", "engine.py",
+        "an attempt's end brings silence", "shell/engine.py",
         "self._tick_of(event.now_s, False, silence=False)", "self._tick_of(event.now_s, False)",
     ),
     # presence
@@ -306,7 +306,7 @@ MUTANTS = (
         "    if breaker.allows(draft, name, nodes.GROUP_CHECK):\n", "    if False:\n",
     ),
     _driver(
-        "take every answer for a pass", "group_checks.py",
+        "take every answer for a pass", "nodes/checks.py",
         "    if bad:\n        return Found(Answer.FAIL",
         "    if False:\n        return Found(Answer.FAIL",
     ),
@@ -457,7 +457,7 @@ MUTANTS = (
         "config=config, spec_revision", "config=job.config, spec_revision",
     ),
     _driver(
-        "send no code path", "orders.py",
+        "send no code path", "nodes/orders.py",
         "        spec=job_spec.to_proto(job.config),\n",
         "        spec=job_spec.to_proto(__import__(\"dataclasses\").replace(\n"
         "            job.config, code=type(job.config.code)())),\n",

@@ -24,8 +24,8 @@ from megascale_driver.core.values.events import (
 from megascale_driver.core.values.state import Job, JobPhase
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
-from megascale_driver.telemetry.straggler_watch import StragglerWatch
 from megascale_driver.telemetry.views import SpanViews
+from megascale_driver.telemetry.watches import StragglerWatch
 
 
 def running(*nodes: str, **options: Any) -> Desk:

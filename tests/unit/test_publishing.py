@@ -24,9 +24,9 @@ from megascale_driver.journal import mass
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import LEADER_KEY, Loaded, Store
 from megascale_driver.nodes.open_links import Link
-from megascale_driver.shell import publishing
+from megascale_driver.shell import decisions
+from megascale_driver.shell.decisions import JOBS_AT_ONCE, LINES_AT_ONCE, Publisher
 from megascale_driver.shell.engine import LINKS_AT_ONCE, Engine, Term
-from megascale_driver.shell.publishing import JOBS_AT_ONCE, LINES_AT_ONCE, Publisher
 
 EPOCH = types_pb2.Epoch(create_revision=1)
 LINES = 5 * LINES_AT_ONCE + 3
@@ -92,13 +92,13 @@ async def test_a_new_leader_takes_over_logs_and_jobs_a_few_at_a_time(
     jobs = {f"j{number}": Job(f"j{number}", demo_job("a")) for number in range(5 * JOBS_AT_ONCE)}
     known, sent = publisher.feeds.of("j3"), [0]
     known.add_step(types_pb2.StepRecord(attempt=2, step=7))
-    message = publishing.wire.job_message
+    message = decisions.wire.job_message
 
     def counted(*arguments: Any) -> Any:
         sent[0] += 1
         return message(*arguments)
 
-    monkeypatch.setattr(publishing.wire, "job_message", counted)
+    monkeypatch.setattr(decisions.wire, "job_message", counted)
     audit = tuple(line("j0", seq) for seq in range(1, LINES + 1))
     loaded = Loaded(Cluster(jobs=jobs), audit, 1)
     events = publisher.feeds.of("j0")._updates

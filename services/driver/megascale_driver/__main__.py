@@ -40,7 +40,7 @@ from megascale_driver.service.people_port import PeoplePort, add_people_options
 from megascale_driver.service.queue_options import add_queue_options
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
-from megascale_driver.shell.loop_watch import (
+from megascale_driver.shell.loop import (
     LoopWatch,
     collect_now_and_then,
     freeze_all,

@@ -40,8 +40,8 @@ from megascale_driver.core.values.events import (
 )
 from megascale_driver.core.values.group_events import CheckCompared, CheckGroup, GroupChecked
 from megascale_driver.core.values.state import Check, Cluster, Identity, Node
-from megascale_driver.nodes import group_checks
-from megascale_driver.nodes.comparing import FleetFigures, Outcome, Slow, outcomes
+from megascale_driver.nodes import checks
+from megascale_driver.nodes.checks import FleetFigures, Outcome, Slow, outcomes
 from megascale_driver.presence import reports
 from megascale_job.wire import restore
 
@@ -229,7 +229,7 @@ class NodeCalls:
 
     async def check_group(self, wanted: CheckGroup) -> GroupChecked:
         """Have nodes check each other; each of them has an answer, within two minutes."""
-        found = await group_checks.check_group(
+        found = await checks.check_group(
             wanted, lambda endpoint: open_channel(endpoint, self._token)
         )
         return GroupChecked(

@@ -39,7 +39,7 @@ SHOWN = 8  # checkpoints that an error lists
 
 
 class Plans(Protocol):
-    """What compares jobs with their plans: :class:`megascale_driver.telemetry.plan_watch`."""
+    """What compares jobs with their plans: :class:`megascale_driver.telemetry.watches`."""
 
     def message(self, job: Job) -> driver_pb2.PlanComparison | None:
         """The newest comparison of the job's attempt while it runs; None before there is one."""

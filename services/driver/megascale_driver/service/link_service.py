@@ -36,7 +36,7 @@ from megascale_driver.nodes.orders import PROTOCOL
 from megascale_driver.presence import arrival
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
-from megascale_driver.shell.loop_watch import LongLived
+from megascale_driver.shell.loop import LongLived
 from megascale_driver.wire import messages as wire
 from megascale_job.names import is_dns_label
 

@@ -27,13 +27,13 @@ from megascale_driver.core.values import goodput
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.severities import severity_of
 from megascale_driver.core.values.state import Cluster, Job, JobPhase, Node
-from megascale_driver.nodes.comparing import FleetFigures
+from megascale_driver.nodes.checks import FleetFigures
 from megascale_driver.presence.lane import Lane
 from megascale_driver.shell.engine import Engine
-from megascale_driver.shell.loop_watch import LoopWatch
+from megascale_driver.shell.loop import LoopWatch
 
 if TYPE_CHECKING:
-    from megascale_driver.telemetry.plan_watch import Collectives
+    from megascale_driver.telemetry.watches import Collectives
     from megascale_planner.beside import Comparison
 
 STEP_BUCKETS_S = (

@@ -28,7 +28,7 @@ from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.state import Cluster, Job, JobPhase
 from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
 from megascale_driver.presence.intake import Seat, pages_of
-from megascale_driver.shell.deciding import beside
+from megascale_driver.shell.decisions import beside
 
 NODES_AT_ONCE = 32  # before other tasks get a turn: 2 ms
 NODES_PER_S = 500.0  # a larger job is looked at less often than every heartbeat interval

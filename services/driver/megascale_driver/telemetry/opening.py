@@ -77,8 +77,7 @@ class Telemetry:
         calibrations: Mapping[str, str],
     ) -> None:
         """``calibrations``: texts of calibration files, by device."""
-        from megascale_driver.telemetry.plan_watch import PlanWatch
-        from megascale_driver.telemetry.straggler_watch import StragglerWatch
+        from megascale_driver.telemetry.watches import PlanWatch, StragglerWatch
 
         self.intake, self.views = intake, views
         parts = views, lambda: engine.state, engine.clock.now_s, engine.post
