@@ -25,7 +25,7 @@ from megascale_driver.core.values.state import (
     Node,
 )
 from megascale_driver.core.values.storing import differs
-from megascale_driver.journal import codec, ranges, reading, records
+from megascale_driver.journal import codec, reading, records
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import Store
 
@@ -267,7 +267,7 @@ async def test_the_end_of_a_log_is_found_wherever_it_begins(
     if last:
         await put_lines(etcd, [line("", seq) for seq in range(first, last + 1)])
     await etcd.put("log0", b"{}")
-    assert await ranges.last_number(etcd, "") == last
+    assert await records.last_number(etcd, "") == last
 
 
 async def test_a_deleted_job_leaves_nothing_and_its_name_is_free(etcd: WatchedEtcd) -> None:

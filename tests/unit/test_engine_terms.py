@@ -18,7 +18,8 @@ from megascale_common.service.errors import NotLeaderError
 from megascale_driver.core.values.events import JobSubmitted
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.state import Cluster, Device, Identity
-from megascale_driver.journal.rows import Batch, Change
+from megascale_driver.journal.pieces import Change
+from megascale_driver.journal.rows import Batch
 from megascale_driver.journal.store import Loaded
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.presence.inbox import StepLanes

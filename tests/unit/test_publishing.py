@@ -20,7 +20,7 @@ from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_driver.core.values.events import Audit, LeaderStarted, NodeHello, NodeReport
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.state import Cluster, Device, Identity, Job, JobPhase
-from megascale_driver.journal import mass
+from megascale_driver.journal import pieces
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import LEADER_KEY, Loaded, Store
 from megascale_driver.nodes.open_links import Link
@@ -162,8 +162,8 @@ async def test_a_large_decision_is_encoded_where_it_is_computed(
         batch = store.between(running, failed, lines)
         assert len(batch.changes) > MAX_CHANGES and batch.pieces
         with monkeypatch.context() as patched:
-            patched.setattr(mass, "packed", refuse)
-            patched.setattr(mass, "unpacked", refuse)
+            patched.setattr(pieces, "patches", refuse)
+            patched.setattr(pieces, "patches_of", refuse)
             await store.write(batch, 60.0)
         found = (await Store(etcd, leadership).load()).cluster
         await leadership.resign()

@@ -28,8 +28,8 @@ from megascale_driver.core.values.state import (
     Node,
     Request,
 )
-from megascale_driver.journal import codec, ranges, records
-from megascale_driver.journal.parts import PARTS, joined, named
+from megascale_driver.journal import codec, records
+from megascale_driver.journal.pieces import PARTS, joined, named
 from megascale_driver.journal.rows import INDEX, Rows, attempt_key
 from megascale_job import config as job_config
 from megascale_job.names import is_dns_label
@@ -106,7 +106,7 @@ class Reader:
 
     async def _table(self, prefix: str) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
-        async for item in ranges.items(self._client, prefix, ranges.end_of(prefix)):
+        async for item in records.items(self._client, prefix, records.end_of(prefix)):
             self._revisions[item.key] = item.mod_revision
             found[item.key[len(prefix) :]] = item.value
         return found
@@ -126,7 +126,7 @@ class Reader:
         folder = f"jobs/{name}/"
         rows: dict[str, bytes] = {}
         for start, end in ((folder, f"{folder}log/"), (f"{folder}log0", f"jobs/{name}0")):
-            async for item in ranges.items(self._client, start, end):
+            async for item in records.items(self._client, start, end):
                 rest = item.key.removeprefix(folder)
                 self._revisions[item.key] = item.mod_revision
                 rows[rest] = item.value
@@ -199,7 +199,7 @@ class Reader:
         # A block begins before its lines.
         first = max(0, behind + 1 - records.BLOCK_LINES)
         start, end = records.key(log, first), records.key(log, last + 1)
-        self._take([item async for item in ranges.items(self._client, start, end)], behind)
+        self._take([item async for item in records.items(self._client, start, end)], behind)
 
     def _take(self, items: Iterable[KeyValue], behind: int) -> None:
         for item in items:

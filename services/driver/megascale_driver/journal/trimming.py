@@ -25,7 +25,8 @@ from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.state import Cluster, Job
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.fenced import FencedWriter
-from megascale_driver.journal.rows import Change, attempt_key
+from megascale_driver.journal.pieces import Change
+from megascale_driver.journal.rows import attempt_key
 
 INTERVAL_S = 60.0
 PAGE_RECORDS = 500  # exported and removed in one go

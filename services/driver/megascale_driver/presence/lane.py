@@ -322,8 +322,8 @@ class Lane:
 # came. Then a node seems silent though its heartbeats lie in a socket, all nodes alike. Each
 # heartbeat says when it was sent, and the offset of its node's clock is known
 # (:class:`megascale_driver.presence.intake.ClockOffset`), so those that arrive show how long the
-# others may wait. Deadlines of silence move by that, but never by more than MAX_BEHIND_S: so long after its last
-# tick a driver loses its lease, too (``SILENCE_LIMIT_S`` of
+# others may wait. Deadlines of silence move by that, but never by more than MAX_BEHIND_S: so long
+# after its last tick a driver loses its lease, too (``SILENCE_LIMIT_S`` of
 # :mod:`megascale_common.etcd.keeper_process`), and one that is further behind must not keep
 # verdicts from being passed.
 
