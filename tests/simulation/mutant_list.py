@@ -114,7 +114,7 @@ MUTANTS = (
     # presence
     _driver(
         "remember incarnations between terms", "presence/lane.py",
-        'found.assumed, found.incarnation = False, ""', "found.assumed = False",
+        '            found.incarnation = ""\n', "",
     ),
     _driver(
         "lose changed evidence", "presence/lane.py",

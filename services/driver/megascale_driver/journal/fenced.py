@@ -72,7 +72,9 @@ class FencedWriter:
         self.noted: dict[str, int] = {}  # as found there
         self.marked = 0  # the marker's revision, as found; 0 without one
         self.largest_bytes = 0  # of all requests so far, as this module counts them
-        self._client, self._leadership, self._marker = client, leadership, marker
+        self._client = client
+        self._leadership = leadership
+        self._marker = marker
         self._remaining_s = remaining_s
 
     def adopt(self, items: Iterable[KeyValue]) -> None:
@@ -128,9 +130,10 @@ class FencedWriter:
         for name in decided:
             await self._carry_out(name, [key for key in keys if key.startswith(f"{name}/")])
         orphans = [
-            Change(key) for key in keys
+            Change(key)
+            for key in keys
             if key not in decided and not any(key.startswith(f"{name}/") for name in decided)
-        ]  # fmt: skip
+        ]
         for piece in split(orphans, MAX_CHANGES, MAX_BYTES):
             await self._send(piece)
         if keys:

@@ -25,7 +25,8 @@ class OlderLines:
     """
 
     def __init__(self, client: Etcd, export: Path | None) -> None:
-        self._client, self._export = client, export
+        self._client = client
+        self._export = export
         # Behind which line of a log the reading of a file goes on, and where.
         self._places: dict[tuple[str, int], tuple[str, int]] = {}
 

@@ -60,7 +60,9 @@ class Reader:
     """Reads the state once; takes note of every key in ``rows`` and ``revisions``."""
 
     def __init__(self, client: Etcd, rows: Rows, revisions: dict[str, int]) -> None:
-        self._client, self._rows, self._revisions = client, rows, revisions
+        self._client = client
+        self._rows = rows
+        self._revisions = revisions
         self._unreadable: dict[str, str] = {}
         self._lines: list[tuple[int, Audit]] = []
         self._large = asyncio.Lock()
@@ -75,13 +77,15 @@ class Reader:
         self.chunks.update(f"parts/{name}" for name in chunks)
         nodes = await self._nodes(await self._table("nodes/"))
         requests = {
-            name: request for name, value in (await self._table("requests/")).items()
+            name: request
+            for name, value in (await self._table("requests/")).items()
             if (request := self._row(f"requests/{name}", Request, value)) is not None
-        }  # fmt: skip
+        }
         tenants = {
-            name: tenant for name, value in (await self._table("tenants/")).items()
+            name: tenant
+            for name, value in (await self._table("tenants/")).items()
             if (tenant := self._row(f"tenants/{name}", Tenant, value)) is not None
-        }  # fmt: skip
+        }
         breaker = await self._breaker({f"parts/{name}": value for name, value in chunks.items()})
         jobs = await self._jobs(await self._table(INDEX))
         await self._log_from("", last_record - CLUSTER_LINES, last_record + records.BLOCK_LINES)
@@ -89,8 +93,14 @@ class Reader:
         last = max((line.seq for _, line in lines if not line.log), default=0)
         unreadable = dict(sorted(self._unreadable.items()))
         cluster = Cluster(
-            nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable, tenants=tenants,
-        )  # fmt: skip
+            nodes,
+            jobs,
+            requests,
+            breaker,
+            log_seq=last,
+            unreadable=unreadable,
+            tenants=tenants,
+        )
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)
 
@@ -217,8 +227,12 @@ class Reader:
             return node
         # It may have been cordoned or quarantined: nobody knows, so it gets no work.
         reason = "its stored row cannot be read; uncordon it once it is known to be fit for work"
-        return Node(name, disposition=Disposition.QUARANTINED, disposition_reason=reason,
-                    disposition_policy=UNREADABLE)  # fmt: skip
+        return Node(
+            name,
+            disposition=Disposition.QUARANTINED,
+            disposition_reason=reason,
+            disposition_policy=UNREADABLE,
+        )
 
     async def _breaker(self, chunks: Mapping[str, bytes]) -> Breaker:
         item = await self._client.get("breaker")

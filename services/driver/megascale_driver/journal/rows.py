@@ -122,8 +122,12 @@ class Rows:
         known = {record.number for record in before.attempts} if before is not None else set()
         for record in job.attempts:
             if record.number not in known:
-                self._put(batch, attempt_key(name, record.number), record,
-                          chunk_folder(name, record.number))  # fmt: skip
+                self._put(
+                    batch,
+                    attempt_key(name, record.number),
+                    record,
+                    chunk_folder(name, record.number),
+                )
         if differs(before, job):
             self._put(batch, f"jobs/{name}/head", job, chunk_folder(name, job.attempt))
 

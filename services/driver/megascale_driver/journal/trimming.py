@@ -67,7 +67,9 @@ class Trimmer:
     def __init__(
         self, client: Etcd, leadership: Leadership, retention: Retention, clock: Clock
     ) -> None:
-        self._client, self._retention, self._clock = client, retention, clock
+        self._client = client
+        self._retention = retention
+        self._clock = clock
         self._writer = FencedWriter(client, leadership, leadership.lease.remaining_s, MARKER)
         self._oldest: dict[str, _Oldest] = {}
         self._first_attempts: dict[str, int] = {}

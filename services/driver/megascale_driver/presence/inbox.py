@@ -36,7 +36,8 @@ class _Cell(Generic[Entry]):
     __slots__ = ("entry", "node")
 
     def __init__(self, node: str, entry: Entry) -> None:
-        self.node, self.entry = node, entry
+        self.node = node
+        self.entry = entry
 
 
 class Inbox(Generic[Entry]):
@@ -155,9 +156,12 @@ class StepLanes:
         if lane is None:
             self._lanes[job] = JobSteps(attempt, step, held_s)
         else:
-            lane.attempt, lane.step, lane.held_s = attempt, step, lane.held_s + held_s
+            lane.attempt = attempt
+            lane.step = step
+            lane.held_s = lane.held_s + held_s
 
     def take(self) -> dict[str, JobSteps]:
         """Remove and return what was reported, by job."""
-        taken, self._lanes = self._lanes, {}
+        taken = self._lanes
+        self._lanes = {}
         return taken

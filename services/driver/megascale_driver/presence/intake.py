@@ -27,7 +27,8 @@ class Seat:
     """What is kept of one linked node: its newest heartbeat, when it came, its clock."""
 
     def __init__(self, node: str, incarnation: str, received_at_s: float) -> None:
-        self.node, self.incarnation = node, incarnation
+        self.node = node
+        self.incarnation = incarnation
         self.raw = b""  # the newest heartbeat, in its request; empty before the first
         self.received_at_s = received_at_s
         self.clock = ClockOffset()
@@ -71,7 +72,8 @@ class Intake:
         signature = beat.signature(memory=slow_due or not beat.at_work)
         if signature == seat.signature and lane.repeats(now_s, seat.node, seat.turn):
             return News.NONE
-        seat.signature, seat.turn = signature, lane.turn
+        seat.signature = signature
+        seat.turn = lane.turn
         return lane.beat(now_s, seat.node, *evidence.of(beat.whole(), slow_due))
 
     def report(
@@ -180,7 +182,8 @@ class Pace:
 
     def __init__(self, lane: Lane, policy: Policy) -> None:
         self.max_pause_s = TICK_INTERVAL_S
-        self._lane, self._policy = lane, policy
+        self._lane = lane
+        self._policy = policy
 
     @property
     def skips(self) -> bool:

@@ -101,9 +101,11 @@ class Lane:
         for name in nodes:
             self._nodes.setdefault(name, _Presence("", now_s))
         for name, found in self._nodes.items():
-            found.last_beat_s, found.silent = max(found.last_beat_s, now_s), False
+            found.last_beat_s = max(found.last_beat_s, now_s)
+            found.silent = False
             found.evidence = found.passing = found.slow = None
-            found.assumed, found.incarnation = False, ""
+            found.assumed = False
+            found.incarnation = ""
             self._schedule(name, found, now_s)
 
     def opened(self, now_s: float, node: str, incarnation: str) -> None:
@@ -112,7 +114,9 @@ class Lane:
         if found is None:
             found = self._nodes[node] = _Presence(incarnation, now_s)
         self._linked += not found.linked
-        found.incarnation, found.linked, found.last_beat_s = incarnation, True, now_s
+        found.incarnation = incarnation
+        found.linked = True
+        found.last_beat_s = now_s
         found.silent = found.assumed = False
         found.evidence = found.passing = found.slow = None
         self._schedule(node, found, now_s)
@@ -166,7 +170,8 @@ class Lane:
             self._schedule(node, found, now_s)
         found.evidence = evidence
         if changed:
-            found.slow, found.slow_at_s = slow, now_s
+            found.slow = slow
+            found.slow_at_s = now_s
         return News.DECIDES if decides else News.PROGRESS
 
     def repeats(self, now_s: float, node: str, turn: int) -> bool:
@@ -255,13 +260,15 @@ class Lane:
         """
         found = self._nodes.get(node)
         if found is not None and found.linked:
-            found.assumed, found.due_s = True, math.inf
+            found.assumed = True
+            found.due_s = math.inf
 
     def doubt(self, now_s: float, node: str, last_beat_s: float) -> None:
         """The node no longer counts as heard; its newest heartbeat arrived at ``last_beat_s``."""
         found = self._nodes.get(node)
         if found is not None and found.assumed:
-            found.assumed, found.last_beat_s = False, last_beat_s
+            found.assumed = False
+            found.last_beat_s = last_beat_s
             self._schedule(node, found, now_s)
 
     def _first(

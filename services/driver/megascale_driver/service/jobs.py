@@ -221,9 +221,13 @@ class JobCalls(Calls):
             step = request.from_step
             written_by, later = await self._checkpoint_of(job, step)
         event = RestartRequested(
-            job=job.name, from_step=step, from_attempt=written_by, later_steps=later,
-            now=request.now, **self._driver.asked(request, context),
-        )  # fmt: skip
+            job=job.name,
+            from_step=step,
+            from_attempt=written_by,
+            later_steps=later,
+            now=request.now,
+            **self._driver.asked(request, context),
+        )
         consequence = await self._driver.carried_out(
             event, "RESTART_REQUESTED", "job", dry=request.validate_only
         )

@@ -124,9 +124,17 @@ class Publisher:
 def _visible(job: Job) -> tuple[Any, ...]:
     """The part of a job whose change is sent to watchers."""
     return (
-        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.current.restore,
-        job.committed_step, job.restarts, job.profile,
-    )  # fmt: skip
+        job.phase,
+        job.reason,
+        job.attempt,
+        job.slots,
+        job.spares,
+        job.evicted,
+        job.current.restore,
+        job.committed_step,
+        job.restarts,
+        job.profile,
+    )
 
 
 # Decisions on a batch of events, and how they are kept from stopping the event loop.

@@ -102,7 +102,8 @@ class Engine:
         # driver leads.
         self.loaded = False
         self._publisher = Publisher(clock)
-        self.audit, self.feeds = self._publisher.audit, self._publisher.feeds
+        self.audit = self._publisher.audit
+        self.feeds = self._publisher.feeds
         self.observers = self._publisher.observers
         self.node_calls = NodeCalls(token, clock)
         self.node_calls.compared = self.post
@@ -385,10 +386,15 @@ class Engine:
     def _probed(self, probe: Probe, found: probes.Probed) -> None:
         self.post(
             ProbeResult(
-                self.clock.now_s(), probe.node, probe.incarnation, found.outcome,
-                found.job, found.attempt, found.phase,
+                self.clock.now_s(),
+                probe.node,
+                probe.incarnation,
+                found.outcome,
+                found.job,
+                found.attempt,
+                found.phase,
             )
-        )  # fmt: skip
+        )
 
     async def _perform(self, effect: OpenAttempt | CheckGroup) -> None:
         term = self.term

@@ -232,9 +232,12 @@ class Leader:
         ]
         engine = self._engine
         traffic = TrafficWatch(
-            lambda: engine.state, engine.links.get, engine.clock.now_s, engine.post,
+            lambda: engine.state,
+            engine.links.get,
+            engine.clock.now_s,
+            engine.post,
             engine.policy,
-        )  # fmt: skip
+        )
         beside.append(tasks.repeated(traffic.run, "traffic"))
         if self._sweep_every_s > 0:
             sweep = Sweep(

@@ -90,7 +90,8 @@ class DriverMetrics(Collector):
     def __init__(
         self, engine: Engine, watch: LoopWatch | None = None, sources: Sources | None = None
     ) -> None:
-        self._engine, self._sources = engine, sources or Sources()
+        self._engine = engine
+        self._sources = sources or Sources()
         self._watch = watch if watch is not None else LoopWatch()
         self._events: Counter[str] = Counter()
         self._incidents: Counter[tuple[str, str]] = Counter()  # by cause and action
@@ -109,8 +110,10 @@ class DriverMetrics(Collector):
         self._recovery = Histogram(
             "megascale_recovery_duration_seconds",
             "Parts of a recovery, and the whole from verdict to first new step.",
-            ["phase"], buckets=RECOVERY_BUCKETS_S, registry=into,
-        )  # fmt: skip
+            ["phase"],
+            buckets=RECOVERY_BUCKETS_S,
+            registry=into,
+        )
         self._tokens = Total(
             "megascale_tokens",
             "Tokens trained on; repeated steps count again.",
@@ -146,8 +149,9 @@ class DriverMetrics(Collector):
         self._mfu = Gauge(
             "megascale_mfu_ratio",
             "Model FLOP utilisation of the newest step; attention counted causal or full.",
-            ["job", "attention"], registry=into,
-        )  # fmt: skip
+            ["job", "attention"],
+            registry=into,
+        )
 
     def step(self, job: str, record: types_pb2.StepRecord) -> None:
         """A step was completed."""

@@ -68,7 +68,9 @@ class SpanStore:
         most_age_s: float,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        self._folder, self._most_bytes, self._most_age_s = folder, most_bytes, most_age_s
+        self._folder = folder
+        self._most_bytes = most_bytes
+        self._most_age_s = most_age_s
         self._now_s = now_s
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         self._trimmed_s = now_s()
@@ -217,7 +219,9 @@ class SpanStore:
         return any(each.folder == folder for each in self._attempts.values())
 
     def _write(self, attempt: _Attempt) -> None:
-        parts, attempt.parts, attempt.count = attempt.parts, [], 0
+        parts = attempt.parts
+        attempt.parts = []
+        attempt.count = 0
         if not parts:
             return
         spans = np.concatenate([records for _, records in parts])
@@ -376,7 +380,8 @@ class CounterStore:
     """The counters in the folder of a store of spans."""
 
     def __init__(self, folder: Path, now_s: Callable[[], float] = time.time) -> None:
-        self._folder, self._now_s = folder, now_s
+        self._folder = folder
+        self._now_s = now_s
         self._held: dict[tuple[str, int], _Held] = {}
 
     def add(self, batch: link_pb2.ReportSpansRequest) -> bool:

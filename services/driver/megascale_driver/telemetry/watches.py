@@ -63,7 +63,10 @@ class PlanWatch:
         calibrations: Mapping[str, str],
     ) -> None:
         """``calibrations``: texts of calibration files, by device."""
-        self._views, self._state, self._now_s, self._post = views, state, now_s, post
+        self._views = views
+        self._state = state
+        self._now_s = now_s
+        self._post = post
         self._calibrations = calibrations
         self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
         self._answers: dict[str, Answer] = {}
@@ -154,10 +157,16 @@ class PlanWatch:
         if found.slower_by != job.current.plan.slower_by:
             self._post(
                 PlanCompared(
-                    self._now_s(), job.name, job.attempt, found.slower_by, found.sentence,
-                    found.first, found.last, plan.hardware,
+                    self._now_s(),
+                    job.name,
+                    job.attempt,
+                    found.slower_by,
+                    found.sentence,
+                    found.first,
+                    found.last,
+                    plan.hardware,
                 )
-            )  # fmt: skip
+            )
 
     async def _compared(self, job: Job, plan: JobPlan) -> tuple[Comparison | None, Collectives]:
         before, most = job.current.plan.slower_by, self._views.most_measured_steps(job)
@@ -210,7 +219,10 @@ class StragglerWatch:
         now_s: Callable[[], float],
         post: Callable[[Event], None],
     ) -> None:
-        self._views, self._state, self._now_s, self._post = views, state, now_s, post
+        self._views = views
+        self._state = state
+        self._now_s = now_s
+        self._post = post
         self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
         self._ratios: dict[str, dict[str, float]] = {}  # by job: slow nodes
 
@@ -244,7 +256,13 @@ class StragglerWatch:
             for found in slow:
                 self._post(
                     StragglerFound(
-                        self._now_s(), job.name, job.attempt, found.node, found.rank, found.op,
-                        found.ratio, found.sentence,
+                        self._now_s(),
+                        job.name,
+                        job.attempt,
+                        found.node,
+                        found.rank,
+                        found.op,
+                        found.ratio,
+                        found.sentence,
                     )
-                )  # fmt: skip
+                )
