@@ -22,9 +22,10 @@ from fleet import RANKS, names, node, running
 
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import machine
+from megascale_driver.core.values.cluster import AttemptPhase, Cluster, Liveness, Report
 from megascale_driver.core.values.events import PagesRead, RankPages
+from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import AttemptPhase, Cluster, JobPhase, Liveness, Report
 
 LIMIT_MS = 50.0
 NOW_S = 1000.0

@@ -29,10 +29,11 @@ from megascale_checkpoint.serve.metrics import CheckpointMetrics
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.metrics import registry_of
 from megascale_driver.core.values.attempt import Attempt
+from megascale_driver.core.values.cluster import Cluster, Liveness, Node
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.goodput import submitted
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Job, JobPhase, Liveness, Node
 from megascale_driver.shell.engine import Engine, Term
 from megascale_driver.shell.metrics import DriverMetrics
 from megascale_executor.agent.link.driver_link import DriverLink

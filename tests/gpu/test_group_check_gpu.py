@@ -16,7 +16,7 @@ from tests.harness.waiting import eventually
 
 from megascale_common.service.channel import open_channel
 from megascale_driver.analysis.group_search import Answer
-from megascale_driver.core.values.group_events import CheckGroup, GroupMember
+from megascale_driver.core.values.events import CheckGroup, GroupMember
 from megascale_driver.nodes.checks import Found, check_group
 
 pytestmark = [

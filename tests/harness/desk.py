@@ -10,9 +10,20 @@ from tests.harness.simulated_cluster import demo_job
 
 from megascale_driver.analysis.group_search import Answer
 from megascale_driver.core import machine
+from megascale_driver.core.values.cluster import (
+    AttemptPhase,
+    Cluster,
+    Device,
+    Identity,
+    Liveness,
+    Report,
+    WorkerReport,
+)
 from megascale_driver.core.values.events import (
     Audit,
+    CheckGroup,
     Event,
+    GroupChecked,
     JobSubmitted,
     LeaderStarted,
     NodeHello,
@@ -22,19 +33,8 @@ from megascale_driver.core.values.events import (
     StreamReset,
     Tick,
 )
-from megascale_driver.core.values.group_events import CheckGroup, GroupChecked
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Cluster,
-    Device,
-    Identity,
-    Job,
-    JobPhase,
-    Liveness,
-    Report,
-    WorkerReport,
-)
 from megascale_job.config import CheckpointConfig
 
 POLICY = Policy()

@@ -8,9 +8,9 @@ from typing import Any
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.core.values.checkpoint_progress import Progress
+from megascale_driver.core.values.cluster import AttemptPhase, Liveness, Progress
 from megascale_driver.core.values.events import AttemptOpened, JobSubmitted, NodeReport
-from megascale_driver.core.values.state import AttemptPhase, JobPhase, Liveness
+from megascale_driver.core.values.job import JobPhase
 from megascale_job.config import CheckpointConfig
 from megascale_job.restore import RestorePlan, RestoreSource
 

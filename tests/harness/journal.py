@@ -10,20 +10,17 @@ from tests.harness.simulated_cluster import demo_job
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.operations import Compare, KeyValue, Listing, Operation, Page, TxnResult
-from megascale_driver.core.values.attempt import Attempt, Fault, FaultKind, NodeSlot
-from megascale_driver.core.values.events import Audit, Evidence
-from megascale_driver.core.values.replica_orders import ReplicaOrders
-from megascale_driver.core.values.state import (
-    AttemptRecord,
+from megascale_driver.core.values.attempt import Attempt, Fault, FaultKind, NodeSlot, ReplicaOrders
+from megascale_driver.core.values.cluster import (
     Breaker,
     Cluster,
     Device,
     Disposition,
     Identity,
-    Job,
-    JobPhase,
     Node,
 )
+from megascale_driver.core.values.events import Audit, Evidence
+from megascale_driver.core.values.job import AttemptRecord, Job, JobPhase
 from megascale_driver.journal.store import LEADER_KEY, Store
 
 TTL_S = 60

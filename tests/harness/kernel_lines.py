@@ -8,7 +8,7 @@ from tests.harness.desk import Desk
 
 from megascale_common.node.logs.matcher import Matcher
 from megascale_driver.analysis.logs.correlation import Observation
-from megascale_driver.core.values.state import AttemptPhase, Device
+from megascale_driver.core.values.cluster import AttemptPhase, Device
 
 OFF_BUS = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megascale.v1 import link_pb2
 from megascale_driver.core.signs import hang
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import (
     Event,
     LeaderStarted,
@@ -22,7 +23,6 @@ from megascale_driver.core.values.events import (
     Tick,
 )
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster
 from megascale_driver.presence.arrival import Arrival, parsed
 from megascale_driver.presence.lane import Lane
 

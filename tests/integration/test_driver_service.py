@@ -34,8 +34,8 @@ from megascale_common.etcd.server import EtcdServer, find_etcd
 from megascale_common.node.process import child_environment
 from megascale_common.service import status
 from megascale_common.service.errors import NotLeaderError, ServiceError
+from megascale_driver.core.values.cluster import Cluster, Node
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster, Node
 from megascale_driver.journal.store import LEADER_KEY, Store
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]

@@ -20,7 +20,7 @@ from tests.harness.waiting import eventually
 
 from megascale_common.service.channel import open_channel
 from megascale_driver.analysis.group_search import Answer, Search, advance, begin
-from megascale_driver.core.values.group_events import CheckGroup, GroupMember
+from megascale_driver.core.values.events import CheckGroup, GroupMember
 from megascale_driver.nodes import checks
 
 AGENTS = int(os.environ.get("MEGASCALE_TEST_AGENTS", "32"))

@@ -14,17 +14,10 @@ from tests.harness.journal import Crash, WatchedEtcd, all_failed, elected, leade
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.etcd.server import EtcdServer
+from megascale_driver.core.values.cluster import Cluster, Disposition, Identity, Node, Tenant
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.standing import Tenant
-from megascale_driver.core.values.state import (
-    Cluster,
-    Disposition,
-    Identity,
-    Job,
-    JobPhase,
-    Node,
-)
-from megascale_driver.core.values.storing import differs
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec, reading, records
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import Store

@@ -25,8 +25,9 @@ from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.service import status
 from megascale_common.service.errors import NotLeaderError
+from megascale_driver.core.values.cluster import Cluster, Disposition
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster, Disposition, Job
+from megascale_driver.core.values.job import Job
 from megascale_driver.journal import codec
 from megascale_driver.journal.fenced import MARKER
 from megascale_driver.journal.store import META

@@ -21,8 +21,9 @@ from megascale_common.etcd.operations import Put
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.service.clock import VirtualClock
 from megascale_common.service.errors import ExpiredError
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster, Job
+from megascale_driver.core.values.job import Job
 from megascale_driver.journal import timeline, trimming
 from megascale_driver.journal.older import OlderLines
 from megascale_driver.journal.reading import ACTIVE_JOB_LINES, CLUSTER_LINES

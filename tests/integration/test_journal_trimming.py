@@ -22,8 +22,9 @@ from megascale_common.etcd.server import EtcdServer
 from megascale_common.service.clock import VirtualClock
 from megascale_common.service.errors import ExpiredError, NotLeaderError
 from megascale_driver.core.values.attempt import Attempt
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import AttemptRecord, Cluster, Job, JobPhase
+from megascale_driver.core.values.job import AttemptRecord, Job, JobPhase
 from megascale_driver.journal import trimming
 from megascale_driver.journal.older import OlderLines
 from megascale_driver.journal.store import LEADER_KEY, Store

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 DRIVER = "services/driver/megascale_driver/"
 COMMON = "services/common/megascale_common/"
+JOB = "services/common/megascale_job/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +351,7 @@ MUTANTS = (
         "    return",
     ),
     Mutant(
-        "take a device for a node in the rule of spares", COMMON + "sizes/spare_count.py",
+        "take a device for a node in the rule of spares", JOB + "sizes/failures.py",
         "hours / max(1, devices_per_node)", "hours",
     ),
     _driver(
@@ -458,9 +459,9 @@ MUTANTS = (
     ),
     _driver(
         "send no code path", "nodes/orders.py",
-        "        spec=job_spec.to_proto(job.config),\n",
-        "        spec=job_spec.to_proto(__import__(\"dataclasses\").replace(\n"
-        "            job.config, code=type(job.config.code)())),\n",
+        "    job_json = loading.to_json(job.config).encode()\n",
+        "    job_json = loading.to_json(__import__(\"dataclasses\").replace(\n"
+        "        job.config, code=type(job.config.code)())).encode()\n",
     ),
     _driver(
         "lose an update with the leader", "core/state.py",

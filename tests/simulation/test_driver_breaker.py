@@ -6,8 +6,9 @@ import pytest
 from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
+from megascale_driver.core.values.cluster import AttemptPhase, Check, Disposition
 from megascale_driver.core.values.events import EvictRequested, JobSubmitted
-from megascale_driver.core.values.state import AttemptPhase, Check, Disposition, JobPhase
+from megascale_driver.core.values.job import JobPhase
 
 
 def test_an_operators_evictions_do_not_hold_back_the_verdict_on_a_stopped_node() -> None:

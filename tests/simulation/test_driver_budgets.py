@@ -6,8 +6,9 @@ import pytest
 from tests.harness.desk import Desk, exited
 from tests.harness.simulated_cluster import demo_job
 
+from megascale_driver.core.values.cluster import AttemptPhase, Disposition
 from megascale_driver.core.values.events import EvictRequested, JobSubmitted, OpenFailed, Tick
-from megascale_driver.core.values.state import AttemptPhase, Disposition, JobPhase
+from megascale_driver.core.values.job import JobPhase
 
 HOUR_S = 3600.0
 

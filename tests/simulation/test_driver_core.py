@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job, digest
 
+from megascale_driver.core.values.cluster import Cluster, Disposition
 from megascale_driver.core.values.events import (
     CordonRequested,
     EvictRequested,
     JobSubmitted,
     UncordonRequested,
 )
-from megascale_driver.core.values.state import Cluster, Disposition, JobPhase
+from megascale_driver.core.values.job import JobPhase
 
 FAULT_ROUNDS = 25
 ROUND_S = 6.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.harness.desk import POLICY, Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.core.values.checkpoint_progress import Progress
+from megascale_driver.core.values.cluster import AttemptPhase, Progress
 from megascale_driver.core.values.events import AttemptOpened, JobSubmitted
-from megascale_driver.core.values.state import AttemptPhase, JobPhase
+from megascale_driver.core.values.job import JobPhase
 from megascale_job.restore import RestorePlan, RestoreSource
 
 

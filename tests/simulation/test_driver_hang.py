@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
 from megascale_driver.core.queue.explain import explain
+from megascale_driver.core.values.cluster import Disposition
 from megascale_driver.core.values.events import JobSubmitted, PolicyRequested
-from megascale_driver.core.values.state import Disposition, Job, JobPhase
+from megascale_driver.core.values.job import Job, JobPhase
 
 
 def running(

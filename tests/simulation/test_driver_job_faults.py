@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
+from megascale_driver.core.values.cluster import AttemptPhase, WorkerReport
 from megascale_driver.core.values.events import JobSubmitted, NodeReport
-from megascale_driver.core.values.state import AttemptPhase, Job, JobPhase, WorkerReport
+from megascale_driver.core.values.job import Job, JobPhase
 
 NEVER_S = 1e12  # later than any time of the clock
 

@@ -7,8 +7,9 @@ import math
 import pytest
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
+from megascale_driver.core.values.cluster import Disposition, WorkerReport
 from megascale_driver.core.values.events import JobSubmitted
-from megascale_driver.core.values.state import Disposition, JobPhase, WorkerReport
+from megascale_driver.core.values.job import JobPhase
 
 NODES, SPARES, CULPRIT = 256, 2, "n77"
 

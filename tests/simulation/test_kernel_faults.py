@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.harness.kernel_lines import OFF_BUS, logs
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
+from megascale_driver.core.values.cluster import Disposition
 from megascale_driver.core.values.events import JobSubmitted
-from megascale_driver.core.values.state import Disposition, JobPhase
+from megascale_driver.core.values.job import JobPhase
 
 
 def running(nodes: int, jobs: int = 1) -> SimulatedCluster:

@@ -8,9 +8,15 @@ import pytest
 from tests.harness.desk import Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.core.checkpoints.restore import sealed_everywhere
+from megascale_driver.core.checkpoints.replicas import sealed_everywhere
 from megascale_driver.core.values.attempt import LeaveKind
-from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.cluster import (
+    AttemptPhase,
+    Check,
+    Liveness,
+    Progress,
+    SealedSnapshot,
+)
 from megascale_driver.core.values.events import (
     AttemptOpened,
     BreakerResetRequested,
@@ -27,7 +33,7 @@ from megascale_driver.core.values.events import (
     UncordonRequested,
     UpdateRequested,
 )
-from megascale_driver.core.values.state import AttemptPhase, Check, Job, JobPhase, Liveness
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.journal import codec
 from megascale_job.config import CheckpointConfig
 from megascale_job.restore import RestorePlan, RestoreSource

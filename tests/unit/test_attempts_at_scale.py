@@ -18,7 +18,16 @@ from megascale_driver.core.jobs import jobs
 from megascale_driver.core.queue import scheduling
 from megascale_driver.core.recovery import recovery
 from megascale_driver.core.values.attempt import Attempt, NodeSlot
-from megascale_driver.core.values.checkpoint_progress import Progress
+from megascale_driver.core.values.cluster import (
+    AttemptPhase,
+    Cluster,
+    Device,
+    Disposition,
+    Identity,
+    Liveness,
+    Progress,
+    Report,
+)
 from megascale_driver.core.values.events import (
     CancelRequested,
     JobSubmitted,
@@ -27,18 +36,9 @@ from megascale_driver.core.values.events import (
     NodeReport,
     Tick,
 )
+from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.overlay import Working
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Cluster,
-    Device,
-    Disposition,
-    Identity,
-    JobPhase,
-    Liveness,
-    Report,
-)
 from megascale_driver.nodes.open_links import Link, OpenLinks
 from megascale_driver.nodes.orders import AT_ONCE, OrderSender
 from megascale_driver.placement.queue import decide

@@ -13,15 +13,17 @@ from tests.harness.properties import examples
 from tests.harness.training import tiny_job
 
 from megascale_driver.core.queue.explain import explain
-from megascale_driver.core.values import failure_rate
+from megascale_driver.core.values import accounting
 from megascale_driver.core.values.attempt import FailureCount
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.goodput import Ledger
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Job, JobPhase
-from megascale_job.config import CheckpointConfig, JobConfig, from_accepted, from_mapping
+from megascale_job.config import CheckpointConfig, JobConfig
+from megascale_job.loading import from_accepted, from_mapping
 from megascale_job.problems import JobError
-from megascale_job.sizes import checkpoint_interval
-from megascale_job.sizes.checkpoint_interval import (
+from megascale_job.sizes import failures
+from megascale_job.sizes.failures import (
     best_interval_s,
     device_hours_per_failure,
     interval_steps,
@@ -58,7 +60,7 @@ def test_no_other_interval_makes_the_run_much_shorter(cost_s: float, mtbf_s: flo
 
 def test_the_figures_of_the_formula() -> None:
     # 12,288 GPUs, one failure in 50,000 device hours each: one every 4.07 hours.
-    mtbf_s = checkpoint_interval.mtbf_s(50_000.0, 12_288)
+    mtbf_s = failures.mtbf_s(50_000.0, 12_288)
     assert mtbf_s == pytest.approx(14_648.4, rel=1e-4)
     assert best_interval_s(1.0, mtbf_s) == pytest.approx(math.sqrt(2 * mtbf_s), rel=0.01)
     assert lost_share(1.0, best_interval_s(1.0, mtbf_s), mtbf_s) == pytest.approx(0.0117, rel=0.01)
@@ -93,7 +95,7 @@ def test_faults_and_trained_hours_of_all_jobs_are_counted() -> None:
     ledger = Ledger(productive_us=2 * hour_us, lost_us=hour_us, waiting_us=9 * hour_us, faults=3)
     jobs = [replace(job(name), goodput=ledger) for name in ("a", "b")]
     devices = jobs[0].config.layout.world_size
-    assert failure_rate.count(jobs) == FailureCount(6, 2 * 3.0 * devices)
+    assert accounting.failure_count(jobs) == FailureCount(6, 2 * 3.0 * devices)
 
 
 def test_a_job_s_explanation_has_interval_cost_and_rate() -> None:

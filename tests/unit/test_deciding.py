@@ -10,10 +10,10 @@ import pytest
 from tests.unit.test_attempts_at_scale import running
 
 from megascale_driver.core import machine
+from megascale_driver.core.values.cluster import Identity
 from megascale_driver.core.values.events import CancelRequested, Event, NodeHello, Outcome, Tick
 from megascale_driver.core.values.overlay import LAYER, Layers, Working, changed_keys
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Identity
 from megascale_driver.shell import decisions
 
 

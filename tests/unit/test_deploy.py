@@ -18,9 +18,9 @@ from tests.harness import deployment
 from tests.harness.deployment import PROMETHEUS, SYSTEMD, command_line, metric_names, read_unit
 
 from megascale_driver.__main__ import _parser as driver_parser
-from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.severities import SEVERITIES
-from megascale_driver.core.values.state import Disposition, JobPhase, Liveness
+from megascale_driver.core.values.cluster import Disposition, Liveness
+from megascale_driver.core.values.job import JobPhase
+from megascale_driver.core.values.reasons import SEVERITIES, Reason
 from megascale_driver.platform import metrics_targets
 from megascale_executor.agent.__main__ import config_from
 from megascale_executor.agent.__main__ import parser as agent_parser

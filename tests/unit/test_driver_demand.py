@@ -7,8 +7,9 @@ from dataclasses import replace
 from tests.harness.desk import POLICY, Desk, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.core.queue.demand import Demand, demand
+from megascale_driver.core.queue.scheduling import Demand, demand
 from megascale_driver.core.values.attempt import LeaveKind, Leaving
+from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import (
     CordonRequested,
     EvictRequested,
@@ -16,7 +17,7 @@ from megascale_driver.core.values.events import (
     QuotaRequested,
     SuspendRequested,
 )
-from megascale_driver.core.values.state import AttemptPhase, JobPhase
+from megascale_driver.core.values.job import JobPhase
 from megascale_job.config import CheckpointConfig, JobConfig
 
 

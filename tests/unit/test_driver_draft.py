@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from typing import Any, get_type_hints
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.harness.desk import POLICY, Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.core import changes, machine
-from megascale_driver.core.values.attempt import Attempt, FaultKind
-from megascale_driver.core.values.copies import changed
-from megascale_driver.core.values.events import Event, NodeHello, NodeReport, StreamReset
-from megascale_driver.core.values.overlay import LAYER, Layers, Working, changed_keys
-from megascale_driver.core.values.state import (
+from megascale_driver.core import machine
+from megascale_driver.core.values.attempt import FaultKind
+from megascale_driver.core.values.cluster import (
     AttemptPhase,
     Cluster,
     Identity,
-    Job,
-    JobPhase,
     Liveness,
     Node,
     Report,
 )
-from megascale_driver.core.values.storing import differs
+from megascale_driver.core.values.events import Event, NodeHello, NodeReport, StreamReset
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.overlay import LAYER, Layers, Working, changed_keys
+from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec
 from megascale_job.restore import RestorePlan, RestoreSource
 
@@ -56,22 +54,6 @@ class UnreadLayers(Layers[Any]):
 
     def _merge(self) -> dict[str, Any]:
         raise AssertionError("an event of one node has read all nodes")
-
-
-@pytest.mark.parametrize("kind", [Node, Job, Attempt])
-def test_a_copy_with_changes_is_that_of_dataclasses(kind: type[Any]) -> None:
-    desk = Desk("n1", "n2")
-    desk.submit()
-    job = desk.state.jobs["a"]
-    value = {Node: desk.state.nodes["n1"], Job: job, Attempt: job.current}[kind]
-    assert changed(value, {}) == value and changed(value, {}) is not value
-    for name in [field.name for field in fields(kind) if not field.name.startswith("_")]:
-        other = object()
-        copy = changed(value, {name: other})
-        assert copy == replace(value, **{name: other})
-        assert getattr(copy, name) is other
-    with pytest.raises(KeyError):
-        changed(value, {"none": 1})
 
 
 @pytest.mark.parametrize("count", [0, 3, LAYER + 1])
@@ -118,22 +100,6 @@ def test_a_change_within_the_attempt_is_stored_and_a_step_alone_is_not() -> None
     assert differs(job, job_with(job, store_endpoint="h:1"))
     assert not differs(job, job_with(job, step=7))
     assert not differs(job, job_with(job, open_asked=True))
-
-
-@pytest.mark.parametrize(
-    ("kind", "listed", "fixed"),
-    [
-        (Node, changes.NodeChanges, {"name"}),
-        (Job, changes.JobChanges, {"name"}),
-        (Attempt, changes.AttemptChanges, {"number", "slots", "_index", "placement"}),
-    ],
-)
-def test_what_may_be_changed_is_listed_with_the_types_of_the_state(
-    kind: type[Any], listed: type[Any], fixed: set[str]
-) -> None:
-    wanted = get_type_hints(kind)
-    names = [item.name for item in fields(kind) if item.name not in fixed]
-    assert get_type_hints(listed) == {name: wanted[name] for name in names}
 
 
 def nodes_of(count: int) -> dict[str, Node]:

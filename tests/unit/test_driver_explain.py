@@ -17,6 +17,7 @@ from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.queue.explain import CAUSES, ROUTINE, Explanation, explanation
 from megascale_driver.core.signs.hang import SHOWN_AFTER
 from megascale_driver.core.values.attempt import FaultKind
+from megascale_driver.core.values.cluster import AttemptPhase, Check, WorkerReport
 from megascale_driver.core.values.events import (
     Audit,
     CancelRequested,
@@ -30,13 +31,7 @@ from megascale_driver.core.values.events import (
     SuspendRequested,
     Tick,
 )
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Check,
-    Job,
-    JobPhase,
-    WorkerReport,
-)
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.wire import messages as wire
 
 COMMANDS = typer.main.get_command(build_app())

@@ -12,17 +12,24 @@ from tests.harness.presence import arrived
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import VirtualClock
-from megascale_driver.core.faults.fault_checks import CHECKS, EXTRA_S
-from megascale_driver.core.values.conditions import MAX_SLOW, SlowCheck
+from megascale_driver.core.faults.job_faults import CHECKS, CHECKS_EXTRA_S
+from megascale_driver.core.values.cluster import (
+    MAX_SLOW,
+    AttemptPhase,
+    Check,
+    Identity,
+    Node,
+    SlowCheck,
+)
 from megascale_driver.core.values.events import (
     Audit,
+    CheckCompared,
     NodeReport,
     PolicyRequested,
     UncordonRequested,
 )
-from megascale_driver.core.values.group_events import CheckCompared
+from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import AttemptPhase, Check, Identity, JobPhase, Node
 from megascale_driver.journal import codec
 from megascale_driver.nodes.node_calls import NodeCalls
 from megascale_driver.nodes.open_links import Link
@@ -64,7 +71,7 @@ def ended(desk: Desk, line: str) -> None:
 def test_every_check_of_the_table_is_one_of_the_agents() -> None:
     there = set(load_registry().names)
     assert {name for names in CHECKS.values() for name in names} <= there
-    assert EXTRA_S > FAULT_CHECKS_S
+    assert CHECKS_EXTRA_S > FAULT_CHECKS_S
 
 
 @pytest.mark.parametrize(("line", "cause"), LINES.items())
@@ -106,7 +113,7 @@ def test_an_attempt_with_more_checks_may_prepare_for_longer() -> None:
 
     beat(POLICY.prepare_timeout_s + 20.0)
     assert desk.job().phase is JobPhase.PREPARING
-    beat(EXTRA_S)
+    beat(CHECKS_EXTRA_S)
     assert desk.job().phase is not JobPhase.PREPARING or desk.job().attempt > 2
 
 

@@ -11,8 +11,9 @@ from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.node.incarnation import file_view
+from megascale_driver.core.values.cluster import AttemptPhase, Device, Identity
 from megascale_driver.core.values.events import CancelRequested, JobSubmitted, NodeHello
-from megascale_driver.core.values.state import AttemptPhase, Device, Identity, JobPhase
+from megascale_driver.core.values.job import JobPhase
 from megascale_driver.placement import fit
 from megascale_driver.placement.gang import Candidate
 from megascale_driver.service import admission

@@ -8,9 +8,9 @@ import pytest
 from tests.harness.desk import POLICY, Desk
 
 from megascale_driver.core.jobs import timers
-from megascale_driver.core.nodes import forgetting
+from megascale_driver.core.nodes import nodes
+from megascale_driver.core.values.cluster import Disposition, Identity, Liveness, Node
 from megascale_driver.core.values.events import CordonRequested, NodeHello, Tick
-from megascale_driver.core.values.state import Disposition, Identity, Liveness, Node
 from megascale_driver.presence import lane as lanes
 from megascale_driver.presence.lane import Lane
 
@@ -38,7 +38,7 @@ def test_a_node_that_is_dead_for_a_day_is_forgotten_and_comes_back_as_a_new_one(
     assert desk.liveness("n2") == "DEAD"
     later(desk, HOURS_S - 60.0)
     assert set(desk.state.nodes) == {"n1", "n2"}, "not before its time"
-    later(desk, 2 * forgetting.LOOK_S)
+    later(desk, 2 * nodes.LOOK_S)
     assert set(desk.state.nodes) == {"n1"}
     (message,) = forgotten(desk)
     assert message == "node n2 is forgotten: dead for more than 24 hours, and no job needs it"
@@ -67,7 +67,7 @@ def test_a_node_that_a_job_needs_stays_until_the_job_has_ended() -> None:
     assert "n1" in desk.state.nodes and not desk.job().terminal
     ended = replace(desk.job(), phase=type(desk.job().phase).CANCELLED)
     desk.state = replace(desk.state, jobs={"a": ended})
-    later(desk, 2 * forgetting.LOOK_S)
+    later(desk, 2 * nodes.LOOK_S)
     assert "n1" not in desk.state.nodes
 
 
@@ -76,9 +76,9 @@ def test_many_are_forgotten_a_few_at_a_time_with_one_line_for_each_decision() ->
     dead = {f"n{at:03d}": Node(f"n{at:03d}", liveness=Liveness.DEAD) for at in range(150)}
     desk.state = replace(desk.state, nodes=dead)
     later(desk, 2 * HOURS_S)
-    assert len(desk.state.nodes) == 150 - forgetting.MAX_AT_ONCE
+    assert len(desk.state.nodes) == 150 - nodes.MAX_AT_ONCE
     for _ in range(3):
-        later(desk, forgetting.AGAIN_S)
+        later(desk, nodes.AGAIN_S)
     assert not desk.state.nodes
     lines = [line for line in desk.audit if line.reason == "NODE_FORGOTTEN"]
     assert [len(line.evidence) for line in lines] == [64, 64, 22]
@@ -89,7 +89,7 @@ def test_time_alone_makes_it_due() -> None:
     desk = Desk("n1")
     later(desk, 1.0)
     due_s = desk.state.forget_due_s
-    assert desk.now_s < due_s <= desk.now_s + forgetting.LOOK_S
+    assert desk.now_s < due_s <= desk.now_s + nodes.LOOK_S
     assert timers.next_s(desk.state, due_s - 0.5, POLICY) <= due_s
 
 

@@ -9,8 +9,9 @@ from tests.harness.desk import Desk
 from tests.harness.kernel_lines import OFF_BUS, gpu_falls_off, logs, with_gpus
 
 from megascale_driver.core.values.attempt import FaultKind
+from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import PolicyRequested
-from megascale_driver.core.values.state import AttemptPhase, JobPhase
+from megascale_driver.core.values.job import JobPhase
 
 ENDS = (
     OFF_BUS,

@@ -10,9 +10,9 @@ from tests.harness.desk import POLICY, exited
 from tests.harness.fleet import Fleet
 
 from megascale_driver.core import machine
-from megascale_driver.core.nodes.leaving import ORDER_S
-from megascale_driver.core.orders import suspending
-from megascale_driver.core.values.desired import desired_of
+from megascale_driver.core.nodes.departures import ORDER_S
+from megascale_driver.core.orders import orders
+from megascale_driver.core.values.cluster import AttemptPhase, Cluster, desired_of
 from megascale_driver.core.values.events import (
     CancelRequested,
     DeleteRequested,
@@ -22,8 +22,8 @@ from megascale_driver.core.values.events import (
     SuspendRequested,
     Tick,
 )
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import AttemptPhase, Cluster, Job, JobPhase
 from megascale_driver.journal import codec
 
 
@@ -98,7 +98,7 @@ def test_a_job_without_checkpoints_is_not_suspended_while_it_runs() -> None:
     fleet.add("a", saves=False)
     fleet.start("a")
     assert fleet.suspend("a") == "JOB_CANNOT_SAVE"
-    assert "would be lost" in suspending.refusal(fleet.job("a"))[1]
+    assert "would be lost" in orders.suspend_refusal(fleet.job("a"))[1]
     assert fleet.job("a").phase is JobPhase.RUNNING and not fleet.ordered("a")
 
 

@@ -11,8 +11,9 @@ from tests.harness.kernel_lines import OFF_BUS, logs
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.core.queue.explain import explanation
+from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import Audit, PolicyRequested
-from megascale_driver.core.values.state import AttemptPhase, JobPhase
+from megascale_driver.core.values.job import JobPhase
 from megascale_driver.presence import reports
 from megascale_driver.wire import messages as wire
 

@@ -18,6 +18,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import types_pb2
 from megascale_common.service.clock import VirtualClock
 from megascale_common.service.errors import ExpiredError
+from megascale_driver.core.values.cluster import Disposition
 from megascale_driver.core.values.events import (
     Audit,
     CancelRequested,
@@ -28,9 +29,9 @@ from megascale_driver.core.values.events import (
     RequestKey,
     UncordonRequested,
 )
+from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.state import Disposition, JobPhase
 from megascale_driver.journal.audit_log import AuditLog, canonical, token_of
 from megascale_driver.nodes.streams import until_set
 from megascale_driver.shell.engine import Engine, Term

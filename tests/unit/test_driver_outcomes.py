@@ -8,8 +8,9 @@ import pytest
 from tests.harness.desk import Desk, exited
 from tests.harness.simulated_cluster import demo_job
 
+from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted, OpenAttempt, OpenFailed, Tick
-from megascale_driver.core.values.state import AttemptPhase, JobPhase
+from megascale_driver.core.values.job import JobPhase
 
 NO_CORPUS = (
     "trainer.data.sources[0].prefix: /data/corpus.idx: cannot be read: No such file or directory; "
@@ -161,7 +162,7 @@ def test_another_failure_in_between_starts_the_count_again(desk: Desk) -> None:
 
 
 def test_the_count_survives_a_change_of_leader(desk: Desk) -> None:
-    from megascale_driver.core.values.state import Job
+    from megascale_driver.core.values.job import Job
     from megascale_driver.journal import codec
 
     fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)

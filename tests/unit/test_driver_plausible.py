@@ -12,10 +12,10 @@ from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import SystemClock
 from megascale_driver.core import machine
-from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.cluster import Cluster, Device, Identity, Progress, SealedSnapshot
 from megascale_driver.core.values.events import Audit, JobSubmitted, NodeReport
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Device, Identity, Job, JobPhase
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.shell.engine import Engine, Term
 

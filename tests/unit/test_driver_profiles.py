@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk, exited
 
 from megascale_driver.core.nodes.profiles import STEPS_IN_PROGRESS
+from megascale_driver.core.values.cluster import AttemptPhase, ProfileCommand, TraceReport
 from megascale_driver.core.values.events import (
     CancelRequested,
     ProfileCancelRequested,
@@ -19,15 +20,7 @@ from megascale_driver.core.values.events import (
     RequestKey,
     Tick,
 )
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Job,
-    JobPhase,
-    Profile,
-    ProfileCommand,
-    TraceReport,
-    TraceState,
-)
+from megascale_driver.core.values.job import Job, JobPhase, Profile, TraceState
 from megascale_driver.journal import codec
 
 RUNNING = AttemptPhase.RUNNING

@@ -9,10 +9,23 @@ import pytest
 from tests.harness.desk import POLICY, Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.core.checkpoints.restore import sealed_everywhere
+from megascale_driver.core.checkpoints.replicas import sealed_everywhere
 from megascale_driver.core.queue.explain import explain
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.cluster import (
+    AttemptPhase,
+    Breaker,
+    Check,
+    DesiredPhase,
+    Disposition,
+    Liveness,
+    PlatformSign,
+    Progress,
+    Report,
+    SealedSnapshot,
+    StoppedReport,
+    WorkerReport,
+)
 from megascale_driver.core.values.events import (
     AttemptOpened,
     CancelRequested,
@@ -29,19 +42,7 @@ from megascale_driver.core.values.events import (
     StreamReset,
     Tick,
 )
-from megascale_driver.core.values.platform_sign import PlatformSign
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Breaker,
-    Check,
-    DesiredPhase,
-    Disposition,
-    JobPhase,
-    Liveness,
-    Report,
-    StoppedReport,
-    WorkerReport,
-)
+from megascale_driver.core.values.job import JobPhase
 from megascale_job.restore import RestorePlan, RestoreSource
 
 

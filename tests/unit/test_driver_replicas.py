@@ -10,11 +10,15 @@ from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_driver.core.queue.explain import explanation
-from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
-from megascale_driver.core.values.conditions import CheckpointFailure
+from megascale_driver.core.values.attempt import ReplicaSource
+from megascale_driver.core.values.cluster import (
+    AttemptPhase,
+    CheckpointFailure,
+    Progress,
+    SealedSnapshot,
+)
 from megascale_driver.core.values.events import AttemptOpened, JobSubmitted, OpenAttempt
-from megascale_driver.core.values.replica_orders import ReplicaSource
-from megascale_driver.core.values.state import AttemptPhase, Job, JobPhase
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.journal import codec
 from megascale_driver.nodes import orders
 from megascale_driver.presence import reports

@@ -10,9 +10,10 @@ from tests.harness.desk import POLICY, Desk, exited
 from megascale_driver.core import machine
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.nodes import nodes
+from megascale_driver.core.values.cluster import AttemptPhase, Cluster, Report
 from megascale_driver.core.values.events import NodeReport, Outcome
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import AttemptPhase, Cluster, Job, JobPhase, Report
 from megascale_driver.shell import decisions
 
 NODES = tuple(f"n{number}" for number in range(1, 6))

@@ -13,8 +13,7 @@ from tests.harness.simulated_cluster import demo_job
 from megascale.v1 import driver_pb2
 from megascale_driver.core.orders.orders import origin, restart_consequence
 from megascale_driver.core.queue.explain import explain
-from megascale_driver.core.values.checkpoint_progress import Progress
-from megascale_driver.core.values.conditions import CheckpointFailure, ConditionType
+from megascale_driver.core.values.cluster import AttemptPhase, CheckpointFailure, Node, Progress
 from megascale_driver.core.values.events import (
     AttemptOpened,
     JobSubmitted,
@@ -23,7 +22,7 @@ from megascale_driver.core.values.events import (
     Tick,
     utc,
 )
-from megascale_driver.core.values.state import AttemptPhase, Job, JobPhase, Node
+from megascale_driver.core.values.job import ConditionType, Job, JobPhase
 from megascale_driver.journal import codec
 from megascale_driver.service import admission
 from megascale_job.restore import RestorePlan, RestoreSource

@@ -6,14 +6,14 @@ from tests.harness.desk import Desk
 from tests.harness.fleet import Fleet
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.core.values.candidates import usable
+from megascale_driver.core.values.cluster import AttemptPhase, usable
 from megascale_driver.core.values.events import (
     CordonRequested,
     EvictRequested,
     JobSubmitted,
     StreamReset,
 )
-from megascale_driver.core.values.state import AttemptPhase, JobPhase
+from megascale_driver.core.values.job import JobPhase
 
 
 def test_a_lower_job_does_not_take_the_survivors_of_one_that_recovers() -> None:

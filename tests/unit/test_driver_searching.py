@@ -12,14 +12,16 @@ from tests.harness.desk import POLICY, Desk, exited
 from megascale_driver.analysis.divergence import Divergence, DivergenceKind, StepSample
 from megascale_driver.analysis.group_search import Answer
 from megascale_driver.core.jobs.timers import next_s
-from megascale_driver.core.values.analysis_events import LossDiverged
+from megascale_driver.core.values.cluster import AttemptPhase, Node
 from megascale_driver.core.values.events import (
     CancelRequested,
+    CheckGroup,
+    GroupChecked,
     LeaderStarted,
+    LossDiverged,
     PolicyRequested,
 )
-from megascale_driver.core.values.group_events import CheckGroup, GroupChecked
-from megascale_driver.core.values.state import AttemptPhase, Job, JobPhase, Node
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.journal import codec
 
 SYMPTOM = {"kind": "COLLECTIVE", "error": "peer closed"}

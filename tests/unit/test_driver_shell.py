@@ -25,11 +25,11 @@ from megascale_common.service import status
 from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_common.service.errors import CodecError, ExpiredError
 from megascale_driver.core.values.attempt import NodeSlot
-from megascale_driver.core.values.checkpoint_progress import SealedSnapshot
+from megascale_driver.core.values.cluster import Identity, Node, SealedSnapshot
 from megascale_driver.core.values.events import Audit, Evidence, JobSubmitted
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Identity, Job, Node
-from megascale_driver.core.values.storing import differs
+from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec, predecessor
 from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES
 from megascale_driver.journal.pieces import Change, split

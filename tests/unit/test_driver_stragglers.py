@@ -16,12 +16,8 @@ from megascale.v1 import link_pb2
 from megascale_common.node.spans.record import SPAN, Span, to_columns
 from megascale_driver.analysis.spans.heat import heat_map
 from megascale_driver.core.orders.stragglers import MAX_NAMED
-from megascale_driver.core.values.analysis_events import StragglerFound
-from megascale_driver.core.values.events import (
-    Event,
-    PolicyRequested,
-)
-from megascale_driver.core.values.state import Job, JobPhase
+from megascale_driver.core.values.events import Event, PolicyRequested, StragglerFound
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
 from megascale_driver.telemetry.views import SpanViews

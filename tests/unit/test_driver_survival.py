@@ -12,15 +12,11 @@ from tests.harness.desk import POLICY, Desk, job_with
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_driver.core.values.cluster import AttemptPhase, Cluster
 from megascale_driver.core.values.events import LeaderStarted, Tick
 from megascale_driver.core.values.goodput import Activity
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Cluster,
-    Job,
-    JobPhase,
-)
-from megascale_driver.core.values.storing import differs
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec
 from megascale_driver.shell.feeds import JobFeeds
 from megascale_driver.wire import messages as wire

@@ -15,9 +15,9 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 from megascale.v1 import link_pb2
 from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_common.service.errors import NotLeaderError
+from megascale_driver.core.values.cluster import Cluster, Device, Identity
 from megascale_driver.core.values.events import JobSubmitted
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Device, Identity
 from megascale_driver.journal.pieces import Change
 from megascale_driver.journal.rows import Batch
 from megascale_driver.journal.store import Loaded

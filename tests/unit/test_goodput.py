@@ -15,6 +15,7 @@ from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.values import goodput
+from megascale_driver.core.values.cluster import AttemptPhase, Cluster
 from megascale_driver.core.values.events import (
     AttemptOpened,
     CancelRequested,
@@ -23,7 +24,7 @@ from megascale_driver.core.values.events import (
     Tick,
 )
 from megascale_driver.core.values.goodput import MAX_MARKS, PARTS, Activity, Ledger
-from megascale_driver.core.values.state import AttemptPhase, Cluster, Job, JobPhase
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.journal import codec
 from megascale_driver.shell.engine import Engine, Term
 from megascale_driver.shell.metrics import DriverMetrics

@@ -13,9 +13,10 @@ from tests.unit.test_driver_orders import fleet
 
 from megascale_driver.analysis.progress import OperationCount, RankStatus, RankView, suspects
 from megascale_driver.core import machine
+from megascale_driver.core.values.cluster import AttemptPhase, Cluster, Liveness, Report
 from megascale_driver.core.values.events import PagesRead, RankPages
+from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import AttemptPhase, Cluster, JobPhase, Liveness, Report
 from megascale_job.layout import RankLayout
 
 # 50 ms on a machine of its own; a busy one takes more processor time for the same work. What was

@@ -18,18 +18,17 @@ from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.analysis.progress import RankView
 from megascale_driver.core import machine
 from megascale_driver.core.values.attempt import Attempt, NodeSlot
-from megascale_driver.core.values.events import PagesRead, RankPages
-from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import (
+from megascale_driver.core.values.cluster import (
     AttemptPhase,
     Cluster,
     Identity,
-    Job,
-    JobPhase,
     Liveness,
     Node,
     Report,
 )
+from megascale_driver.core.values.events import PagesRead, RankPages
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.policy import Policy
 
 NOW_S = 10_000.0
 RANKS_PER_NODE = 2

@@ -10,7 +10,8 @@ from tests.harness.desk import Desk
 
 from megascale_common.node.flight_record import GroupRecord, RankRecord
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.state import AttemptPhase, JobPhase, StoppedReport
+from megascale_driver.core.values.cluster import AttemptPhase, StoppedReport
+from megascale_driver.core.values.job import JobPhase
 
 RANKS = range(8)
 CULPRIT = 5

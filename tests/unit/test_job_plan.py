@@ -16,12 +16,9 @@ from megascale.v1 import link_pb2
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span, to_columns
 from megascale_driver.core.queue.explain import explain
-from megascale_driver.core.signs.plans import MAX_CHANGES
-from megascale_driver.core.values.analysis_events import PlanCompared
+from megascale_driver.core.signs.plan import MAX_CHANGES
 from megascale_driver.core.values.attempt import PlanVerdict
-from megascale_driver.core.values.events import (
-    Event,
-)
+from megascale_driver.core.values.events import Event, PlanCompared
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
@@ -33,7 +30,7 @@ from megascale_job.config import (
     OverlapConfig,
     TelemetryConfig,
 )
-from megascale_planner.calibration_file import BadCalibration
+from megascale_planner.devices import BadCalibration
 from megascale_planner.job_plan import PARTS, by_device, plan_of
 from megascale_planner.prediction import predict_one
 from megascale_planner.step_time import StepTime

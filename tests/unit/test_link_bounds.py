@@ -13,8 +13,8 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.errors import NotLeaderError, UnavailableError
+from megascale_driver.core.values.cluster import Identity
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Identity
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.nodes.orders import PROTOCOL
 from megascale_driver.service import link_service

@@ -11,9 +11,9 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
 from megascale_common.service.clock import VirtualClock
+from megascale_driver.core.values.cluster import Device, Identity
 from megascale_driver.core.values.events import Tick
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Device, Identity
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.service.link_service import LinkService
 from megascale_driver.shell import engine as engines

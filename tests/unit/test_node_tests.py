@@ -20,7 +20,7 @@ from tests.harness.waiting import eventually
 from tests.unit.test_counters import H200
 
 from megascale.v1 import types_pb2
-from megascale_driver.core.values.state import Cluster, Disposition, Identity, Liveness, Node
+from megascale_driver.core.values.cluster import Cluster, Disposition, Identity, Liveness, Node
 from megascale_driver.shell.sweep import Sweep, next_node
 from megascale_executor.diagnostics import clock, disk_speed, gpu_health, links, versions
 from megascale_executor.diagnostics.devices import cpu_slots

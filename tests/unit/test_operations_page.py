@@ -39,7 +39,7 @@ def written() -> set[str]:
     """The words in the code of the core that are not declarations (``Literal["..."]``)."""
     found = set()
     # Enumerations in state.py share some of the words.
-    for path in set(CORE.glob("*.py")) - {CORE / "state.py"}:
+    for path in set(CORE.rglob("*.py")) - {CORE / "values" / "state.py"}:
         tree = ast.parse(path.read_text())
         declared = {
             id(n) for a in ast.walk(tree) if isinstance(a, ast.Subscript) for n in ast.walk(a.slice)

@@ -10,8 +10,8 @@ from tests.harness.presence import arrived
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.core import machine
+from megascale_driver.core.values.cluster import Cluster, Device, Identity, Liveness
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Device, Identity, Liveness
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.presence.lane import MAX_BEHIND_S, SAMPLES_PER_S, WINDOW_S, Backlog
 from megascale_driver.shell.engine import Engine, Term

@@ -13,8 +13,8 @@ from tests.harness.presence import arrived
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_driver.core.faults import blame
+from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import AttemptPhase
 from megascale_driver.presence import evidence, reports
 from megascale_driver.presence.intake import ClockOffset, Intake, Seat
 from megascale_driver.presence.lane import SLOW_PER_S, News

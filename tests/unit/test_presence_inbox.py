@@ -13,8 +13,9 @@ from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.core import machine
 from megascale_driver.core.values.attempt import Attempt
+from megascale_driver.core.values.cluster import Cluster, Device, Identity, Liveness
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Device, Identity, Job, Liveness
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.presence.inbox import MAX_REPORTS, Inbox
 from megascale_driver.shell.engine import Engine, Term

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
+from megascale_driver.core.values.cluster import Liveness, Node
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Liveness, Node
 from megascale_driver.presence.lane import FORGOTTEN_S, RECHECK_S, SLOW_PER_S, Lane, News
 
 POLICY = Policy()

@@ -17,9 +17,10 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.etcd.election import campaign
 from megascale_common.service.clock import SystemClock, VirtualClock
+from megascale_driver.core.values.cluster import Cluster, Device, Identity
 from megascale_driver.core.values.events import Audit, LeaderStarted, NodeHello, NodeReport
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Device, Identity, Job, JobPhase
 from megascale_driver.journal import pieces
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import LEADER_KEY, Loaded, Store

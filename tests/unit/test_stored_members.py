@@ -8,9 +8,9 @@ import typing
 from typing import Any
 
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.standing import Silence, Tenant
-from megascale_driver.core.values.state import AttemptRecord, Breaker, Job, Node, Request
-from megascale_driver.core.values.storing import added_members, added_to, stored_fields
+from megascale_driver.core.values.cluster import Breaker, Node, Request, Silence, Tenant
+from megascale_driver.core.values.job import AttemptRecord, Job
+from megascale_driver.core.values.stored_fields import added_members, added_to, stored_fields
 from megascale_driver.journal import codec
 from megascale_driver.journal.pieces import PartEncoder
 

@@ -23,10 +23,9 @@ from megascale_driver.analysis.traffic import (
     counted,
 )
 from megascale_driver.core.queue.explain import explain
-from megascale_driver.core.values.events import Event, PolicyRequested
-from megascale_driver.core.values.severities import severity_of
-from megascale_driver.core.values.state import JobPhase
-from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
+from megascale_driver.core.values.events import Event, PolicyRequested, TrafficChanged, TrafficStood
+from megascale_driver.core.values.job import JobPhase
+from megascale_driver.core.values.reasons import severity_of
 from megascale_driver.presence import reports
 from megascale_driver.presence.intake import Seat
 from megascale_driver.shell import decisions, traffic_watch
@@ -259,7 +258,7 @@ def stood(desk: Desk, attempt: int = 0) -> TrafficStood:
 def at_work(desk: Desk) -> None:
     """Heartbeats with status pages: rank 0 computes, all others wait for it."""
     from megascale_driver.analysis.progress import OperationCount, RankStatus
-    from megascale_driver.core.values.state import AttemptPhase
+    from megascale_driver.core.values.cluster import AttemptPhase
 
     for slot in desk.job().slots:
         pages = tuple(

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.shell.figures import MAIN_JOB
 
-from megascale_driver.core.values.state import Disposition, JobPhase, Liveness
+from megascale_driver.core.values.cluster import Disposition, Liveness
+from megascale_driver.core.values.job import JobPhase
 
 if TYPE_CHECKING:
     from tests.simulation.shell.training import Gang
     from tests.simulation.shell.world import World
 
-    from megascale_driver.core.values.state import Cluster
+    from megascale_driver.core.values.cluster import Cluster
 
 LOOK_S = 600.0
 # Some twenty restarts; at the published rates 1,536 nodes have one fault in two hours.

@@ -15,15 +15,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from megascale.v1 import link_pb2
+from megascale_driver.core.values.cluster import AttemptPhase, Cluster, Disposition, Liveness, Node
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Cluster,
-    Disposition,
-    JobPhase,
-    Liveness,
-    Node,
-)
+from megascale_driver.core.values.job import JobPhase
 
 if TYPE_CHECKING:
     from tests.simulation.shell.drivers import SimDriver

@@ -18,7 +18,7 @@ from tests.simulation.shell.people import PEOPLE, SAVING_S, People
 
 from megascale.v1 import driver_pb2
 from megascale_common.etcd import rpc_pb2
-from megascale_driver.core.values.state import Disposition
+from megascale_driver.core.values.cluster import Disposition
 from megascale_driver.journal.store import LEADER_KEY
 from megascale_driver.presence.intake import TICK_INTERVAL_S
 

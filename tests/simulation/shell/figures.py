@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megascale_driver.core.values.state import JobPhase
+from megascale_driver.core.values.job import JobPhase
 
 if TYPE_CHECKING:
     from tests.simulation.shell.training import Gang

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from megascale_driver.core.values.cluster import Cluster, Disposition
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster, Disposition, JobPhase
+from megascale_driver.core.values.job import JobPhase
 
 if TYPE_CHECKING:
     from tests.simulation.shell.nodes import SimNode

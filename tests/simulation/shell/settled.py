@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from tests.harness.fake_etcd import Connection, FakeEtcdClient
 from tests.simulation.shell.drivers import PREFIX
 
-from megascale_driver.core.values.state import Disposition, JobPhase, Liveness
-from megascale_driver.core.values.storing import differs
+from megascale_driver.core.values.cluster import Disposition, Liveness
+from megascale_driver.core.values.job import JobPhase
+from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.reading import Reader
 from megascale_driver.journal.rows import Rows

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from megascale_driver.core.values.desired import leave_id
+from megascale_driver.core.values.cluster import Cluster, Disposition, Liveness, leave_id
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster, Disposition, JobPhase, Liveness
-from megascale_job.sizes.checkpoint_interval import device_hours_per_failure
+from megascale_driver.core.values.job import JobPhase
+from megascale_job.sizes.failures import device_hours_per_failure
 
 if TYPE_CHECKING:
     from tests.simulation.shell.training import Gang

@@ -2,26 +2,39 @@
 
 The functions of the core take a draft and change it; :meth:`Draft.finish` freezes it again. So a
 state is replaced as a whole or not at all.
+
+Jobs whose stored rows this build cannot read: they are left as they are, in etcd and on nodes.
+
+A later build may have written the rows, or a disk has damaged them. The job may be in training, and
+its workers need no driver: they go on, and their nodes get no other work and no order, until
+somebody starts a build that reads the rows, restores them, or deletes the job. Which nodes these
+are is known from their own reports, since the rows may not say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Unpack
 
-from megascale_driver.core import unreadable
-from megascale_driver.core.changes import AttemptChanges, JobChanges, NodeChanges
 from megascale_driver.core.values import accounting
-from megascale_driver.core.values.attempt import Fault
-from megascale_driver.core.values.copies import changed
-from megascale_driver.core.values.desired import desired_of
+from megascale_driver.core.values.attempt import Attempt, Fault
+from megascale_driver.core.values.cluster import (
+    AttemptPhase,
+    Breaker,
+    Cluster,
+    Disposition,
+    Node,
+    Request,
+    Root,
+    Silence,
+    Tenant,
+    desired_of,
+)
 from megascale_driver.core.values.events import Audit, Effect, Evidence, Outcome
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.overlay import Working
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.rules import mode_of
-from megascale_driver.core.values.standing import Silence, Tenant
-from megascale_driver.core.values.state import Breaker, Cluster, Job, Node, Request, Root
+from megascale_driver.core.values.reasons import Reason, mode_of
 
 DRIVER = "driver"
 MANY = 64  # nodes that an event has changed something for
@@ -54,31 +67,27 @@ class Draft:
         self._audit: list[Audit] = []
         self._commanded: dict[str, None] = {}
 
-    def node(self, name: str, **changes: Unpack[NodeChanges]) -> Node:
-        """Change a node."""
-        node = changed(self.nodes[name], changes)
-        self.nodes[name] = node
+    def put_node(self, node: Node) -> Node:
+        """Replace a node by a changed copy."""
+        self.nodes[node.name] = node
         return node
 
-    def job(self, name: str, **changes: Unpack[JobChanges]) -> Job:
-        """Change a job; a change of phase restarts its timer."""
-        old = self.jobs[name]
-        if changes.get("phase", old.phase) != old.phase:
-            changes.setdefault("timer_s", self.now_s)
-            changes["updated_at_s"] = self.now_s
-        job = changed(old, changes)
-        if job.phase is not old.phase:
+    def put_job(self, job: Job) -> Job:
+        """Replace a job by a changed copy; a change of phase restarts its timer."""
+        if job.phase is not self.jobs[job.name].phase:
+            job = replace(job, timer_s=self.now_s, updated_at_s=self.now_s)
             job = replace(job, goodput=accounting.phase_entered(job, self.nodes, self.now_s))
-        self.jobs[name] = job
+        self.jobs[job.name] = job
         return job
 
-    def attempt(self, name: str, **changes: Unpack[AttemptChanges]) -> Job:
-        """Change the newest attempt of a job."""
-        return self.job(name, current=changed(self.jobs[name].current, changes))
+    def put_attempt(self, name: str, attempt: Attempt) -> Job:
+        """Replace the newest attempt of a job by a changed copy."""
+        return self.put_job(replace(self.jobs[name], current=attempt))
 
     def fault(self, name: str, fault: Fault) -> Job:
         """Record what broke the newest attempt of a job."""
-        return self.attempt(name, faults=(*self.jobs[name].current.faults, fault))
+        attempt = self.jobs[name].current
+        return self.put_attempt(name, replace(attempt, faults=(*attempt.faults, fault)))
 
     @property
     def only_nodes_changed(self) -> bool:
@@ -88,7 +97,7 @@ class Draft:
         )
 
     def enforced(self, rule: str) -> bool:
-        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.values.rules`)."""
+        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.values.reasons`)."""
         return mode_of(self.breaker.modes, rule) == "ENFORCE"
 
     def remember_roots(self, roots: tuple[Root, ...]) -> None:
@@ -116,11 +125,11 @@ class Draft:
 
     def refuse_unknown_job(self, name: str) -> None:
         """Refuse the request for a job that is not in the state."""
-        problem = self.unreadable.get(unreadable.key_of(name))
+        problem = self.unreadable.get(unreadable_key(name))
         if problem is None:
             self.refuse("JOB_NOT_FOUND")
         else:
-            self.refuse("JOB_UNREADABLE", unreadable.sentence(name, problem))
+            self.refuse("JOB_UNREADABLE", unreadable_sentence(name, problem))
 
     def ask(self, effect: Effect) -> None:
         """Have an effect performed after the commit."""
@@ -143,7 +152,7 @@ class Draft:
         """Write a line of the audit log: the job's log or, without a job, the cluster's."""
         if job:
             seq = self.jobs[job].log_seq + 1
-            self.job(job, log_seq=seq)
+            self.put_job(replace(self.jobs[job], log_seq=seq))
         else:
             self._log_seq += 1
             seq = self._log_seq
@@ -162,6 +171,33 @@ class Draft:
                 evidence,
                 outcome,
             )
+        )
+
+    def log_job(
+        self,
+        job: Job,
+        reason: Reason,
+        message: str,
+        *,
+        subject: str = "",
+        actor: str = DRIVER,
+        policy: str = "",
+        mode: str = "ENFORCE",
+        evidence: tuple[Evidence, ...] = (),
+        outcome: str = "",
+    ) -> None:
+        """Write a line about the newest attempt of a job; ``subject``: the job, unless given."""
+        self.log(
+            reason,
+            message,
+            subject=subject or f"jobs/{job.name}",
+            job=job.name,
+            actor=actor,
+            policy=policy,
+            mode=mode,
+            attempt=job.attempt,
+            evidence=evidence,
+            outcome=outcome,
         )
 
     def finish(self) -> tuple[Cluster, Outcome]:
@@ -193,7 +229,7 @@ class Draft:
         node = self.nodes.get(name)
         return (
             node is not None
-            and unreadable.withheld(self.unreadable, node)
+            and order_withheld(self.unreadable, node)
             and self.holder_of(name) is None
         )
 
@@ -222,7 +258,8 @@ class Draft:
                 continue
             wanted = desired_of(known, holder_of(name))
             if wanted != known.desired:
-                self.node(name, desired=wanted, desired_version=known.desired_version + 1)
+                version = known.desired_version + 1
+                self.put_node(replace(known, desired=wanted, desired_version=version))
                 self.command(name)
 
 
@@ -240,3 +277,46 @@ def _role(job: Job) -> tuple[object, ...]:
         job.profile,
         job.current.leaving,
     )
+
+
+_JOBS = "jobs/"
+_MANUAL = "manual"  # the policy of what operators order
+
+
+def unreadable_key(job: str) -> str:
+    """The key of a job among the rows that cannot be read."""
+    return f"{_JOBS}{job}"
+
+
+def unreadable_sentence(job: str, problem: str) -> str:
+    """What is wrong with the job, what the driver does about it, and what its operator may do."""
+    return (
+        f"the stored rows of job {job} cannot be read by this build, so its workers go on and "
+        f"nothing is ordered: {problem}; start the build that wrote them, or restore them from a "
+        f"backup, or stop its workers and remove its rows with `megascale delete {job}`"
+    )
+
+
+def unreadable_job_on(unreadable: Mapping[str, str], node: Node) -> str:
+    """The unreadable job that the node runs by its own report; "" if it runs none."""
+    report = node.report
+    if (
+        report is None
+        or report.phase is AttemptPhase.IDLE
+        or unreadable_key(report.job) not in unreadable
+    ):
+        return ""
+    return report.job
+
+
+def order_withheld(unreadable: Mapping[str, str], node: Node) -> bool:
+    """Whether a node that no job holds gets no order now.
+
+    It runs such a job, or has not said yet what it runs. One that an operator has evicted gets its
+    order: to stop.
+    """
+    if not any(key.startswith(_JOBS) for key in unreadable):
+        return False
+    if node.disposition is Disposition.QUARANTINED and node.disposition_policy == _MANUAL:
+        return False
+    return node.report is None or bool(unreadable_job_on(unreadable, node))

@@ -11,30 +11,33 @@ A command can be lost with its driver; a decision that a node has acted upon can
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import breaker, liveness
-from megascale_driver.core.jobs import deleting, jobs
-from megascale_driver.core.nodes import forgetting, nodes, profiles
-from megascale_driver.core.orders import divergence, orders, silencing, stragglers, suspending
+from megascale_driver.core.jobs import deletion, jobs
+from megascale_driver.core.nodes import nodes, profiles
+from megascale_driver.core.orders import divergence, orders, silencing, stragglers
 from megascale_driver.core.queue import quotas
 from megascale_driver.core.queue.scheduling import schedule
-from megascale_driver.core.recovery import repeated_checks, searching
-from megascale_driver.core.signs import hang, plans, traffic
-from megascale_driver.core.values.analysis_events import LossDiverged, PlanCompared, StragglerFound
+from megascale_driver.core.recovery import search
+from megascale_driver.core.signs import hang, plan, traffic
+from megascale_driver.core.values.cluster import Cluster, Request
 from megascale_driver.core.values.events import (
     AttemptOpened,
     BreakerResetRequested,
     CancelRequested,
+    CheckCompared,
     CordonRequested,
     DeleteRequested,
     DrainRequested,
     Event,
     EvictRequested,
+    GroupChecked,
     JobSubmitted,
     LeaderStarted,
+    LossDiverged,
     MessageRefused,
     Mutation,
     NodeHello,
@@ -42,6 +45,7 @@ from megascale_driver.core.values.events import (
     OpenFailed,
     Outcome,
     PagesRead,
+    PlanCompared,
     PlatformReport,
     PolicyRequested,
     ProbeResult,
@@ -52,16 +56,16 @@ from megascale_driver.core.values.events import (
     RestartRequested,
     ResumeRequested,
     SilenceRequested,
+    StragglerFound,
     StreamReset,
     SuspendRequested,
     Tick,
+    TrafficChanged,
+    TrafficStood,
     UncordonRequested,
     UpdateRequested,
 )
-from megascale_driver.core.values.group_events import CheckCompared, GroupChecked
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Request
-from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,9 @@ _NOTHING = Outcome((), (), ())  # follows
 _ORDERS: dict[type[Any], _Order] = {
     JobSubmitted: _Order("SubmitJob", _of_spec, jobs.submit),
     CancelRequested: _Order("CancelJob", _of_job, jobs.cancel),
-    SuspendRequested: _Order("SuspendJob", _of_job, suspending.suspend),
-    ResumeRequested: _Order("ResumeJob", _of_job, suspending.resume),
-    DeleteRequested: _Order("DeleteJob", _of_job, deleting.delete),
+    SuspendRequested: _Order("SuspendJob", _of_job, orders.suspend),
+    ResumeRequested: _Order("ResumeJob", _of_job, orders.resume),
+    DeleteRequested: _Order("DeleteJob", _of_job, deletion.delete),
     RestartRequested: _Order("RestartJob", _of_job, orders.restart),
     UpdateRequested: _Order("UpdateJob", _of_spec, orders.update),
     DrainRequested: _Order("DrainNode", _of_node, orders.drain),
@@ -186,7 +190,7 @@ def _dispatch(draft: Draft, event: Event) -> None:
     elif isinstance(event, OpenFailed):
         jobs.open_failed(draft, event)
     elif isinstance(event, GroupChecked):
-        searching.checked(draft, event)
+        search.checked(draft, event)
     elif isinstance(event, MessageRefused):
         nodes.message_refused(draft, event.subject, event.problem)
     elif isinstance(event, LossDiverged):
@@ -194,13 +198,13 @@ def _dispatch(draft: Draft, event: Event) -> None:
     elif isinstance(event, StragglerFound):
         stragglers.found(draft, event)
     elif isinstance(event, CheckCompared):
-        repeated_checks.compared(draft, event)
+        nodes.check_compared(draft, event)
     elif isinstance(event, TrafficStood):
         traffic.stood(draft, event)
     elif isinstance(event, TrafficChanged):
         traffic.changed(draft, event)
     elif isinstance(event, PlanCompared):
-        plans.compared(draft, event)
+        plan.compared(draft, event)
     elif isinstance(event, LeaderStarted):
         _leader_started(draft, event)
     elif isinstance(event, Mutation):
@@ -242,8 +246,8 @@ def _tick(draft: Draft, event: Tick) -> None:
         jobs.steps_seen(draft, name, attempt, number, record, held_s)
     breaker.refresh(draft)
     liveness.silent(draft, event.silent)
-    deleting.expire(draft)
-    forgetting.expire(draft)
+    deletion.expire(draft)
+    nodes.forget_dead(draft)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]
     for key in expired:
@@ -259,7 +263,7 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
     draft.leader_since_s = event.now_s
     draft.grace_until_s = event.now_s + draft.policy.leader_grace_s
     for name in list(draft.nodes):
-        draft.node(name, last_seen_s=event.now_s, heard_at_s=event.now_s)
+        draft.put_node(replace(draft.nodes[name], last_seen_s=event.now_s, heard_at_s=event.now_s))
     jobs.restart_timers(draft)
     draft.log(
         "LEADER_ELECTED",

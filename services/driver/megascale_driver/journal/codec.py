@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.values.storing import added_to, key_of, stored_fields
+from megascale_driver.core.values.stored_fields import added_to, key_of, stored_fields
 from megascale_job.visible import counted
 
 T = TypeVar("T")

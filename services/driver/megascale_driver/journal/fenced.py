@@ -31,12 +31,12 @@ from megascale_common.etcd.operations import (
     Compare,
     Delete,
     DeleteRange,
+    Etcd,
     KeyValue,
     ModRevisionEquals,
     Operation,
     Put,
 )
-from megascale_common.etcd.protocol import Etcd
 from megascale_common.etcd.settled import Rejected, txn_settled
 from megascale_common.service import logs
 from megascale_common.service.errors import NotLeaderError

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd
 from megascale_common.service.errors import CodecError, ExpiredError
 from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import codec, records

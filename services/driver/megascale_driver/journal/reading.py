@@ -12,26 +12,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from megascale_common.etcd.operations import KeyValue
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd, KeyValue
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, ServiceError
-from megascale_driver.core.values import plausible
-from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.standing import Tenant
-from megascale_driver.core.values.state import (
-    AttemptRecord,
+from megascale_driver.core.values import bounds
+from megascale_driver.core.values.cluster import (
     Breaker,
     Cluster,
     Disposition,
-    Job,
     Node,
     Request,
+    Tenant,
 )
+from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.job import AttemptRecord, Job
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.pieces import PARTS, joined, named
 from megascale_driver.journal.rows import INDEX, Rows, attempt_key
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.names import is_dns_label
 
 CLUSTER_LINES = 5_000  # newest lines of the cluster's log that a new leader holds
@@ -170,11 +168,11 @@ class Reader:
             job = codec.build(
                 Job,
                 joined(values, chunks),
-                config=job_config.from_accepted(spec),
+                config=loading.from_accepted(spec),
                 attempts=(),
             )
             job = replace(job, attempts=self._attempts(job, rows, chunks))
-            if (problem := plausible.stored(job)) or job.name != name:
+            if (problem := bounds.stored(job)) or job.name != name:
                 raise CodecError(problem or f"the head is that of {job.name!r}")
         except (CodecError, ServiceError, ValueError, TypeError, KeyError, RecursionError) as error:
             self._refuse(where, error)

@@ -13,8 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from megascale_common.etcd.errors import ResourceExhausted
-from megascale_common.etcd.operations import KeyValue
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd, KeyValue
 from megascale_common.service.errors import CodecError
 from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import codec, pieces

@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.overlay import changed_keys
-from megascale_driver.core.values.state import Cluster, Job
-from megascale_driver.core.values.storing import differs
+from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.pieces import PARTS, Change, PartEncoder, Piece
-from megascale_job import config as job_config
+from megascale_job import loading
 
 INDEX = "index/"
 JOBS = "jobs/"
@@ -117,7 +118,7 @@ class Rows:
         if before is None:
             batch.changes.append(Change(f"{INDEX}{name}", b"{}"))
         if before is None or before.config is not job.config:
-            spec = job_config.to_json(job.config).encode()
+            spec = loading.to_json(job.config).encode()
             batch.changes.append(Change(f"jobs/{name}/specs/{job.spec_revision}", spec))
         known = {record.number for record in before.attempts} if before is not None else set()
         for record in job.attempts:

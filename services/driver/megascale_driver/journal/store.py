@@ -10,9 +10,9 @@ import json
 import time
 
 from megascale_common.etcd.election import Leadership
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.fenced import (
     MAX_BYTES,

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd
 from megascale_common.service.errors import CodecError
 from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import audit_log, records

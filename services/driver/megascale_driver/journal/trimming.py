@@ -17,12 +17,13 @@ from pathlib import Path
 
 from megascale_common.etcd.election import Leadership
 from megascale_common.etcd.errors import EtcdError
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd
 from megascale_common.service import logs
 from megascale_common.service.clock import Clock
 from megascale_common.service.errors import CodecError, NotLeaderError
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import Cluster, Job
+from megascale_driver.core.values.job import Job
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.fenced import FencedWriter
 from megascale_driver.journal.pieces import Change

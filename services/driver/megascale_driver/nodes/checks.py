@@ -2,7 +2,7 @@
 
 The figures are in the leader's memory. Each node keeps its own and says them in its hello, so a new
 leader has them when the fleet has linked; how often a target failed in a row is stored with the
-node (:mod:`megascale_driver.core.recovery.repeated_checks`).
+node (:mod:`megascale_driver.core.nodes.nodes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import grpc
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
-from megascale_common.service.wire_text import enum_name
+from megascale_common.service.status import enum_name
 from megascale_driver.analysis.baselines import (
     MAX_NODES,
     REPEATS,
@@ -28,7 +28,7 @@ from megascale_driver.analysis.baselines import (
     odd_versions,
 )
 from megascale_driver.analysis.group_search import Answer
-from megascale_driver.core.values.group_events import CheckGroup, GroupMember
+from megascale_driver.core.values.events import CheckGroup, GroupMember
 from megascale_job.visible import counted
 
 VERSIONS = "versions"

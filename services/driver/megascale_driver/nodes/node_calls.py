@@ -32,14 +32,16 @@ from megascale_common.service.errors import (
 )
 from megascale_driver.analysis.baselines import MAX_NODES
 from megascale_driver.core.values.attempt import NodeSlot
+from megascale_driver.core.values.cluster import Check, Cluster, Identity, Node
 from megascale_driver.core.values.events import (
     AttemptOpened,
+    CheckCompared,
+    CheckGroup,
+    GroupChecked,
     NodeReport,
     OpenAttempt,
     OpenFailed,
 )
-from megascale_driver.core.values.group_events import CheckCompared, CheckGroup, GroupChecked
-from megascale_driver.core.values.state import Check, Cluster, Identity, Node
 from megascale_driver.nodes import checks
 from megascale_driver.nodes.checks import FleetFigures, Outcome, Slow, outcomes
 from megascale_driver.presence import reports

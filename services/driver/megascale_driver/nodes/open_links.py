@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from megascale.v1 import link_pb2
-from megascale_driver.core.values.state import Identity
+from megascale_driver.core.values.cluster import Identity
 from megascale_driver.presence.intake import Seat
 
 ACKS_HELD = 64  # an agent that does not read its acknowledgements loses the oldest

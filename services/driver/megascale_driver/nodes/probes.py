@@ -17,8 +17,8 @@ import grpc
 from megascale.v1 import executor_pb2, executor_pb2_grpc
 from megascale_common.service import logs
 from megascale_common.service.channel import open_channel
+from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import Probe
-from megascale_driver.core.values.state import AttemptPhase
 from megascale_driver.presence.reports import phase_of
 
 AT_ONCE = 128  # a fleet that is silent must not take all descriptors, nor the driver's time

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_driver.core.jobs import timers
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import NodeReport, RankPages
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster
 from megascale_driver.presence import arrival, evidence, reports
 from megascale_driver.presence.arrival import Arrival
 from megascale_driver.presence.lane import Lane, News

@@ -33,9 +33,9 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+from megascale_driver.core.values.cluster import Liveness, Node
 from megascale_driver.core.values.events import Silence
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Liveness, Node
 from megascale_driver.presence.evidence import UNREAD
 
 RECHECK_S = 1.0

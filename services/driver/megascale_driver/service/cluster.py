@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common.service.build import build_version
 from megascale_common.service.errors import invalid
-from megascale_common.service.handlers import answers
-from megascale_driver.core.queue.demand import demand
+from megascale_common.service.start import build_version
+from megascale_common.service.status import answers
+from megascale_driver.core.queue.scheduling import demand
+from megascale_driver.core.values.cluster import Liveness
 from megascale_driver.core.values.events import (
     BreakerResetRequested,
     PolicyRequested,
     QuotaRequested,
 )
-from megascale_driver.core.values.rules import RULES
-from megascale_driver.core.values.state import JobPhase, Liveness
+from megascale_driver.core.values.job import JobPhase
+from megascale_driver.core.values.reasons import RULES
 from megascale_driver.service.driver import Calls, Context
 from megascale_driver.wire import messages as wire
 from megascale_job.names import is_dns_label

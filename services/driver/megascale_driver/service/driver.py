@@ -24,11 +24,11 @@ from megascale_common.service.errors import (
     UnavailableError,
     invalid,
 )
-from megascale_common.service.identity.gate import caller
-from megascale_common.service.identity.rates import OpenStreams
-from megascale_driver.core import machine, unreadable
+from megascale_common.service.identity.gate import OpenStreams, caller
+from megascale_driver.core import draft, machine
+from megascale_driver.core.values.cluster import Liveness, Node
 from megascale_driver.core.values.events import Mutation, Outcome, PlatformReport, RequestKey
-from megascale_driver.core.values.state import Job, Liveness, Node
+from megascale_driver.core.values.job import Job
 from megascale_driver.service import job_requests
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
@@ -105,8 +105,8 @@ class Driver:
 
     def job(self, name: str) -> Job:
         self.require_state()
-        if (problem := self.engine.state.unreadable.get(unreadable.key_of(name))) is not None:
-            raise StateError(unreadable.sentence(name, problem), reason="JOB_UNREADABLE")
+        if (problem := self.engine.state.unreadable.get(draft.unreadable_key(name))) is not None:
+            raise StateError(draft.unreadable_sentence(name, problem), reason="JOB_UNREADABLE")
         if name not in self.engine.state.jobs:
             message = f"there is no job {name!r}; `megascale jobs` lists all"
             raise NotFoundError(message, reason="JOB_NOT_FOUND")

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import NotFoundError, invalid
-from megascale_common.service.handlers import answers
+from megascale_common.service.status import answers
 from megascale_driver.core.queue.explain import explanation
 from megascale_driver.core.values.events import (
     CancelRequested,
@@ -19,7 +19,7 @@ from megascale_driver.core.values.events import (
     SuspendRequested,
     UpdateRequested,
 )
-from megascale_driver.core.values.state import Job
+from megascale_driver.core.values.job import Job
 from megascale_driver.service import admission, job_requests
 from megascale_driver.service.driver import (
     MAX_REASON,

@@ -18,7 +18,6 @@ from google.protobuf.message import DecodeError
 from megascale.v1 import link_pb2
 from megascale_common.node.link_limits import BEGINNING_S, DIALS_PER_S, MAX_RETRY_S
 from megascale_common.service import logs
-from megascale_common.service.build import build_version
 from megascale_common.service.errors import (
     ForbiddenError,
     NotFoundError,
@@ -28,9 +27,10 @@ from megascale_common.service.errors import (
     UnavailableError,
 )
 from megascale_common.service.identity.gate import caller
+from megascale_common.service.start import build_version
 from megascale_common.service.status import abort
-from megascale_driver.core import unreadable
-from megascale_driver.core.values.state import Identity
+from megascale_driver.core import draft
+from megascale_driver.core.values.cluster import Identity
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.nodes.orders import PROTOCOL
 from megascale_driver.presence import arrival
@@ -160,9 +160,9 @@ class LinkService:
             if not self._leader.shows_state:
                 await abort(context, self._leader.not_leading())
             state = self._engine.state
-            if (problem := state.unreadable.get(unreadable.key_of(request.job))) is not None:
+            if (problem := state.unreadable.get(draft.unreadable_key(request.job))) is not None:
                 # Kept by the agent: the build that can read the job wants them.
-                text = unreadable.sentence(request.job, problem)
+                text = draft.unreadable_sentence(request.job, problem)
                 await abort(context, UnavailableError(text, reason="JOB_UNREADABLE"))
             if request.job not in state.jobs:
                 await abort(

@@ -7,10 +7,11 @@ from google.protobuf import duration_pb2
 
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError, invalid
-from megascale_common.service.handlers import answers
-from megascale_driver.core import unreadable
+from megascale_common.service.status import answers
+from megascale_driver.core import draft
 from megascale_driver.core.checkpoints import replicas
 from megascale_driver.core.orders.orders import leaves_after_save, origin
+from megascale_driver.core.values.cluster import Disposition, Node
 from megascale_driver.core.values.events import (
     CordonRequested,
     DrainRequested,
@@ -19,7 +20,7 @@ from megascale_driver.core.values.events import (
     RequestKey,
     UncordonRequested,
 )
-from megascale_driver.core.values.state import Disposition, Job, Node
+from megascale_driver.core.values.job import Job
 from megascale_driver.service.driver import (
     Calls,
     Context,
@@ -155,7 +156,7 @@ class FleetCalls(Calls):
         if node.disposition is Disposition.QUARANTINED:
             return f"node {node.name} is quarantined already: {node.disposition_reason}"
         job = self._engine.state.holder_of(node.name)
-        if unread := unreadable.job_on(self._engine.state.unreadable, node):
+        if unread := draft.unreadable_job_on(self._engine.state.unreadable, node):
             return f"its workers of job {unread}, which cannot be read, stop"
         if job is None:
             jobs = [

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import invalid
-from megascale_common.service.handlers import answers
+from megascale_common.service.status import answers
 from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.analysis.progress import RankView
 from megascale_driver.analysis.waiting import Waits, waits
 from megascale_driver.core.signs import hang
-from megascale_driver.core.values.state import Job
+from megascale_driver.core.values.job import Job
 from megascale_driver.service.driver import Calls, Context
 from megascale_job.layout import AXES, RankLayout
 

@@ -16,9 +16,10 @@ from megascale.v1 import types_pb2
 from megascale_common.service import logs
 from megascale_common.service.clock import Clock
 from megascale_driver.core import machine
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit, Event, NodeReport, Outcome
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Job
 from megascale_driver.journal.audit_log import AuditLog
 from megascale_driver.journal.store import Loaded
 from megascale_driver.shell.feeds import JobFeeds

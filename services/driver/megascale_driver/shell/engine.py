@@ -22,12 +22,14 @@ from megascale_common.service.clock import Clock
 from megascale_common.service.errors import NotLeaderError
 from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
 from megascale_driver.core.signs import hang
-from megascale_driver.core.values import plausible
-from megascale_driver.core.values.analysis_events import LossDiverged
+from megascale_driver.core.values import bounds
+from megascale_driver.core.values.cluster import AttemptPhase, Cluster
 from megascale_driver.core.values.events import (
     Audit,
+    CheckGroup,
     Event,
     LeaderStarted,
+    LossDiverged,
     MessageRefused,
     NodeHello,
     NodeReport,
@@ -41,9 +43,8 @@ from megascale_driver.core.values.events import (
     StreamReset,
     Tick,
 )
-from megascale_driver.core.values.group_events import CheckGroup
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import AttemptPhase, Cluster, Job
 from megascale_driver.journal.audit_log import canonical
 from megascale_driver.journal.rows import Batch
 from megascale_driver.journal.store import Loaded, Store
@@ -208,7 +209,7 @@ class Engine:
     def step_done(self, job: str, record: types_pb2.StepRecord) -> bool:
         """Take in a step record; False if it was known, or cannot be true."""
         known = self.state.jobs.get(job)
-        if known is not None and (problem := plausible.record(known, record.attempt, record.step)):
+        if known is not None and (problem := bounds.record(known, record.attempt, record.step)):
             self._refuse_message(f"jobs/{job}", problem)
             return False
         if not self.feeds.of(job).add_step(record):

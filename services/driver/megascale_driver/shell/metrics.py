@@ -24,9 +24,10 @@ from megascale.v1 import types_pb2
 from megascale_common.service.metrics import registry_of
 from megascale_driver.core.faults import blame
 from megascale_driver.core.values import goodput
+from megascale_driver.core.values.cluster import Cluster, Node
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.severities import severity_of
-from megascale_driver.core.values.state import Cluster, Job, JobPhase, Node
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.reasons import severity_of
 from megascale_driver.nodes.checks import FleetFigures
 from megascale_driver.presence.lane import Lane
 from megascale_driver.shell.engine import Engine
@@ -34,7 +35,7 @@ from megascale_driver.shell.loop import LoopWatch
 
 if TYPE_CHECKING:
     from megascale_driver.telemetry.watches import Collectives
-    from megascale_planner.beside import Comparison
+    from megascale_planner.job_plan import Comparison
 
 STEP_BUCKETS_S = (
     0.01,

@@ -14,7 +14,7 @@ import grpc
 
 from megascale.v1 import types_pb2
 from megascale_common.service import logs
-from megascale_driver.core.values.state import Cluster, Disposition, Liveness, Node
+from megascale_driver.core.values.cluster import Cluster, Disposition, Liveness, Node
 from megascale_driver.nodes.node_calls import NodeCalls
 
 _log = logs.get(__name__)

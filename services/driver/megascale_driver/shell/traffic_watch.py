@@ -23,10 +23,10 @@ from megascale.v1 import link_pb2
 from megascale_common.node.status_page import Phase
 from megascale_common.service import logs
 from megascale_driver.analysis.traffic import Bytes, Look, TrafficRule, TrafficTrack, counted
-from megascale_driver.core.values.events import Event
+from megascale_driver.core.values.cluster import Cluster
+from megascale_driver.core.values.events import Event, TrafficChanged, TrafficStood
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Job, JobPhase
-from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
 from megascale_driver.presence.intake import Seat, pages_of
 from megascale_driver.shell.decisions import beside
 

@@ -140,7 +140,7 @@ def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
 
 def _calibrations(files: Sequence[Path]) -> dict[str, str]:
     """The texts of calibration files, by the device of each."""
-    from megascale_planner.calibration_file import BadCalibration
+    from megascale_planner.devices import BadCalibration
     from megascale_planner.job_plan import by_device
 
     texts = {}

@@ -21,7 +21,7 @@ from megascale_driver.analysis.spans.merged import merged
 from megascale_driver.analysis.spans.outliers import COMPARED, OutlierRule, SlowNode, slow_nodes
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.analysis.spans.terms import MeasuredSteps, measured_steps
-from megascale_driver.core.values.state import Job
+from megascale_driver.core.values.job import Job
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
 from megascale_job.visible import counted

@@ -16,15 +16,16 @@ import numpy as np
 from megascale.v1 import driver_pb2
 from megascale_common.service import logs
 from megascale_driver.analysis.spans.outliers import OutlierRule
-from megascale_driver.core.values.analysis_events import PlanCompared, StragglerFound
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import (
     Event,
+    PlanCompared,
+    StragglerFound,
 )
-from megascale_driver.core.values.state import Cluster, Job, JobPhase
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.telemetry.views import SpanViews
-from megascale_planner.beside import Comparison, PlanRule, beside
-from megascale_planner.calibration_file import BadCalibration
-from megascale_planner.job_plan import JobPlan, plan_of
+from megascale_planner.devices import BadCalibration
+from megascale_planner.job_plan import Comparison, JobPlan, PlanRule, compare_steps, plan_of
 from megascale_planner.workload import Refused
 
 LOOK_S: Final = 5.0
@@ -176,7 +177,7 @@ class PlanWatch:
                 job.step_times[-PLAN_RULE.windows * PLAN_RULE.window_steps :], np.float64
             )
             numbers = np.arange(job.current.step - len(times) + 1, job.current.step + 1)
-            return beside(numbers, times, {}, plan, before, PLAN_RULE), {}
+            return compare_steps(numbers, times, {}, plan, before, PLAN_RULE), {}
         found = await self._views.measured_steps(job, PLAN_RULE.windows * window)
         rule = replace(PLAN_RULE, window_steps=window)
         single = {
@@ -184,7 +185,7 @@ class PlanWatch:
             for key, (network, waiting) in found.collectives.items()
             if len(network)
         }
-        return beside(found.steps, found.step_s, found.terms, plan, before, rule), single
+        return compare_steps(found.steps, found.step_s, found.terms, plan, before, rule), single
 
     def _plan(self, state: Cluster, job: Job) -> JobPlan:
         models: set[str] = set()

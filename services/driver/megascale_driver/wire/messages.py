@@ -12,27 +12,20 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common.service.wire_text import enum_name
+from megascale_common.service.status import enum_name
 from megascale_driver.analysis.divergence import StepSample
-from megascale_driver.core import unreadable
+from megascale_driver.core import draft
 from megascale_driver.core.checkpoints import replicas
 from megascale_driver.core.queue import quotas
 from megascale_driver.core.queue.explain import Explanation
 from megascale_driver.core.recovery import log_roots
 from megascale_driver.core.values import events, goodput
 from megascale_driver.core.values.attempt import Placement
+from megascale_driver.core.values.cluster import Cluster, Device, Identity, Liveness, Node
 from megascale_driver.core.values.goodput import PARTS, Ledger
+from megascale_driver.core.values.job import Job, Profile
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.rules import RULES, mode_of
-from megascale_driver.core.values.state import (
-    Cluster,
-    Device,
-    Identity,
-    Job,
-    Liveness,
-    Node,
-    Profile,
-)
+from megascale_driver.core.values.reasons import RULES, mode_of
 from megascale_job.wire import restore
 from megascale_job.wire import spec as job_spec
 
@@ -244,7 +237,7 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
     job = state.holder_of(node.name)
     slot = job.slot_of(node.name) if job is not None else None
     spare = any(node.name in other.spares for other in state.jobs.values())
-    unread = unreadable.job_on(state.unreadable, node) if job is None else ""
+    unread = draft.unreadable_job_on(state.unreadable, node) if job is None else ""
     assignment = "ACTIVE" if job is not None or unread else "SPARE" if spare else "IDLE"
     who = node.identity
     return driver_pb2.Node(

@@ -2,17 +2,20 @@
 
 The nodes report what they keep. A snapshot counts as restorable when each rank has it in a sealed
 slot of its own node, or as a replica on a node that lives.
+
+Which snapshot all ranks still have in memory: of their own node, or of one with a replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.values.checkpoint_progress import Progress, SealedSnapshot
+from megascale_driver.core.values.attempt import FailedCopies, ReplicaSource
+from megascale_driver.core.values.cluster import Liveness, Node, Progress, SealedSnapshot
 from megascale_driver.core.values.events import Evidence
-from megascale_driver.core.values.replica_orders import FailedCopies, ReplicaSource
-from megascale_driver.core.values.state import Job, JobPhase, Liveness, Node
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.placement.replicas import Member, choose_peers
 from megascale_job.restore import RestorePlan, RestoreSource
 
@@ -125,19 +128,23 @@ def report(draft: Draft, node: str, job: Job, progress: Progress) -> None:
     if failure.step <= last.step:
         return  # another rank of the same step, or a repetition
     count = last.count + 1
-    draft.attempt(job.name, failed_copies=FailedCopies(failure.step, count))
+    draft.put_attempt(
+        job.name,
+        replace(draft.jobs[job.name].current, failed_copies=FailedCopies(failure.step, count)),
+    )
     if str(count).strip("0") != "1":
         return
     error = failure.error[:MAX_CAUSE]
     peer = job.current.replica_orders.peers.get(node, "")
-    draft.log(
+    draft.log_job(
+        job,
         "REPLICA_FAILED",
         f"the snapshot of step {failure.step} of rank {failure.rank} on {node} has no replica on "
         f"{peer or 'another node'}: {error} ({count} of this attempt)",
-        subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+        actor=f"nodes/{node}",
         evidence=(Evidence("replica-error", f"nodes/{node}", error),),
         outcome="training continues; the next snapshot is copied anew",
-    )  # fmt: skip
+    )
 
 
 def _failure(job: Job, node: Node | None) -> str | None:
@@ -158,3 +165,23 @@ def _of(job: Job, node: Node, what: str) -> Iterator[SealedSnapshot]:
         for item in items if progress.job == job.name else ():
             if item.layout_digest and 0 < item.attempt <= job.attempt:
                 yield item
+
+
+def sealed_everywhere(job: Job, nodes: Mapping[str, Node]) -> tuple[int, int]:
+    """(step, attempt) of the newest snapshot that every rank has in memory; (0, 0): none.
+
+    A rank has it sealed on its own node, or a node that lives keeps its replica. It counts only if
+    one attempt wrote it on all ranks: two attempts may have reached the same step with different
+    states. Refused steps, and attempts that were never issued, do not count.
+    """
+    copies = kept(job, nodes)
+    common: set[tuple[int, int]] | None = None
+    for rank, own in sealed_here(job, nodes).items():
+        steps = {item for item in own | set(copies.get(rank, {})) if item[1] < job.attempt}
+        common = steps if common is None else common & steps
+    usable = [
+        item
+        for item in common or ()
+        if item[0] not in job.refused_steps and not job.abandoned(*item)
+    ]
+    return max(usable, default=(0, 0))

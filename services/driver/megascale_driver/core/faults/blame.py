@@ -8,16 +8,17 @@ log says so.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from megascale_common.node.logs.matcher import kind_of
 from megascale_common.node.logs.templates import fingerprint
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import job_faults
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.candidates import usable
+from megascale_driver.core.values.cluster import Root, usable
 from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Job, Root
 from megascale_job.visible import counted
 
 MAX_ROOTS = 8  # of a job; the oldest are forgotten
@@ -54,7 +55,9 @@ def blame(draft: Draft, job: Job) -> None:
         return
     job = draft.jobs[job.name]
     count = job.node_failures.get(guilty.node, 0) + 1
-    job = draft.job(job.name, node_failures={**job.node_failures, guilty.node: count})
+    job = draft.put_job(
+        replace(draft.jobs[job.name], node_failures={**job.node_failures, guilty.node: count})
+    )
     if guilty.node in job.evicted:
         return
     if guilty.kind is FaultKind.OPEN_FAILED:
@@ -186,29 +189,29 @@ def is_software(draft: Draft, job: Job, guilty: Fault, root: str = "") -> bool:
 
 def _remember(draft: Draft, job: Job, root: str, nodes: tuple[str, ...]) -> None:
     others = [(key, value) for key, value in job.roots.items() if key != root]
-    draft.job(job.name, roots=dict([*others, (root, nodes)][-MAX_ROOTS:]))
+    draft.put_job(replace(draft.jobs[job.name], roots=dict([*others, (root, nodes)][-MAX_ROOTS:])))
 
 
 def _say_software(draft: Draft, job: Job, fault: Fault, nodes: tuple[str, ...]) -> None:
-    draft.log(
+    draft.log_job(
+        job,
         "SOFTWARE_SUSPECTED",
         f"the same failure on nodes {', '.join(nodes)}: {fault.message}",
-        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="fingerprint",
+        policy="fingerprint",
         evidence=(Evidence("fingerprint", f"nodes/{fault.node}", root_of(fault)),),
         outcome="no node is evicted for it: look at the job, its data, its storage or the build",
-    )  # fmt: skip
+    )
 
 
 def _leave(draft: Draft, job: Job, guilty: Fault, why: str) -> None:
     job, enforced = draft.jobs[job.name], draft.enforced("repeated-failure")
     if enforced:
-        draft.job(job.name, evicted=(*job.evicted, guilty.node))
-    draft.log(
+        draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, guilty.node)))
+    draft.log_job(
+        job,
         "NODE_EVICTED",
         f"node {guilty.node} {why}: {guilty.message}",
         subject=f"nodes/{guilty.node}",
-        job=job.name,
-        attempt=job.attempt,
         policy="repeated-failure",
         mode="ENFORCE" if enforced else "OBSERVE",
         outcome=job_faults.left_by(job) if enforced else "nothing: the rule is observed",

@@ -20,8 +20,8 @@ from collections import Counter
 from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import Liveness, Node, SwitchTrip
 from megascale_driver.core.values.events import Evidence
-from megascale_driver.core.values.state import Liveness, Node, SwitchTrip
 from megascale_job.visible import agreed, counted
 
 MAX_NAMED = 16
@@ -97,7 +97,7 @@ def reset(
     for name, node in draft.nodes.items():
         if node.liveness is not Liveness.DEAD:
             seen_s = max(node.last_seen_s, draft.now_s)
-            draft.node(name, last_seen_s=seen_s, probe_failed_at_s=0.0)
+            draft.put_node(replace(draft.nodes[name], last_seen_s=seen_s, probe_failed_at_s=0.0))
     draft.log(
         "BREAKER_RESET",
         f"inferred verdicts are enforced again: {why}",
@@ -154,9 +154,11 @@ def _allows_of_switch(draft: Draft, node: Node, silent: dict[str, list[str]]) ->
             "SWITCH_LOST",
             f"switch {switch} is lost: {len(silent[switch])} of its nodes are silent for "
             f"{draft.now_s - node.last_seen_s:.0f} s, and the rest of the fleet beats",
-            subject="cluster", policy="breaker", evidence=(_named(silent[switch]),),
+            subject="cluster",
+            policy="breaker",
+            evidence=(_named(silent[switch]),),
             outcome="its silent nodes are given up together",
-        )  # fmt: skip
+        )
     return True
 
 
@@ -192,9 +194,13 @@ def _trip(draft: Draft, message: str, names: list[str]) -> None:
 
 def _say_tripped(draft: Draft, message: str, names: list[str]) -> None:
     draft.log(
-        "BREAKER_TRIPPED", message, subject="cluster", policy="breaker", mode="OBSERVE",
+        "BREAKER_TRIPPED",
+        message,
+        subject="cluster",
+        policy="breaker",
+        mode="OBSERVE",
         evidence=(_named(names),),
-    )  # fmt: skip
+    )
 
 
 def _named(names: list[str]) -> Evidence:

@@ -13,13 +13,13 @@ attempt nothing is waited for, nor where hosts are restarted one after the other
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import blame
 from megascale_driver.core.values.attempt import Fault, FaultKind
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Job, JobPhase
 from megascale_job.visible import counted
 
 # Faults that the job has no part in: they do not count against its restart budgets.
@@ -40,15 +40,17 @@ def charge(draft: Draft, job: Job) -> Job:
     # A refused checkpoint counts as progress: the next attempt restores another one.
     corrupt = any(fault.kind is FaultKind.CHECKPOINT_CORRUPT for fault in faults)
     in_a_row = job.restarts_without_progress + (0 if corrupt or _node_gone(job) else 1)
-    return draft.job(
-        job.name,
-        restarts=job.restarts + 1,
-        restart_times=_counted(job, cause_of(faults), draft.now_s, draft.policy),
-        restarts_without_progress=0 if progressed else in_a_row,
-        node_failures={} if progressed else job.node_failures,
-        roots={} if progressed else job.roots,
-        repeats={} if progressed else job.repeats if corrupt else _repeated(job),
-        progress_mark=mark,
+    return draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            restarts=job.restarts + 1,
+            restart_times=_counted(job, cause_of(faults), draft.now_s, draft.policy),
+            restarts_without_progress=0 if progressed else in_a_row,
+            node_failures={} if progressed else job.node_failures,
+            roots={} if progressed else job.roots,
+            repeats={} if progressed else job.repeats if corrupt else _repeated(job),
+            progress_mark=mark,
+        )
     )
 
 
@@ -70,9 +72,11 @@ def check(draft: Draft, job: Job) -> Job:
         if not allowed or not blame.leave_for_another(draft, job):
             spent = f"recovery.max_restarts_without_progress = {allowed} is spent"
             return _end(draft, job, spent)
-        job = draft.job(job.name, restarts_without_progress=allowed)
+        job = draft.put_job(replace(draft.jobs[job.name], restarts_without_progress=allowed))
     delay_s = 0.0 if _left(job) else backoff(alike(job), draft.policy)
-    return draft.job(job.name, not_before_s=draft.now_s + delay_s if delay_s else 0.0)
+    return draft.put_job(
+        replace(draft.jobs[job.name], not_before_s=draft.now_s + delay_s if delay_s else 0.0)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,4 +183,6 @@ def _end(draft: Draft, job: Job, spent: str) -> Job:
     alike = blame.seen_alike(draft, job, cause) if cause else ()
     if alike:
         last += f" (the same on nodes {', '.join(alike)}: a matter of software, not of the nodes)"
-    return draft.job(job.name, after_stop=JobPhase.FAILED, stop_reason=spent + last)
+    return draft.put_job(
+        replace(draft.jobs[job.name], after_stop=JobPhase.FAILED, stop_reason=spent + last)
+    )

@@ -4,14 +4,26 @@ A job that has completed no step yet would fail the same way again: it ends, and
 counted. One that has run before ran with this very specification, so something around it has
 changed (a mount that is gone for a moment, a node that something else fills): it is retried within
 its restart budgets.
+
+Which checks the next attempt begins with, by the cause of the last one's end: one table.
+
+They run on all its nodes beside those of every attempt (MegaScale section 4.3), so only where the
+cause asks for them: what a hang or a symptom without a root calls for is the search among nodes
+(:mod:`megascale_driver.core.recovery.search`), and a process that was killed says nothing of
+hardware.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final, Literal
+
+from megascale_driver.analysis.logs.correlation import Verdict
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.rules import Mode
-from megascale_driver.core.values.state import Job, JobPhase
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.reasons import Mode
 from megascale_job.visible import counted
 
 OUT_OF_MEMORY_PATIENCE = 2  # attempts in a row that run out of memory, without a new step
@@ -31,7 +43,7 @@ def never_runs(job: Job, faults: tuple[Fault, ...]) -> Fault | None:
 
 def end(draft: Draft, job: Job, why: str) -> Job:
     """End the job as FAILED when its attempt has stopped; its restart budgets stay as they are."""
-    return draft.job(job.name, after_stop=JobPhase.FAILED, stop_reason=why)
+    return draft.put_job(replace(draft.jobs[job.name], after_stop=JobPhase.FAILED, stop_reason=why))
 
 
 def decide_on_size(draft: Draft, job: Job) -> None:
@@ -55,11 +67,11 @@ def decide_on_memory(draft: Draft, job: Job) -> None:
     """
     exhausted = [f for f in job.current.faults if f.kind is FaultKind.OUT_OF_MEMORY]
     if not exhausted:
-        draft.job(job.name, out_of_memory=0)
+        draft.put_job(replace(draft.jobs[job.name], out_of_memory=0))
         return
     # ``restarts_without_progress`` has counted this attempt; 0: it brought the job further.
     count = job.out_of_memory + 1 if job.restarts_without_progress else 1
-    job = draft.job(job.name, out_of_memory=count)
+    job = draft.put_job(replace(draft.jobs[job.name], out_of_memory=count))
     if count < OUT_OF_MEMORY_PATIENCE:
         return
     if not has_run(job):
@@ -75,13 +87,56 @@ def leave(
 ) -> None:
     """Take the job off a node that stays in service; ``mode`` is that of ``policy``."""
     if fault.node not in job.evicted:
-        draft.job(job.name, evicted=(*job.evicted, fault.node))
-        draft.log(
-            "NODE_EVICTED", fault.message, subject=f"nodes/{fault.node}", job=job.name,
-            attempt=job.attempt, policy=policy, mode=mode, outcome=outcome,
-        )  # fmt: skip
+        draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, fault.node)))
+        draft.log_job(
+            job,
+            "NODE_EVICTED",
+            fault.message,
+            subject=f"nodes/{fault.node}",
+            policy=policy,
+            mode=mode,
+            outcome=outcome,
+        )
 
 
 def left_by(job: Job) -> str:
     """What it means for others that the job leaves a node."""
     return f"job {job.name} takes another node if there is one; other jobs may still use this node"
+
+
+Cause = Literal["communication", "numeric", "storage", "device"]
+# Names of diagnostics of the agent, by what broke the attempt.
+CHECKS: Final[Mapping[Cause, tuple[str, ...]]] = {
+    "communication": ("interface_pairs", "path_mtu", "rdma_pairs", "all_to_all"),
+    "numeric": ("bitwise", "gemm"),
+    "storage": ("disk_speed",),
+    "device": ("memory_bandwidth", "bitwise"),
+}
+# How much longer than without them an attempt may prepare: the agent ends them after 100 s.
+CHECKS_EXTRA_S: Final = 110.0
+# Errors of kernels on a device, which software or the device may cause.
+_DEVICE: Final = frozenset(
+    {"cuda_illegal_access", "gpu_mmu_fault", "gpu_sm_exception", "gpu_channel_error"}
+)
+
+
+def check_cause(job: Job, root: Verdict | None) -> Cause | None:
+    """What broke the attempt that has stopped; ``root``: what its logs name."""
+    if job.current.suspects_devices or (root is not None and root.category == "numeric_nan"):
+        return "numeric"
+    kinds = {fault.kind for fault in job.current.faults}
+    if FaultKind.KERNEL_FAULT in kinds:
+        return "device"
+    if root is not None and root.domain == "network":
+        return "communication"
+    if root is not None and root.domain == "storage":
+        return "storage"
+    if root is not None and (root.category in _DEVICE or root.category.startswith("gpu_")):
+        return "device"
+    return "storage" if FaultKind.CHECKPOINT_CORRUPT in kinds else None
+
+
+def checks_after(job: Job, root: Verdict | None) -> tuple[str, ...]:
+    """Names of the checks that the next attempt begins with."""
+    cause = check_cause(job, root)
+    return CHECKS[cause] if cause is not None else ()

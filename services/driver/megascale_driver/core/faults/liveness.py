@@ -15,9 +15,11 @@ progress shows whether there is one).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import breaker
+from megascale_driver.core.values.cluster import REACHED, AttemptPhase, Liveness, Node, PlatformSign
 from megascale_driver.core.values.events import (
     Evidence,
     PlatformReport,
@@ -26,8 +28,7 @@ from megascale_driver.core.values.events import (
     Silence,
     StreamReset,
 )
-from megascale_driver.core.values.platform_sign import REACHED, PlatformSign
-from megascale_driver.core.values.state import AttemptPhase, Job, JobPhase, Liveness, Node
+from megascale_driver.core.values.job import Job, JobPhase
 
 _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 
@@ -37,7 +38,11 @@ def stream_reset(draft: Draft, event: StreamReset) -> None:
     node = draft.nodes.get(event.node)
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return
-    draft.node(node.name, connected=False, reset_at_s=draft.now_s, heard_at_s=draft.now_s)
+    draft.put_node(
+        replace(
+            draft.nodes[node.name], connected=False, reset_at_s=draft.now_s, heard_at_s=draft.now_s
+        )
+    )
     _probe(draft, node)
     if node.liveness is Liveness.SUSPECT:
         evaluate_silence(draft, (node.name,))
@@ -54,11 +59,13 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
         if silent and _mute_s(draft, node) >= draft.policy.dead_uncorroborated_after_s:
             _mute(draft, node, event)
             return
-        draft.node(node.name, last_seen_s=draft.now_s, probe_failed_at_s=0.0)
+        draft.put_node(
+            replace(draft.nodes[node.name], last_seen_s=draft.now_s, probe_failed_at_s=0.0)
+        )
         if node.liveness is Liveness.SUSPECT and node.connected:
-            draft.node(node.name, liveness=Liveness.ALIVE)
+            draft.put_node(replace(draft.nodes[node.name], liveness=Liveness.ALIVE))
         return
-    node = draft.node(node.name, probe_failed_at_s=draft.now_s)
+    node = draft.put_node(replace(draft.nodes[node.name], probe_failed_at_s=draft.now_s))
     if event.outcome == "refused" and not node.connected and node.liveness is not Liveness.DEAD:
         if draft.now_s < draft.grace_until_s and not node.reset_at_s:
             return  # this leader has not seen its link break: the agent may be restarting
@@ -86,7 +93,7 @@ def _mute(draft: Draft, node: Node, event: ProbeResult) -> None:
     itself that it has no workers of the job that holds it, that is a fact; else the job may train
     behind a network that lets through one way only, and the node is given up as any silent one.
     """
-    node = draft.node(node.name, mute_at_s=draft.now_s)
+    node = draft.put_node(replace(draft.nodes[node.name], mute_at_s=draft.now_s))
     job = draft.holder_of(node.name)
     if node.liveness is not Liveness.SUSPECT:
         return
@@ -98,7 +105,8 @@ def _mute(draft: Draft, node: Node, event: ProbeResult) -> None:
     breaker.count(draft, node.name)
     said = f"attempt {event.attempt} of job {event.job} is {event.phase}" if event.job else "idle"
     _declare_dead(
-        draft, node,
+        draft,
+        node,
         f"its agent answers probes, has sent no heartbeat for {_mute_s(draft, node):.0f} s, "
         f"and has no workers of attempt {job.attempt}",
         "mute",
@@ -106,7 +114,7 @@ def _mute(draft: Draft, node: Node, event: ProbeResult) -> None:
             Evidence("silence", f"nodes/{node.name}", f"{_mute_s(draft, node):.1f} s"),
             Evidence("probe", node.identity.executor_endpoint, said),
         ),
-    )  # fmt: skip
+    )
 
 
 def _mute_s(draft: Draft, node: Node) -> float:
@@ -118,9 +126,9 @@ def platform_report(draft: Draft, event: PlatformReport) -> None:
     for name, node in list(draft.nodes.items()):
         if name in event.unreachable:
             words = f"{event.unreachable[name]}, reported by {event.actor}"
-            draft.node(name, unreachable=PlatformSign(draft.now_s, words))
+            draft.put_node(replace(draft.nodes[name], unreachable=PlatformSign(draft.now_s, words)))
         elif node.unreachable is not REACHED:
-            draft.node(name, unreachable=REACHED)
+            draft.put_node(replace(draft.nodes[name], unreachable=REACHED))
     known = [draft.nodes[name] for name in event.unreachable if name in draft.nodes]
     evaluate_silence(draft, [node.name for node in known if node.liveness is Liveness.SUSPECT])
 
@@ -132,10 +140,12 @@ def silent(draft: Draft, silences: Iterable[Silence]) -> None:
         node = draft.nodes.get(found.node)
         if node is None or found.incarnation not in ("", node.identity.incarnation):
             continue  # forgotten, or a hello of its next incarnation is on the way
-        draft.node(
-            node.name,
-            last_seen_s=max(node.last_seen_s, found.last_beat_s),
-            heard_at_s=max(node.heard_at_s, found.last_beat_s),
+        draft.put_node(
+            replace(
+                draft.nodes[node.name],
+                last_seen_s=max(node.last_seen_s, found.last_beat_s),
+                heard_at_s=max(node.heard_at_s, found.last_beat_s),
+            )
         )
         names.append(node.name)
     if names:
@@ -208,7 +218,7 @@ def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
 
 def _suspect(draft: Draft, node: Node, job: Job | None, age_s: float) -> None:
     why = f"no heartbeat for {age_s:.1f} s; it is being probed"
-    draft.node(node.name, liveness=Liveness.SUSPECT, liveness_reason=why)
+    draft.put_node(replace(draft.nodes[node.name], liveness=Liveness.SUSPECT, liveness_reason=why))
     draft.log(
         "NODE_SUSPECT",
         f"no heartbeat from node {node.name} for {age_s:.1f} s; it is being probed",
@@ -225,7 +235,7 @@ def _declare_dead(
     draft: Draft, node: Node, why: str, policy: str, evidence: tuple[Evidence, ...]
 ) -> None:
     job = draft.holder_of(node.name)
-    draft.node(node.name, liveness=Liveness.DEAD, liveness_reason=why)
+    draft.put_node(replace(draft.nodes[node.name], liveness=Liveness.DEAD, liveness_reason=why))
     draft.log(
         "NODE_DEAD",
         f"node {node.name} is dead: {why}",
@@ -241,5 +251,5 @@ def _declare_dead(
 def _probe(draft: Draft, node: Node) -> None:
     """Order a probe of the node's port; a node that never gave one cannot be probed."""
     if node.identity.executor_endpoint:
-        draft.node(node.name, probed_at_s=draft.now_s)
+        draft.put_node(replace(draft.nodes[node.name], probed_at_s=draft.now_s))
         draft.ask(Probe(node.name, node.identity.incarnation, node.identity.executor_endpoint))

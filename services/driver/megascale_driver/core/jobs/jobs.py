@@ -12,6 +12,8 @@ checkpoints has no commit log and starts as soon as all nodes are prepared.
 
 Attempts never overlap: the next one is placed when every node of the last one has reported that it
 is idle, is dead, or has been given up.
+
+A configuration that waits for the job's next attempt: a running attempt never changes.
 """
 
 from __future__ import annotations
@@ -19,18 +21,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megascale_driver.core import unreadable
-from megascale_driver.core.checkpoints import replicas, rolling_back, saving
-from megascale_driver.core.checkpoints.restore import sealed_everywhere
-from megascale_driver.core.draft import Draft
+from megascale_driver.core.checkpoints import replicas, roll_back, save
+from megascale_driver.core.checkpoints.replicas import sealed_everywhere
+from megascale_driver.core.draft import Draft, unreadable_key
 from megascale_driver.core.faults import blame, budgets, job_faults
-from megascale_driver.core.jobs import updating
-from megascale_driver.core.nodes import leaving, nodes, profiles
+from megascale_driver.core.nodes import departures, nodes, profiles
 from megascale_driver.core.queue import quotas
-from megascale_driver.core.recovery import recovery, searching
-from megascale_driver.core.signs import hang, hang_records
-from megascale_driver.core.values import accounting, failure_rate, goodput
-from megascale_driver.core.values.attempt import FailureCount, Fault, FaultKind, NodeSlot
+from megascale_driver.core.recovery import recovery, search
+from megascale_driver.core.signs import hang
+from megascale_driver.core.values import accounting, goodput
+from megascale_driver.core.values.attempt import (
+    FailureCount,
+    Fault,
+    FaultKind,
+    NodeSlot,
+    ReplicaOrders,
+    ReplicaSource,
+)
+from megascale_driver.core.values.bounds import MAX_ATTEMPT
+from megascale_driver.core.values.cluster import AttemptPhase, Liveness, Node
 from megascale_driver.core.values.events import (
     AttemptOpened,
     CancelRequested,
@@ -39,16 +48,9 @@ from megascale_driver.core.values.events import (
     OpenAttempt,
     OpenFailed,
 )
-from megascale_driver.core.values.plausible import MAX_ATTEMPT
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.replica_orders import ReplicaOrders, ReplicaSource
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Job,
-    JobPhase,
-    Liveness,
-    Node,
-)
+from megascale_job import loading
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted
 
@@ -65,19 +67,27 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
     if name in draft.jobs:
         draft.refuse("JOB_EXISTS", _exists(draft.jobs[name]))
         return
-    if unreadable.key_of(name) in draft.unreadable:
+    if unreadable_key(name) in draft.unreadable:
         draft.refuse_unknown_job(name)
         return
     if quotas.too_many(draft, event.config.tenant):
         return
     draft.jobs[name] = Job(
-        name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
-        reason="waiting for nodes", goodput=goodput.submitted(draft.now_s),
-    )  # fmt: skip
+        name,
+        event.config,
+        created_at_s=draft.now_s,
+        updated_at_s=draft.now_s,
+        timer_s=draft.now_s,
+        reason="waiting for nodes",
+        goodput=goodput.submitted(draft.now_s),
+    )
     draft.log(
-        "SUBMITTED", f"submitted by {event.actor}", subject=f"jobs/{name}", job=name,
+        "SUBMITTED",
+        f"submitted by {event.actor}",
+        subject=f"jobs/{name}",
+        job=name,
         actor=event.actor,
-    )  # fmt: skip
+    )
 
 
 def _exists(job: Job) -> str:
@@ -104,10 +114,12 @@ def cancel(draft: Draft, event: CancelRequested) -> None:
     if job.terminal:
         draft.refuse("JOB_ENDED")
         return
-    draft.log(
-        "CANCEL_REQUESTED", f"{event.actor} asked to cancel the job: {event.reason}",
-        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
-    )  # fmt: skip
+    draft.log_job(
+        job,
+        "CANCEL_REQUESTED",
+        f"{event.actor} asked to cancel the job: {event.reason}",
+        actor=event.actor,
+    )
     why = f"cancelled by {event.actor}: {event.reason}"
     if job.active:
         stop(draft, draft.jobs[job.name], JobPhase.CANCELLED, why)
@@ -151,13 +163,15 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
         return
     for item in event.refused[:MAX_REFUSALS]:
-        draft.log(
-            "CHECKPOINT_REFUSED", f"a newer checkpoint is not used: {item[:300]}",
-            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
+        draft.log_job(
+            job,
+            "CHECKPOINT_REFUSED",
+            f"a newer checkpoint is not used: {item[:300]}",
+            policy="commit-log",
             outcome="an older one is restored",
-        )  # fmt: skip
-    if (lost := saving.went_back(job, event.restore, event.refused)) is not None:
-        if rolling_back.refuse_late(draft, job, event.restore):
+        )
+    if (lost := save.went_back(job, event.restore, event.refused)) is not None:
+        if roll_back.refuse_late(draft, job, event.restore):
             stop(draft, draft.jobs[job.name], JobPhase.QUEUED, lost)
         else:
             _not_opened(draft, job, lost)
@@ -165,17 +179,20 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
     sources = replicas.sources(job, draft.nodes, event.restore)
     what = f"restores step {event.restore.step} from {event.restore.source}"
     what += replicas.describe(sources)
-    if saving.is_earlier(job, event.restore):
-        what += f", which {saving.EARLIER} wrote"
+    if save.is_earlier(job, event.restore):
+        what += f", which {save.EARLIER} wrote"
     if event.restore.source is RestoreSource.NONE:
         what = "starts from step 0"
-    draft.log(
-        "ATTEMPT_OPENED", f"attempt {job.attempt} {what}",
-        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="newest-complete",
-        evidence=tuple(Evidence("refused", "commit-log", item[:300])
-                       for item in event.refused[:MAX_REFUSALS]),
-    )  # fmt: skip
-    end = saving.ending_of_restored(draft, job, event.restore)
+    draft.log_job(
+        job,
+        "ATTEMPT_OPENED",
+        f"attempt {job.attempt} {what}",
+        policy="newest-complete",
+        evidence=tuple(
+            Evidence("refused", "commit-log", item[:300]) for item in event.refused[:MAX_REFUSALS]
+        ),
+    )
+    end = save.ending_of_restored(draft, job, event.restore)
     if end is not None:
         stop(draft, draft.jobs[job.name], *end)
     else:
@@ -198,7 +215,12 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
             f"attempt {event.newest} was opened elsewhere, by hand or before the job was "
             f"submitted: attempt {event.newest + 1} goes on behind it"
         )
-        stop(draft, draft.job(job.name, opened_elsewhere=event.newest), JobPhase.QUEUED, why)
+        stop(
+            draft,
+            draft.put_job(replace(draft.jobs[job.name], opened_elsewhere=event.newest)),
+            JobPhase.QUEUED,
+            why,
+        )
         return
     if event.refused and not job_faults.has_run(job):
         fault = Fault(FaultKind.BAD_JOB, job.slots[0].node, draft.now_s, event.error)
@@ -206,8 +228,14 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
         return
     failures = job.current.open_failures + 1
     later_s = draft.now_s + draft.policy.open_retry_s
-    job = draft.attempt(
-        job.name, open_failures=failures, open_asked=False, open_not_before_s=later_s
+    job = draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current,
+            open_failures=failures,
+            open_asked=False,
+            open_not_before_s=later_s,
+        ),
     )
     if failures >= draft.policy.open_attempts:
         _not_opened(draft, job, event.error)
@@ -231,7 +259,7 @@ def steps_seen(
     job = draft.jobs.get(name)
     if job is not None and 0 < attempt == job.attempt - 1 and job.current.restore is None:
         # It arrived after its attempt had ended; the next one has not restored yet.
-        draft.job(name, goodput=goodput.learned(job.goodput, step))
+        draft.put_job(replace(draft.jobs[name], goodput=goodput.learned(job.goodput, step)))
     if job is None or attempt != job.attempt or step <= job.current.step:
         return
     draft.jobs[name] = accounting.stepped(
@@ -249,8 +277,13 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
         # Evaluated now, with all nodes prepared: what their memory holds no longer changes, because
         # nothing of the old attempt runs.
         step, attempt = sealed_everywhere(job, draft.nodes)
-        draft.attempt(
-            job.name, open_asked=True, open_since_s=job.current.open_since_s or draft.now_s
+        draft.put_attempt(
+            job.name,
+            replace(
+                draft.jobs[job.name].current,
+                open_asked=True,
+                open_since_s=job.current.open_since_s or draft.now_s,
+            ),
         )
         draft.ask(
             OpenAttempt(
@@ -282,49 +315,51 @@ def _start(
     first = draft.nodes[job.slots[0].node]
     store = first.report.store_endpoint if first.report is not None else ""
     peers, targets = replicas.peers(job, draft.nodes)
-    draft.job(
-        job.name,
-        phase=JobPhase.STARTING,
-        reason=f"attempt {job.attempt}: workers are starting on {counted(len(job.slots), 'node')}",
-        current=replace(
-            job.current,
-            restore=restore,
-            store_endpoint=store,
-            committer_endpoint=committer_endpoint,
-            replica_orders=ReplicaOrders(peers, targets, sources),
-            failure_count=failure_rate.count(draft.jobs.values())
-            if "auto" in (job.config.checkpoint.interval, job.config.recovery.spares)
-            else FailureCount(),
-        ),
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.STARTING,
+            reason=f"attempt {job.attempt}: workers are starting on "
+            f"{counted(len(job.slots), 'node')}",
+            current=replace(
+                job.current,
+                restore=restore,
+                store_endpoint=store,
+                committer_endpoint=committer_endpoint,
+                replica_orders=ReplicaOrders(peers, targets, sources),
+                failure_count=accounting.failure_count(draft.jobs.values())
+                if "auto" in (job.config.checkpoint.interval, job.config.recovery.spares)
+                else FailureCount(),
+            ),
+        )
     )
 
 
 def _advance_starting(draft: Draft, job: Job) -> None:
     if _all_in(draft, job, STARTED):
-        draft.job(
-            job.name,
-            phase=JobPhase.RUNNING,
-            reason=f"attempt {job.attempt} runs on {counted(len(job.slots), 'node')}",
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                phase=JobPhase.RUNNING,
+                reason=f"attempt {job.attempt} runs on {counted(len(job.slots), 'node')}",
+            )
         )
         workers = job.config.layout.world_size
         all_run = f"all {workers} workers of attempt {job.attempt} run"
         one_runs = f"the one worker of attempt {job.attempt} runs"
-        draft.log(
-            "ATTEMPT_STARTED", subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-            message=all_run if workers > 1 else one_runs,
-        )  # fmt: skip
+        draft.log_job(job, "ATTEMPT_STARTED", message=all_run if workers > 1 else one_runs)
 
 
 def _advance_running(draft: Draft, job: Job) -> None:
     if _all_in(draft, job, _FINISHED):
-        early = leaving.ended_early(draft, job)
+        early = departures.ended_early(draft, job)
         if early:
             stop(draft, draft.jobs[job.name], JobPhase.QUEUED, early)
-        end = saving.ending(draft, job) if early is None else None
+        end = save.ending(draft, job) if early is None else None
         if end is not None:
             _end(draft, draft.jobs[job.name], *end)
     else:
-        leaving.expire(draft, job)
+        departures.expire(draft, job)
 
 
 def _check_deadline(draft: Draft, job: Job) -> Job:
@@ -356,13 +391,18 @@ def _check_deadline(draft: Draft, job: Job) -> Job:
 def stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
     """Order the attempt of an active job to stop; the job's phase is ``after`` once it has."""
     if job.phase is JobPhase.STOPPING:
-        draft.job(job.name, after_stop=after, stop_reason=why)
+        draft.put_job(replace(draft.jobs[job.name], after_stop=after, stop_reason=why))
     else:
         profiles.attempt_ends(draft, job)
-        draft.job(
-            job.name, phase=JobPhase.STOPPING, after_stop=after, stop_reason=why,
-            reason=f"attempt {job.attempt} is being stopped: {why}",
-        )  # fmt: skip
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                phase=JobPhase.STOPPING,
+                after_stop=after,
+                stop_reason=why,
+                reason=f"attempt {job.attempt} is being stopped: {why}",
+            )
+        )
 
 
 def _why(job: Job) -> str:
@@ -390,39 +430,46 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         _wait_for(draft, job, running)
         return
     if job.after_stop is JobPhase.QUEUED:
-        job = hang_records.complete(draft, job)
+        job = hang.blame_by_records(draft, job)
         # A symptom may have started the stop; the culprit may have been reported since then.
-        job = draft.job(job.name, stop_reason=_why(job))
+        job = draft.put_job(replace(draft.jobs[job.name], stop_reason=_why(job)))
     for slot in waiting:
         if slot.node in running and draft.enforced("stop-deadline"):
             nodes.quarantine(
-                draft, slot.node,
+                draft,
+                slot.node,
                 f"it did not stop attempt {job.attempt} of job {job.name} within {patience_s:g} s",
                 policy="stop-deadline",
-            )  # fmt: skip
+            )
             job = draft.jobs[job.name]
         elif slot.node not in job.evicted:
-            job = draft.job(job.name, evicted=(*job.evicted, slot.node))
-            draft.log(
-                "NODE_EVICTED", f"node {slot.node} did not confirm within "
+            job = draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, slot.node)))
+            draft.log_job(
+                job,
+                "NODE_EVICTED",
+                f"node {slot.node} did not confirm within "
                 f"{draft.policy.stop_timeout_s:g} s that its workers have stopped",
-                subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt,
-                policy="stop-deadline", outcome="it gets no work until it reports idle",
-            )  # fmt: skip
-    if not waiting and searching.goes_on(draft, draft.jobs[job.name]):
+                subject=f"nodes/{slot.node}",
+                policy="stop-deadline",
+                outcome="it gets no work until it reports idle",
+            )
+    if not waiting and search.goes_on(draft, draft.jobs[job.name]):
         return
     job = draft.jobs[job.name]
-    draft.log(
-        "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
-        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-    )  # fmt: skip
-    job = updating.apply(draft, draft.jobs[job.name])
+    draft.log_job(job, "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}")
+    job = apply_update(draft, draft.jobs[job.name])
     if job.after_stop is JobPhase.QUEUED and job.current.faults:
         job = recovery.settle(draft, job)
     if job.current.leaving is not None and not job.after_stop_ends:
-        leaving.left(draft, job)
+        departures.left(draft, job)
     elif job.after_stop is JobPhase.QUEUED:
-        draft.job(job.name, phase=JobPhase.QUEUED, reason=budgets.why_queued(job, draft.now_s))
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                phase=JobPhase.QUEUED,
+                reason=budgets.why_queued(job, draft.now_s),
+            )
+        )
     else:
         _end(draft, job, job.after_stop, job.stop_reason)
 
@@ -444,7 +491,7 @@ def _wait_for(draft: Draft, job: Job, nodes_: list[str]) -> None:
     names = ", ".join(nodes_[:MAX_NAMED])
     reason = f"attempt {job.attempt} is being stopped, {names} still runs it: {job.stop_reason}"
     if reason != job.reason:
-        draft.job(job.name, reason=reason)
+        draft.put_job(replace(draft.jobs[job.name], reason=reason))
 
 
 def _stopped(node: Node | None, slot: NodeSlot) -> bool:
@@ -469,12 +516,14 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
         JobPhase.CANCELLED: "JOB_CANCELLED",
     }
     profiles.attempt_ends(draft, job)
-    leaving.empty(draft, job)
-    draft.job(job.name, phase=phase, reason=why, spares=())
-    draft.log(
-        reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+    departures.empty(draft, job)
+    draft.put_job(replace(draft.jobs[job.name], phase=phase, reason=why, spares=()))
+    draft.log_job(
+        job,
+        reasons[phase],
+        why,
         outcome=_way_out(draft.jobs[job.name]) if phase is JobPhase.FAILED else "",
-    )  # fmt: skip
+    )
 
 
 def _way_out(job: Job) -> str:
@@ -515,3 +564,18 @@ def restart_timers(draft: Draft) -> None:
             current=replace(job.current, open_asked=False, open_since_s=0.0),
             goodput=accounting.adopted(job, draft.now_s),
         )
+
+
+def apply_update(draft: Draft, job: Job) -> Job:
+    """No attempt runs: the configuration that waits, if one does, becomes the job's."""
+    if not job.pending_spec:
+        return job
+    config = loading.from_json(job.pending_spec)
+    return draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            config=config,
+            spec_revision=job.spec_revision + 1,
+            pending_spec="",
+        )
+    )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megascale_driver.core.nodes import leaving
+from megascale_driver.core.nodes import departures
 from megascale_driver.core.signs import hang
+from megascale_driver.core.values.cluster import Cluster
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Cluster, Job, JobPhase
 
 SOON_S = 1e-3  # at the next tick
 
@@ -69,7 +70,7 @@ def _of_job(job: Job, now_s: float, policy: Policy) -> Iterator[float]:
         yield hang.stands_still_from_s(job, policy)
     yield attempt.stays_until_s
     if attempt.leaving is not None:
-        limit_s = job.config.checkpoint.final_timeout_s + leaving.ORDER_S
+        limit_s = job.config.checkpoint.final_timeout_s + departures.ORDER_S
         yield attempt.leaving.since_s + limit_s
     if attempt.finished_at_s:
         yield attempt.finished_at_s + policy.commit_report_s

@@ -1,23 +1,49 @@
-"""Nodes: hello, heartbeat, and their disposition (cordon, quarantine, back to schedulable)."""
+"""Nodes: hello, heartbeat, and their disposition (cordon, quarantine, back to schedulable).
+
+A node that fails a check by comparison with the fleet twice in a row: what is advised.
+
+One slow measurement condemns no node, because another process may have used the device. The second
+one in a row of the same target is evidence, and still a comparison: it is observed unless an
+operator has the rule enforced. Then the node is quarantined, within the breaker's limits. How often
+it was is stored with the node, so a new leader counts on.
+
+Forgets nodes that have left: dead for long, held by no job, and nobody has decided about them.
+
+A fleet that replaces machines would else keep every name for ever, in memory and in etcd. A node
+that was cordoned, drained or quarantined stays until somebody puts it back: forgotten, it could
+come back as one that gets work. A forgotten node that comes back after all joins as a new one.
+"""
 
 from __future__ import annotations
 
-from megascale_driver.core import unreadable
-from megascale_driver.core.checkpoints import restored, saving
-from megascale_driver.core.draft import Draft
+from dataclasses import replace
+from typing import Final
+
+from megascale_driver.analysis.baselines import REPEATS
+from megascale_driver.core.checkpoints import roll_back, save
+from megascale_driver.core.draft import Draft, unreadable_job_on
 from megascale_driver.core.faults import breaker
 from megascale_driver.core.nodes import profiles
-from megascale_driver.core.signs import kernel_faults
-from megascale_driver.core.values import plausible
-from megascale_driver.core.values.checkpoint_progress import Progress
+from megascale_driver.core.signs import kernel
+from megascale_driver.core.values import bounds
+from megascale_driver.core.values.cluster import (
+    MAX_SLOW,
+    Disposition,
+    Liveness,
+    Node,
+    Progress,
+    Report,
+    SlowCheck,
+)
 from megascale_driver.core.values.events import (
+    CheckCompared,
     CordonRequested,
     Evidence,
     NodeHello,
     NodeReport,
     UncordonRequested,
 )
-from megascale_driver.core.values.state import Disposition, Job, Liveness, Node, Report
+from megascale_driver.core.values.job import Job
 from megascale_job.visible import counted
 
 SELF_CHECK = "self-check"  # the policy of a quarantine after a failed self-check
@@ -37,22 +63,24 @@ def hello(draft: Draft, event: NodeHello) -> None:
     fresh = known is None or known.identity.incarnation != event.identity.incarnation
     if known is not None and fresh and known.disposition_policy in (SELF_CHECK, GROUP_CHECK):
         _lift_self_check_quarantine(draft, known)
-    draft.node(
-        event.node,
-        identity=event.identity,
-        liveness=Liveness.ALIVE,
-        connected=True,
-        last_seen_s=draft.now_s,
-        heard_at_s=draft.now_s,
-        reset_at_s=0.0,
-        probe_failed_at_s=0.0,
-        mute_at_s=0.0,
+    draft.put_node(
+        replace(
+            draft.nodes[event.node],
+            identity=event.identity,
+            liveness=Liveness.ALIVE,
+            connected=True,
+            last_seen_s=draft.now_s,
+            heard_at_s=draft.now_s,
+            reset_at_s=0.0,
+            probe_failed_at_s=0.0,
+            mute_at_s=0.0,
+        )
     )
     # In any case: the node may have missed what was sent while its link was broken, and has nothing
     # of this leader's epoch yet.
     draft.command(event.node)
     if fresh:
-        draft.node(event.node, report=None, checks=())
+        draft.put_node(replace(draft.nodes[event.node], report=None, checks=()))
         draft.log(
             "NODE_JOINED",
             f"node {event.node} has joined with {counted(len(event.identity.devices), 'device')}",
@@ -74,22 +102,34 @@ def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
 
     The next PREPARE checks the node again.
     """
-    draft.node(
-        node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            disposition=Disposition.SCHEDULABLE,
+            disposition_reason="",
+            disposition_policy="",
+        )
     )
     _readmit(draft, node.name)
     draft.log(
-        "NODE_UNCORDONED", f"node {node.name} was restarted and may get work again",
-        subject=f"nodes/{node.name}", policy=node.disposition_policy,
+        "NODE_UNCORDONED",
+        f"node {node.name} was restarted and may get work again",
+        subject=f"nodes/{node.name}",
+        policy=node.disposition_policy,
         outcome=f"it was quarantined: {node.disposition_reason}",
-    )  # fmt: skip
+    )
 
 
 def _readmit(draft: Draft, name: str) -> None:
     """Jobs that left the node when it was quarantined may return to it."""
     for job in list(draft.jobs.values()):
         if not job.terminal and name in job.evicted:
-            draft.job(job.name, evicted=tuple(other for other in job.evicted if other != name))
+            draft.put_job(
+                replace(
+                    draft.jobs[job.name],
+                    evicted=tuple(other for other in job.evicted if other != name),
+                )
+            )
 
 
 def report(draft: Draft, event: NodeReport) -> Job | None:
@@ -99,27 +139,29 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     # has broken since.
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return None
-    if problem := plausible.report(draft.jobs, event.report):
+    if problem := bounds.report(draft.jobs, event.report):
         message_refused(draft, f"nodes/{node.name}", problem)
         return None
-    draft.node(
-        node.name,
-        report=event.report,
-        beat_at_s=event.now_s,
-        checks=event.report.checks or node.checks,
-        liveness=Liveness.ALIVE,
-        last_seen_s=max(node.last_seen_s, event.now_s),
-        heard_at_s=max(node.heard_at_s, event.now_s),
-        probe_failed_at_s=0.0,
-        mute_at_s=0.0,
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            report=event.report,
+            beat_at_s=event.now_s,
+            checks=event.report.checks or node.checks,
+            liveness=Liveness.ALIVE,
+            last_seen_s=max(node.last_seen_s, event.now_s),
+            heard_at_s=max(node.heard_at_s, event.now_s),
+            probe_failed_at_s=0.0,
+            mute_at_s=0.0,
+        )
     )
     if node.report is None and draft.unreadable:
         draft.command(node.name)  # withheld until it was known what the node runs
     for progress in event.report.progress:
         _committed(draft, node.name, progress)
-    restored.report(draft, node.name, event.report)
-    restored.differs(draft, node.name, node.report, event.report)
-    saving.report(draft, node, event.report)
+    roll_back.report_restored(draft, node.name, event.report)
+    roll_back.report_differences(draft, node.name, node.report, event.report)
+    save.report(draft, node, event.report)
     profiles.report(draft, node.name, event.report)
     before = node.report
     if (
@@ -134,9 +176,12 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
 def message_refused(draft: Draft, subject: str, problem: str) -> None:
     """Write down that a message was refused: it cannot be true, or this build cannot read it."""
     draft.log(
-        "MESSAGE_REFUSED", f"a message of {subject} is refused: {problem}",
-        subject=subject, policy="plausible", outcome="it is dropped as a whole",
-    )  # fmt: skip
+        "MESSAGE_REFUSED",
+        f"a message of {subject} is refused: {problem}",
+        subject=subject,
+        policy="plausible",
+        outcome="it is dropped as a whole",
+    )
 
 
 def _relevant(report: Report) -> tuple[object, ...]:
@@ -152,7 +197,7 @@ def _relevant(report: Report) -> tuple[object, ...]:
         report.checks,
         report.store_endpoint,
         report.leave_failed,
-        tuple((report.logs_of, one.finding.fingerprint) for one in kernel_faults.fatal(report)),
+        tuple((report.logs_of, one.finding.fingerprint) for one in kernel.fatal(report)),
     )
 
 
@@ -173,20 +218,22 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     ):
         # This step is another state now: the refused one was written by an earlier attempt.
         rest = tuple(step for step in job.refused_steps if step != progress.committed_step)
-        job = draft.job(job.name, refused_steps=rest)
+        job = draft.put_job(replace(draft.jobs[job.name], refused_steps=rest))
     # Only an order makes a committed step go back (core.orders).
     if (progress.committed_step, progress.committed_by_attempt) <= (
         job.committed_step,
         job.committed_by_attempt,
     ):
         return
-    draft.job(
-        job.name,
-        committed_step=progress.committed_step,
-        committed_by_attempt=progress.committed_by_attempt,
-        committed_at_s=draft.now_s,
-        manifest_uri=progress.manifest_uri,
-        conditions=saving.without_failing(job),
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            committed_step=progress.committed_step,
+            committed_by_attempt=progress.committed_by_attempt,
+            committed_at_s=draft.now_s,
+            manifest_uri=progress.manifest_uri,
+            conditions=save.without_failing(job),
+        )
     )
     draft.log(
         "CHECKPOINT_COMMITTED",
@@ -217,39 +264,54 @@ def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
     if node.disposition is Disposition.CORDONED:
         return
     job = draft.holder_of(node.name)
-    draft.node(
-        node.name,
-        disposition=Disposition.CORDONED,
-        disposition_reason=event.reason,
-        disposition_policy="manual",
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            disposition=Disposition.CORDONED,
+            disposition_reason=event.reason,
+            disposition_policy="manual",
+        )
     )
     draft.log(
-        "NODE_CORDONED", f"node {node.name} gets no new work: {event.reason}",
-        subject=f"nodes/{node.name}", job=job.name if job else "",
-        attempt=job.attempt if job else 0, actor=event.actor, policy="manual",
+        "NODE_CORDONED",
+        f"node {node.name} gets no new work: {event.reason}",
+        subject=f"nodes/{node.name}",
+        job=job.name if job else "",
+        attempt=job.attempt if job else 0,
+        actor=event.actor,
+        policy="manual",
         outcome=f"attempt {job.attempt} of job {job.name} continues" if job else "it runs nothing",
-    )  # fmt: skip
+    )
 
 
 def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
     """Let the node have work again; from a quarantine, also for the jobs that left it."""
     if node.slow_checks:
-        draft.node(node.name, slow_checks=())
+        draft.put_node(replace(draft.nodes[node.name], slow_checks=()))
     if node.disposition is Disposition.SCHEDULABLE:
         return
     before = node.disposition
-    draft.node(
-        node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            disposition=Disposition.SCHEDULABLE,
+            disposition_reason="",
+            disposition_policy="",
+        )
     )
     if before is Disposition.QUARANTINED:
         _readmit(draft, node.name)
     holder = draft.holder_of(node.name)
     draft.log(
-        "NODE_UNCORDONED", f"node {node.name} may get work again: {event.reason}",
-        subject=f"nodes/{node.name}", job=holder.name if holder else "",
-        attempt=holder.attempt if holder else 0, actor=event.actor, policy="manual",
+        "NODE_UNCORDONED",
+        f"node {node.name} may get work again: {event.reason}",
+        subject=f"nodes/{node.name}",
+        job=holder.name if holder else "",
+        attempt=holder.attempt if holder else 0,
+        actor=event.actor,
+        policy="manual",
         outcome=f"it was {before.lower()}: {node.disposition_reason}",
-    )  # fmt: skip
+    )
 
 
 def quarantine(
@@ -265,17 +327,19 @@ def quarantine(
     if draft.nodes[name].disposition is Disposition.QUARANTINED:
         return
     job = draft.holder_of(name)
-    draft.node(
-        name,
-        disposition=Disposition.QUARANTINED,
-        disposition_reason=reason,
-        disposition_policy=policy,
+    draft.put_node(
+        replace(
+            draft.nodes[name],
+            disposition=Disposition.QUARANTINED,
+            disposition_reason=reason,
+            disposition_policy=policy,
+        )
     )
     if actor == "driver":
         breaker.count(draft, name)
     if job is not None and name not in job.evicted:
-        draft.job(job.name, evicted=(*job.evicted, name))
-    if unread := unreadable.job_on(draft.unreadable, draft.nodes[name]):
+        draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, name)))
+    if unread := unreadable_job_on(draft.unreadable, draft.nodes[name]):
         draft.command(name)  # to stop, if an operator says so
     draft.log(
         "NODE_EVICTED",
@@ -293,3 +357,112 @@ def quarantine(
 def _left_behind(unread: str) -> str:
     """What was on a node that no readable job held."""
     return f"it ran job {unread}, which cannot be read" if unread else "it ran nothing"
+
+
+REPEATED_CHECK: Final = "repeated-check"
+_MAX_DETAIL = 400
+
+
+def check_compared(draft: Draft, event: CheckCompared) -> None:
+    """Count what FAILS in a row; write down what is advised, or quarantine where enforced."""
+    node = draft.nodes.get(event.node)
+    if node is None:
+        return
+    others = tuple(
+        each
+        for each in node.slow_checks
+        if (each.check, each.target) != (event.check, event.target)
+    )
+    if not event.failed:
+        if others != node.slow_checks:
+            draft.put_node(replace(draft.nodes[event.node], slow_checks=others))
+        return
+    before = next((each for each in node.slow_checks if each not in others), None)
+    if before is not None and event.origin and before.origin == event.origin:
+        return  # the same measurement, told to another leader
+    times = before.times + 1 if before is not None else 1
+    newest = SlowCheck(event.check, event.target, times, event.origin)
+    draft.put_node(replace(draft.nodes[event.node], slow_checks=(*others, newest)[-MAX_SLOW:]))
+    if times >= REPEATS and node.disposition is not Disposition.QUARANTINED:
+        _advise(draft, event, times)
+
+
+def _advise(draft: Draft, event: CheckCompared, times: int) -> None:
+    detail = event.detail[:_MAX_DETAIL]
+    reason = (
+        f"check {event.check} of {event.target} failed {counted(times, 'time')} in a row: {detail}"
+    )
+    evidence = (Evidence("check", f"nodes/{event.node}", event.check),)
+    enforced = draft.enforced(REPEATED_CHECK)
+    if enforced and breaker.allows(draft, event.node, REPEATED_CHECK):
+        quarantine(draft, event.node, reason, policy=REPEATED_CHECK, evidence=evidence)
+        return
+    draft.log(
+        "CHECK_REPEATED",
+        f"node {event.node}: {reason}",
+        subject=f"nodes/{event.node}",
+        policy=REPEATED_CHECK,
+        mode="OBSERVE",
+        evidence=evidence,
+        outcome="too many nodes were evicted recently: it keeps its work"
+        if enforced
+        else "the rule is observed: evicting the node is advised",
+    )
+
+
+# How often it is looked for such nodes: it goes through all of them.
+LOOK_S = 3600.0
+LOOK_MIN_S = 60.0
+MAX_AT_ONCE = 64  # nodes in one decision; their keys are deleted together
+AGAIN_S = 1.0
+MAX_NAMED = 8
+
+
+def forget_dead(draft: Draft) -> None:
+    """Forget what the policy keeps no longer, the longest dead first, a few at a time."""
+    if draft.now_s < draft.forget_due_s:
+        return
+    limit_s = draft.policy.forget_dead_s
+    draft.forget_due_s = draft.now_s + max(LOOK_MIN_S, min(LOOK_S, limit_s / 4))
+    oldest_s = draft.now_s - limit_s
+    gone = [node for node in draft.nodes.values() if _may_go(node) and node.last_seen_s < oldest_s]
+    if not gone:
+        return
+    wanted = {
+        name
+        for job in draft.jobs.values()
+        if not job.terminal
+        for name in (*(slot.node for slot in job.slots), *job.spares)
+    }
+    gone = [node for node in gone if node.name not in wanted]
+    gone.sort(key=lambda node: (node.last_seen_s, node.name))
+    if len(gone) > MAX_AT_ONCE:
+        draft.forget_due_s = draft.now_s + AGAIN_S
+    if gone:
+        _forget(draft, [node.name for node in gone[:MAX_AT_ONCE]], limit_s)
+
+
+def _may_go(node: Node) -> bool:
+    return (
+        node.liveness is Liveness.DEAD
+        and not node.connected
+        and node.disposition is Disposition.SCHEDULABLE
+    )
+
+
+def _forget(draft: Draft, names: list[str], limit_s: float) -> None:
+    for name in names:
+        del draft.nodes[name]
+    one = len(names) == 1
+    shown = ", ".join(names[:MAX_NAMED])
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    what = f"node {shown} is" if one else f"nodes {shown}{more} are"
+    draft.log(
+        "NODE_FORGOTTEN",
+        f"{what} forgotten: dead for more than {counted(limit_s / 3600, 'hour')}, and no job needs "
+        f"{'it' if one else 'them'}",
+        subject=f"nodes/{names[0]}" if one else "cluster",
+        policy="retention",
+        evidence=tuple(Evidence("silence", f"nodes/{name}", "dead") for name in names),
+        outcome="a node that comes back joins as a new one",
+    )

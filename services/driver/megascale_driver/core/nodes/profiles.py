@@ -16,16 +16,9 @@ from pathlib import PurePosixPath
 
 from megascale_common.node.attempt_files import trace_file
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import Report, TraceReport
 from megascale_driver.core.values.events import Evidence, ProfileCancelRequested, ProfileRequested
-from megascale_driver.core.values.state import (
-    Job,
-    JobPhase,
-    Profile,
-    Report,
-    Trace,
-    TraceReport,
-    TraceState,
-)
+from megascale_driver.core.values.job import Job, JobPhase, Profile, Trace, TraceState
 from megascale_job.visible import counted
 
 # The newest record is of the step before the one in progress, and on GPUs the kernels of the step
@@ -66,12 +59,13 @@ def cancel(draft: Draft, event: ProfileCancelRequested) -> None:
         return
     why = f": {event.reason}" if event.reason else ""
     missing = _without(draft, job, job.profile, TraceState.SKIPPED, f"cancelled by {event.actor}")
-    draft.log(
+    draft.log_job(
+        job,
         "PROFILE_CANCELLED",
         f"{event.actor} cancels the profile of steps {job.profile.first_step} to "
         f"{job.profile.last_step} on {_names(missing)}{why}",
-        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
-    )  # fmt: skip
+        actor=event.actor,
+    )
 
 
 def _request(draft: Draft, job: Job, event: ProfileRequested) -> None:
@@ -121,14 +115,15 @@ def _accept(draft: Draft, job: Job, event: ProfileRequested, profile: Profile) -
     profile = replace(
         profile, id=event.request.request_id if event.request else own_id, traces=traces
     )
-    draft.job(job.name, profile=profile)
+    draft.put_job(replace(draft.jobs[job.name], profile=profile))
     why = f": {event.reason}" if event.reason else ""
-    draft.log(
+    draft.log_job(
+        job,
         "PROFILE_REQUESTED",
         f"{event.actor} requests a profile of steps {profile.first_step} to {profile.last_step} on "
         f"{_names(profile.traces)}{why}",
-        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
-    )  # fmt: skip
+        actor=event.actor,
+    )
 
 
 def _planned(draft: Draft, job: Job, profile: Profile, rank: int, node: str) -> Trace:
@@ -159,17 +154,19 @@ def report(draft: Draft, node: str, found: Report) -> None:
 def _settle(draft: Draft, job: Job, profile: Profile, trace: Trace, item: TraceReport) -> None:
     settled = replace(trace, state=item.state, size_bytes=item.size_bytes, detail=item.detail)
     traces = tuple(settled if t is trace else t for t in profile.traces)
-    draft.job(job.name, profile=replace(profile, traces=traces))
+    draft.put_job(replace(draft.jobs[job.name], profile=replace(profile, traces=traces)))
     who, node = f"rank {trace.rank} on node {trace.node}", f"nodes/{trace.node}"
     if item.state is not TraceState.WRITTEN:
         _missed(draft, job, profile, who, item.detail, node)
         return
     steps = f"steps {profile.first_step} to {profile.last_step}"
-    draft.log(
-        "PROFILE_WRITTEN", f"{who} has written {steps} to {trace.path} ({item.size_bytes} bytes)",
-        subject=f"jobs/{job.name}", job=job.name, actor=node, attempt=job.attempt,
+    draft.log_job(
+        job,
+        "PROFILE_WRITTEN",
+        f"{who} has written {steps} to {trace.path} ({item.size_bytes} bytes)",
+        actor=node,
         evidence=(Evidence("trace", node, f"{item.size_bytes} bytes", trace.path),),
-    )  # fmt: skip
+    )
 
 
 def expire(draft: Draft, job: Job) -> None:
@@ -208,16 +205,17 @@ def _without(
     traces = tuple(
         replace(t, state=state, detail=why) if t in missing else t for t in profile.traces
     )
-    draft.job(job.name, profile=replace(profile, traces=traces))
+    draft.put_job(replace(draft.jobs[job.name], profile=replace(profile, traces=traces)))
     return missing
 
 
 def _missed(draft: Draft, job: Job, profile: Profile, who: str, why: str, actor: str) -> None:
-    draft.log(
+    draft.log_job(
+        job,
         "PROFILE_MISSED",
         f"no trace of steps {profile.first_step} to {profile.last_step} from {who}: {why}",
-        subject=f"jobs/{job.name}", job=job.name, actor=actor, attempt=job.attempt,
-    )  # fmt: skip
+        actor=actor,
+    )
 
 
 def _names(traces: tuple[Trace, ...]) -> str:

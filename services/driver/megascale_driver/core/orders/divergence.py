@@ -10,15 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megascale_driver.analysis.divergence import Divergence, DivergenceKind
-from megascale_driver.core.checkpoints import rolling_back
+from megascale_driver.core.checkpoints import roll_back
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.jobs import jobs
-from megascale_driver.core.values.analysis_events import LossDiverged
-from megascale_driver.core.values.events import (
-    Evidence,
-)
-from megascale_driver.core.values.state import Job, JobPhase
-from megascale_job import config as job_config
+from megascale_driver.core.values.events import Evidence, LossDiverged
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_job import loading
 from megascale_job.data_config import skipping
 from megascale_job.visible import counted
 
@@ -39,19 +36,26 @@ def diverged(draft: Draft, event: LossDiverged) -> None:
     message, back_to = _message(job, found), _good_step(job, found)
     cannot = _cannot_go_back(job, back_to) if action == "roll_back" else ""
     ends = action == "stop" or bool(cannot)
-    draft.attempt(
+    draft.put_attempt(
         job.name,
-        diverged_from=found.first_step,
-        suspects_devices=action != "continue" and not rise,
+        replace(
+            draft.jobs[job.name].current,
+            diverged_from=found.first_step,
+            suspects_devices=action != "continue" and not rise,
+        ),
     )
     outcome = "the job ends; its checkpoints stay" if ends else "the job goes on"
     if action == "roll_back":
         outcome = f"{cannot}: {outcome}" if cannot else _going_back(found, back_to)
-    draft.log(
-        "LOSS_DIVERGED", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy=policy, mode="OBSERVE" if action == "continue" else "ENFORCE",
-        evidence=_evidence(job, found), outcome=outcome,
-    )  # fmt: skip
+    draft.log_job(
+        job,
+        "LOSS_DIVERGED",
+        message,
+        policy=policy,
+        mode="OBSERVE" if action == "continue" else "ENFORCE",
+        evidence=_evidence(job, found),
+        outcome=outcome,
+    )
     job = draft.jobs[job.name]
     if ends:
         why = "; ".join(filter(None, (message, cannot, _remedy(job, found))))
@@ -95,22 +99,22 @@ def _going_back(found: Divergence, back_to: int) -> str:
 def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
     """Refuse what was committed since, and have the next attempt skip the data since."""
     before = found.first_step - 1
-    config = job_config.from_json(job.pending_spec) if job.pending_spec else job.config
+    config = loading.from_json(job.pending_spec) if job.pending_spec else job.config
     skips = skipping(config.data.skips, back_to, found.sample.step)
     config = replace(config, data=replace(config.data, skips=skips))
-    rolling_back.roll_back(
+    roll_back.roll_back(
         *(draft, job, before),
         written_by=0,
         later=_committed_since(job, found),
         committed=job.committed_step if job.committed_step <= before else 0,
     )
-    draft.job(job.name, pending_spec=job_config.to_json(config))
+    draft.put_job(replace(draft.jobs[job.name], pending_spec=loading.to_json(config)))
 
 
 def _committed_since(job: Job, found: Divergence) -> tuple[int, ...]:
     """Steps of the divergence of which there may be a checkpoint, heard of or not.
 
-    One that is committed even later is refused when offered (:func:`rolling_back.refuse_late`).
+    One that is committed even later is refused when offered (:func:`roll_back.refuse_late`).
     """
     interval = job.config.checkpoint.interval_steps or found.sample.step
     ahead = range(found.first_step, found.sample.step + interval + 1)

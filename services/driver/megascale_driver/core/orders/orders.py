@@ -1,32 +1,38 @@
 """Orders of operators that move running work: restart, drain, evict, update; rules and breaker.
 
 A job that can still step saves first: its workers take a snapshot after the same step, and leave
-when it is committed (:mod:`megascale_driver.core.nodes.leaving`). If it cannot save in time, the
+when it is committed (:mod:`megascale_driver.core.nodes.departures`). If it cannot save in time, the
 order is carried out all the same.
+
+Orders of people about where a job stands: suspend it, resume it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megascale_driver.core.checkpoints import rolling_back
+from megascale_driver.core.checkpoints import roll_back
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import breaker
-from megascale_driver.core.jobs import jobs, updating
-from megascale_driver.core.nodes import leaving, nodes
+from megascale_driver.core.jobs import jobs
+from megascale_driver.core.nodes import departures, nodes
 from megascale_driver.core.values.attempt import LeaveKind
+from megascale_driver.core.values.cluster import Cluster, Disposition
 from megascale_driver.core.values.events import (
     BreakerResetRequested,
     DrainRequested,
     EvictRequested,
     PolicyRequested,
     RestartRequested,
+    ResumeRequested,
+    SuspendRequested,
     UncordonRequested,
     UpdateRequested,
 )
-from megascale_driver.core.values.rules import RULES, mode_of
-from megascale_driver.core.values.state import Cluster, Disposition, Job, JobPhase
-from megascale_job import config as job_config
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.reasons import RULES, mode_of
+from megascale_job import loading
+from megascale_job.visible import counted
 
 _RESTARTS = frozenset({JobPhase.FAILED, JobPhase.CANCELLED})
 
@@ -44,24 +50,25 @@ def restart(draft: Draft, event: RestartRequested) -> None:
             f"job {job.name} has succeeded; give --from-step to repeat steps of it",
         )
         return
-    draft.log(
+    draft.log_job(
+        job,
         "RESTART_REQUESTED",
         f"{event.actor} asked to restart the job"
         + (f" from step {event.from_step}" if back else "")
         + f": {event.reason}",
-        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+        actor=event.actor,
         outcome=restart_consequence(job, event.from_step, now=event.now),
-    )  # fmt: skip
+    )
     job = _budgets_anew(draft, draft.jobs[job.name])
     if event.from_step is not None:
-        job = rolling_back.roll_back(
+        job = roll_back.roll_back(
             *(draft, job, event.from_step), written_by=event.from_attempt, later=event.later_steps
         )
     why = f"restarted by {event.actor}: {event.reason}"
     if job.active:
         _stop(draft, job, LeaveKind.RESTART, event.actor, why, now=event.now or back)
     elif job.phase is not JobPhase.SUSPENDED:
-        _queue(draft, updating.apply(draft, job), why)
+        _queue(draft, jobs.apply_update(draft, job), why)
 
 
 def restart_consequence(job: Job, from_step: int | None, *, now: bool) -> str:
@@ -108,15 +115,16 @@ def update(draft: Draft, event: UpdateRequested) -> None:
     if job.phase is JobPhase.SUCCEEDED:
         draft.refuse("JOB_ENDED")
         return
-    draft.log(
+    draft.log_job(
+        job,
         "UPDATE_REQUESTED",
         f"{event.actor} gave the job a new configuration: {event.reason}",
-        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+        actor=event.actor,
         outcome=update_consequence(job, now=event.restart),
-    )  # fmt: skip
-    job = draft.job(job.name, pending_spec=job_config.to_json(event.config))
+    )
+    job = draft.put_job(replace(draft.jobs[job.name], pending_spec=loading.to_json(event.config)))
     if not job.active:
-        updating.apply(draft, job)
+        jobs.apply_update(draft, job)
     elif event.restart:
         why = f"updated by {event.actor}: {event.reason}"
         _stop(draft, job, LeaveKind.RESTART, event.actor, why, now=False)
@@ -146,31 +154,42 @@ def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
         return
     if node.disposition is Disposition.DRAINING:
         return
-    draft.node(
-        node.name,
-        disposition=Disposition.DRAINING,
-        disposition_reason=event.reason,
-        disposition_policy="manual",
+    draft.put_node(
+        replace(
+            draft.nodes[node.name],
+            disposition=Disposition.DRAINING,
+            disposition_reason=event.reason,
+            disposition_policy="manual",
+        )
     )
-    draft.log(
-        "NODE_DRAINING", f"node {node.name} is emptied: {event.reason}",
-        subject=f"nodes/{node.name}", job=job.name, attempt=job.attempt, actor=event.actor,
-        policy="manual", outcome=drain_consequence(job),
-    )  # fmt: skip
+    draft.log_job(
+        job,
+        "NODE_DRAINING",
+        f"node {node.name} is emptied: {event.reason}",
+        subject=f"nodes/{node.name}",
+        actor=event.actor,
+        policy="manual",
+        outcome=drain_consequence(job),
+    )
     job = draft.jobs[job.name]
     order = job.current.leaving
     if order is None:
-        job = leaving.order(draft, job, LeaveKind.DRAIN, reason=event.reason, actor=event.actor)
+        job = departures.order(draft, job, LeaveKind.DRAIN, reason=event.reason, actor=event.actor)
         order = job.current.leaving
         assert order is not None
-    draft.attempt(job.name, leaving=replace(order, nodes=(*order.nodes, node.name)))
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current, leaving=replace(order, nodes=(*order.nodes, node.name))
+        ),
+    )
 
 
 def uncordon(draft: Draft, event: UncordonRequested) -> None:
     """Let a node have work again; a job that would save to leave it need not."""
     nodes.set_disposition(draft, event)
     if not draft.refusal:
-        leaving.stay(draft, event.node, event.reason)
+        departures.stay(draft, event.node, event.reason)
 
 
 def drain_consequence(job: Job) -> str:
@@ -186,10 +205,14 @@ def set_policy(draft: Draft, event: PolicyRequested) -> None:
         return
     draft.breaker = replace(draft.breaker, modes={**modes, event.rule: event.mode})
     draft.log(
-        "POLICY_SET", f"rule {event.rule} is in {event.mode}: {event.reason}",
-        subject="cluster", actor=event.actor, policy=event.rule, mode=event.mode,
+        "POLICY_SET",
+        f"rule {event.rule} is in {event.mode}: {event.reason}",
+        subject="cluster",
+        actor=event.actor,
+        policy=event.rule,
+        mode=event.mode,
         outcome=RULES[event.rule] if event.mode == "ENFORCE" else "its verdicts are only logged",
-    )  # fmt: skip
+    )
 
 
 def reset_breaker(draft: Draft, event: BreakerResetRequested) -> None:
@@ -203,26 +226,144 @@ def _stop(draft: Draft, job: Job, kind: LeaveKind, actor: str, why: str, *, now:
     """Stop the attempt, after it has saved unless ``now``; the next one follows."""
     if job.phase is JobPhase.STOPPING:
         if job.after_stop in _RESTARTS:
-            draft.job(job.name, after_stop=JobPhase.QUEUED, stop_reason=why)
+            draft.put_job(
+                replace(draft.jobs[job.name], after_stop=JobPhase.QUEUED, stop_reason=why)
+            )
         return
     if not now and leaving_saves(job):
         order = job.current.leaving
         if order is None or order.kind is LeaveKind.DRAIN:  # which an uncordon may withdraw
-            leaving.order(draft, job, kind, reason=why, actor=actor)
+            departures.order(draft, job, kind, reason=why, actor=actor)
         return
     jobs.stop(draft, job, JobPhase.QUEUED, why)
 
 
 def _budgets_anew(draft: Draft, job: Job) -> Job:
-    return draft.job(
-        job.name, restarts_without_progress=0, restart_times={}, node_failures={}, roots={},
-        repeats={}, out_of_memory=0, not_before_s=0.0,
-    )  # fmt: skip
+    return draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            restarts_without_progress=0,
+            restart_times={},
+            node_failures={},
+            roots={},
+            repeats={},
+            out_of_memory=0,
+            not_before_s=0.0,
+        )
+    )
 
 
 def _queue(draft: Draft, job: Job, why: str) -> None:
-    draft.job(
-        job.name, phase=JobPhase.QUEUED, after_stop=JobPhase.QUEUED, waits_as="",
-        reason="waiting for nodes", stop_reason=why,
-        current=replace(job.current, faults=()),
-    )  # fmt: skip
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.QUEUED,
+            after_stop=JobPhase.QUEUED,
+            waits_as="",
+            reason="waiting for nodes",
+            stop_reason=why,
+            current=replace(job.current, faults=()),
+        )
+    )
+
+
+def suspend_refusal(job: Job) -> tuple[str, str]:
+    """Why the job cannot be suspended, and in a sentence; ("", "") if it can."""
+    if job.terminal or (job.phase is JobPhase.STOPPING and job.after_stop_ends):
+        return "JOB_ENDED", ""
+    if job.phase is JobPhase.RUNNING and not job.config.checkpoint.uri:
+        return (
+            "JOB_CANNOT_SAVE",
+            f"job {job.name} runs without checkpoints (checkpoint.uri), so its "
+            f"{counted(job.current.step, 'step')} would be lost; let it end, or cancel it",
+        )
+    return "", ""
+
+
+def suspend_consequence(job: Job) -> str:
+    """What SuspendJob does to the job, in one sentence."""
+    if job.phase is JobPhase.SUSPENDED:
+        return f"job {job.name} is suspended already"
+    if job.phase is JobPhase.RUNNING:
+        return (
+            f"job {job.name} saves its state after its next steps, then stops and frees its nodes"
+        )
+    if job.active:
+        return f"attempt {job.attempt} of job {job.name} has not started to train: it stops at once"
+    return f"job {job.name} is not placed before it is resumed"
+
+
+def suspend(draft: Draft, event: SuspendRequested) -> None:
+    """Save, stop and free the nodes; nothing happens to a job that is suspended already."""
+    job = draft.jobs.get(event.job)
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    reason, detail = suspend_refusal(job)
+    if reason:
+        draft.refuse(reason, detail)
+        return
+    order = job.current.leaving
+    wanted = order is not None and order.kind is LeaveKind.SUSPEND
+    if job.phase is JobPhase.SUSPENDED or (job.active and wanted):
+        return
+    draft.log_job(
+        job,
+        "SUSPEND_REQUESTED",
+        f"{event.actor} asked to suspend the job: {event.reason}",
+        actor=event.actor,
+        outcome=suspend_consequence(job),
+    )
+    job = draft.jobs[job.name]
+    if job.phase is JobPhase.QUEUED:
+        departures.suspended(draft, job, event.actor, event.reason)
+        return
+    job = departures.order(draft, job, LeaveKind.SUSPEND, reason=event.reason, actor=event.actor)
+    if job.phase is not JobPhase.RUNNING:
+        why = f"suspended by {event.actor}: {event.reason}"
+        jobs.stop(draft, job, JobPhase.SUSPENDED, why)
+
+
+def _resume_consequence(job: Job) -> str:
+    if job.phase is JobPhase.RUNNING:
+        return f"job {job.name} stays on its nodes, unless its workers have saved and ended already"
+    step = f"restores step {job.committed_step}" if job.committed_step else "starts from step 0"
+    return f"job {job.name} waits for nodes, and {step}"
+
+
+def resume(draft: Draft, event: ResumeRequested) -> None:
+    """Let the job have nodes again; nothing happens to one that is not suspended."""
+    job = draft.jobs.get(event.job)
+    if job is None:
+        draft.refuse_unknown_job(event.job)
+        return
+    if job.terminal:
+        draft.refuse("JOB_ENDED")
+        return
+    order = job.current.leaving
+    wanted = order is not None and order.kind is LeaveKind.SUSPEND
+    if job.phase is not JobPhase.SUSPENDED and not (job.active and wanted):
+        return
+    draft.log_job(
+        job,
+        "JOB_RESUMED",
+        f"{event.actor} asked to resume the job: {event.reason}",
+        actor=event.actor,
+        outcome=_resume_consequence(job),
+    )
+    job = draft.jobs[job.name]
+    if job.phase is JobPhase.SUSPENDED:
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                phase=JobPhase.QUEUED,
+                reason="waiting for nodes",
+                stop_reason="",
+                waits_as="",
+            )
+        )
+    elif job.phase is JobPhase.RUNNING:
+        departures.withdraw(draft, job, f"{event.actor} resumed it before it had stopped")
+    else:  # it stops already, and starts again after that
+        draft.put_job(replace(draft.jobs[job.name], after_stop=JobPhase.QUEUED))
+        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import Silence
 from megascale_driver.core.values.events import Audit, SilenceRequested
-from megascale_driver.core.values.standing import Silence
 from megascale_job.visible import counted
 
 MAX_SILENCES: Final = 256  # every alert asks them
@@ -27,10 +27,12 @@ def order(draft: Draft, event: SilenceRequested) -> None:
         if known is not None:
             del draft.silences[event.subject]
             draft.log(
-                "SILENCE_ENDED", f"alerts of {event.subject} are sent again: {event.reason}",
-                subject=_place(event.subject), actor=event.actor,
+                "SILENCE_ENDED",
+                f"alerts of {event.subject} are sent again: {event.reason}",
+                subject=_place(event.subject),
+                actor=event.actor,
                 outcome=f"it would have ended in {_duration(known.until_s - draft.now_s)}",
-            )  # fmt: skip
+            )
         return
     if known is None and len(draft.silences) >= MAX_SILENCES:
         draft.refuse(
@@ -42,10 +44,12 @@ def order(draft: Draft, event: SilenceRequested) -> None:
     until_s = draft.now_s + event.duration_s
     draft.silences[event.subject] = Silence(event.subject, until_s, event.reason, event.actor)
     draft.log(
-        "ALERTS_SILENCED", f"nobody is alerted of {event.subject}: {event.reason}",
-        subject=_place(event.subject), actor=event.actor,
+        "ALERTS_SILENCED",
+        f"nobody is alerted of {event.subject}: {event.reason}",
+        subject=_place(event.subject),
+        actor=event.actor,
         outcome=f"for {_duration(event.duration_s)}; decisions and this log go on as before",
-    )  # fmt: skip
+    )
 
 
 def silenced(silences: Mapping[str, Silence], line: Audit, now_s: float) -> bool:

@@ -7,19 +7,17 @@ leaves the node, if a spare stands by. Of a node there is one line in an attempt
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.faults import job_faults
 from megascale_driver.core.jobs import jobs
-from megascale_driver.core.nodes import leaving
+from megascale_driver.core.nodes import departures
 from megascale_driver.core.orders.orders import leaving_saves
-from megascale_driver.core.values.analysis_events import StragglerFound
 from megascale_driver.core.values.attempt import Fault, FaultKind, LeaveKind
-from megascale_driver.core.values.events import (
-    Evidence,
-)
-from megascale_driver.core.values.state import Job, JobPhase
+from megascale_driver.core.values.events import Evidence, StragglerFound
+from megascale_driver.core.values.job import Job, JobPhase
 
 STRAGGLER: Final = "straggler"
 MAX_NAMED = 8  # in an attempt; that many slow nodes say more about the rule than about nodes
@@ -33,18 +31,28 @@ def found(draft: Draft, event: StragglerFound) -> None:
     slow = job.current.slow_nodes
     if event.node in slow or len(slow) >= MAX_NAMED or job.slot_of(event.node) is None:
         return
-    draft.attempt(job.name, slow_nodes=(*slow, event.node))
+    draft.put_attempt(
+        job.name, replace(draft.jobs[job.name].current, slow_nodes=(*slow, event.node))
+    )
     enforced = draft.enforced(STRAGGLER)
     leaves = enforced and bool(job.spares)
-    draft.log(
-        "STRAGGLER", event.sentence, subject=f"nodes/{event.node}", job=job.name,
-        attempt=job.attempt, policy=STRAGGLER, mode="ENFORCE" if enforced else "OBSERVE",
+    draft.log_job(
+        job,
+        "STRAGGLER",
+        event.sentence,
+        subject=f"nodes/{event.node}",
+        policy=STRAGGLER,
+        mode="ENFORCE" if enforced else "OBSERVE",
         evidence=(
-            Evidence("spans", f"nodes/{event.node}/ranks/{event.rank}", event.operation,
-                     f"{event.ratio:.3f}"),
+            Evidence(
+                "spans",
+                f"nodes/{event.node}/ranks/{event.rank}",
+                event.operation,
+                f"{event.ratio:.3f}",
+            ),
         ),
         outcome=_outcome(job, enforced=enforced),
-    )  # fmt: skip
+    )
     if not leaves:
         return
     fault = Fault(FaultKind.NODE_EVICTED, event.node, draft.now_s, event.sentence, event.rank)
@@ -53,7 +61,7 @@ def found(draft: Draft, event: StragglerFound) -> None:
     if not leaving_saves(job):
         jobs.stop(draft, job, JobPhase.QUEUED, event.sentence)
     elif job.current.leaving is None:
-        leaving.order(draft, job, LeaveKind.RESTART, reason=event.sentence, actor=DRIVER)
+        departures.order(draft, job, LeaveKind.RESTART, reason=event.sentence, actor=DRIVER)
 
 
 def _outcome(job: Job, *, enforced: bool) -> str:

@@ -15,21 +15,20 @@ from megascale_driver.core.faults import blame, budgets
 from megascale_driver.core.queue.suggestions import Suggestion, holders, suggestions
 from megascale_driver.core.recovery import log_roots
 from megascale_driver.core.signs import hang, traffic
-from megascale_driver.core.values import failure_rate
+from megascale_driver.core.values import accounting
 from megascale_driver.core.values.attempt import Placement
-from megascale_driver.core.values.candidates import candidate, usable
-from megascale_driver.core.values.conditions import ConditionType
-from megascale_driver.core.values.events import Audit, utc
-from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import (
+from megascale_driver.core.values.cluster import (
     AttemptPhase,
     Cluster,
     Disposition,
-    Job,
-    JobPhase,
     Liveness,
     Node,
+    candidate,
+    usable,
 )
+from megascale_driver.core.values.events import Audit, utc
+from megascale_driver.core.values.job import ConditionType, Job, JobPhase
+from megascale_driver.core.values.policy import Policy
 from megascale_job.visible import counted
 
 MAX_EVENTS = 5  # of faults and decisions, and again of routine lines
@@ -243,7 +242,9 @@ def _auto_interval(job: Job) -> str:
     cost_s = job.last_record.get("checkpoint_cost_s")
     if cost_s is None:
         return f"; it saves every {counted(steps, 'step')} until it has measured what a save costs"
-    found = failure_rate.rate(checkpoint, job.current.failure_count, job.config.layout.world_size)
+    found = accounting.failure_rate(
+        checkpoint, job.current.failure_count, job.config.layout.world_size
+    )
     return (
         f"; it saves every {counted(steps, 'step')}: a save costs {cost_s:.2g} s, and one "
         "failure is expected "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import Tenant
 from megascale_driver.core.values.events import QuotaRequested
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.standing import Tenant
-from megascale_driver.core.values.state import Job
 from megascale_job.visible import counted
 
 # Of the jobs that are kept and of all quotas. A tenant is a team: a name for each job would make
@@ -50,10 +50,13 @@ def order(draft: Draft, event: QuotaRequested) -> None:
     after = in_force(draft.tenants, draft.policy).get(event.tenant)
     held = devices_held(draft.jobs.values()).get(event.tenant, 0)
     draft.log(
-        "QUOTA_SET", f"the quota of tenant {event.tenant} is {_limit(after)}: {event.reason}",
-        subject="cluster", actor=event.actor, policy="quota",
+        "QUOTA_SET",
+        f"the quota of tenant {event.tenant} is {_limit(after)}: {event.reason}",
+        subject="cluster",
+        actor=event.actor,
+        policy="quota",
         outcome=f"it was {_limit(before)}; {_what_follows(held, after)}",
-    )  # fmt: skip
+    )
     draft.queue_due_s = draft.now_s  # a job may start that waited for it
 
 

@@ -1,29 +1,50 @@
-"""Carries out what the queue decides: attempts begin, jobs wait or leave, spares are named."""
+"""Carries out what the queue decides: attempts begin, jobs wait or leave, spares are named.
+
+The state as the queue takes it: jobs that wait, jobs that hold nodes, nodes, quotas.
+
+How many nodes the jobs ask for, and how many are missing: what a platform is to provide.
+
+It follows from jobs and nodes as they are recorded, so every leader asks for the same number. What
+no number of nodes would help is left out: jobs above the quota of their tenant, and those whose
+tensor-parallel group is larger than any known node.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.nodes import leaving
-from megascale_driver.core.queue.queue_view import parts_of, view_of
-from megascale_driver.core.values.attempt import Attempt, NodeSlot, Placement
-from megascale_driver.core.values.candidates import candidate, usable
-from megascale_driver.core.values.failure_rate import rate
-from megascale_driver.core.values.state import (
-    AttemptRecord,
+from megascale_driver.core.nodes import departures
+from megascale_driver.core.queue import quotas
+from megascale_driver.core.values.accounting import failure_rate
+from megascale_driver.core.values.attempt import Attempt, LeaveKind, NodeSlot, Placement
+from megascale_driver.core.values.cluster import (
+    Cluster,
     Disposition,
-    Job,
-    JobPhase,
     Liveness,
     Node,
+    candidate,
+    promising,
+    usable,
 )
-from megascale_driver.placement.gang import Candidate, spares
+from megascale_driver.core.values.job import AttemptRecord, Job, JobPhase
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.placement.gang import Candidate, Part, spares
 from megascale_driver.placement.queue import MAX_STARTS, decide
-from megascale_driver.placement.queue_values import STARTS, Decision, Kind
-from megascale_job.sizes.spare_count import wanted_spares
+from megascale_driver.placement.queue_values import (
+    STARTS,
+    Decision,
+    Kind,
+    Rules,
+    RunningJob,
+    View,
+    WaitingJob,
+)
+from megascale_job.sizes.failures import wanted_spares
 from megascale_job.visible import counted
+from megascale_planner.placement_cost import traffic_of
 
 RECHECK_S = 1.0  # how often the queue is decided again for the passing of time alone
 # A decision goes through all nodes. When a large fleet links, or stops a job, node after node, it
@@ -90,8 +111,11 @@ def _differs(before: Node | None, node: Node | None) -> bool:
     if before is None or node is None:
         return True
     return (usable(before), before.disposition, before.liveness, before.identity) != (
-        usable(node), node.disposition, node.liveness, node.identity,
-    )  # fmt: skip
+        usable(node),
+        node.disposition,
+        node.liveness,
+        node.identity,
+    )
 
 
 def _urgent(draft: Draft) -> bool:
@@ -134,7 +158,7 @@ def _carry_out(draft: Draft, decision: Decision) -> None:
     if decision.kind in STARTS:
         _start(draft, job, decision)
     elif decision.kind is Kind.PREEMPT:
-        leaving.preempt(draft, job, beside=decision.beside, why=decision.why)
+        departures.preempt(draft, job, beside=decision.beside, why=decision.why)
     elif decision.why:
         _wait(draft, job, decision)
 
@@ -149,31 +173,44 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
     number = max(job.attempt, job.opened_elsewhere) + 1
     used = {p.node for p in parts}
     placement = Placement(decision.why, decision.order, decision.score)
-    draft.job(
-        job.name,
-        phase=JobPhase.PREPARING,
-        reason=f"attempt {number}: preparing {counted(len(slots), 'node')}",
-        current=Attempt(number, slots, placement=placement, checks=job.current.next_checks),
-        waits_as="",
-        spares=tuple(name for name in job.spares if name not in used),
-        attempts=(*job.attempts, AttemptRecord(number, slots, draft.now_s)),
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.PREPARING,
+            reason=f"attempt {number}: preparing {counted(len(slots), 'node')}",
+            current=Attempt(number, slots, placement=placement, checks=job.current.next_checks),
+            waits_as="",
+            spares=tuple(name for name in job.spares if name not in used),
+            attempts=(*job.attempts, AttemptRecord(number, slots, draft.now_s)),
+        )
     )
     newcomers = [p.node for p in parts if before and p.node not in before]
     for name in newcomers:
         if name in job.spares:
             draft.log(
-                "SPARE_ASSIGNED", f"spare {name} takes over", subject=f"nodes/{name}",
-                job=job.name, attempt=number, policy="placement",
-            )  # fmt: skip
+                "SPARE_ASSIGNED",
+                f"spare {name} takes over",
+                subject=f"nodes/{name}",
+                job=job.name,
+                attempt=number,
+                policy="placement",
+            )
     where = "; ".join(f"{p.node}: ranks {p.ranks[0]}-{p.ranks[-1]}" for p in parts[:16])
     draft.log(
-        "PLACED", f"placed on {where} ({decision.why})", subject=f"jobs/{job.name}",
-        job=job.name, attempt=number, policy=decision.kind.lower(),
-    )  # fmt: skip
+        "PLACED",
+        f"placed on {where} ({decision.why})",
+        subject=f"jobs/{job.name}",
+        job=job.name,
+        attempt=number,
+        policy=decision.kind.lower(),
+    )
     draft.log(
-        "ATTEMPT_PREPARING", f"attempt {number}: its nodes reserve devices and check themselves",
-        subject=f"jobs/{job.name}", job=job.name, attempt=number,
-    )  # fmt: skip
+        "ATTEMPT_PREPARING",
+        f"attempt {number}: its nodes reserve devices and check themselves",
+        subject=f"jobs/{job.name}",
+        job=job.name,
+        attempt=number,
+    )
 
 
 def waiting(what: str, stop_reason: str) -> str:
@@ -189,16 +226,20 @@ def _wait(draft: Draft, job: Job, decision: Decision) -> None:
     """
     reason = waiting(decision.why, job.stop_reason)
     if reason != job.reason:
-        job = draft.job(job.name, reason=reason)
+        job = draft.put_job(replace(draft.jobs[job.name], reason=reason))
     if decision.kind is Kind.WAIT and job.spares:
-        draft.job(job.name, spares=())  # it holds nothing, and others may have them
+        draft.put_job(
+            replace(draft.jobs[job.name], spares=())
+        )  # it holds nothing, and others may have them
     if job.waits_as != decision.kind and draft.now_s - job.updated_at_s >= RECHECK_S:
-        draft.job(job.name, waits_as=decision.kind.value)
-        draft.log(
-            "JOB_WAITS", decision.why, subject=f"jobs/{job.name}", job=job.name,
-            attempt=job.attempt, policy=decision.kind.lower(),
+        draft.put_job(replace(draft.jobs[job.name], waits_as=decision.kind.value))
+        draft.log_job(
+            job,
+            "JOB_WAITS",
+            decision.why,
+            policy=decision.kind.lower(),
             outcome=f"held for it: {', '.join(decision.nodes[:16])}" if decision.nodes else "",
-        )  # fmt: skip
+        )
 
 
 def _drop_spares(draft: Draft, serves: Callable[[Draft, str], bool]) -> None:
@@ -206,7 +247,7 @@ def _drop_spares(draft: Draft, serves: Callable[[Draft, str], bool]) -> None:
     for job in draft.jobs.values():
         kept = tuple(name for name in job.spares if serves(draft, name))
         if kept != job.spares:
-            draft.job(job.name, spares=kept)
+            draft.put_job(replace(draft.jobs[job.name], spares=kept))
 
 
 def _may_work(draft: Draft, name: str) -> bool:
@@ -239,7 +280,7 @@ def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
                 del left[name]
             kept = (*kept, *found)
         if kept != job.spares:
-            draft.job(job.name, spares=kept)
+            draft.put_job(replace(draft.jobs[job.name], spares=kept))
         _say_shortage(draft, draft.jobs[job.name])
 
 
@@ -248,7 +289,7 @@ def spares_wanted(job: Job) -> int:
     if job.config.recovery.spares != "auto" or not job.slots:
         return job.config.recovery.spare_nodes
     devices = max(len(slot.devices) for slot in job.slots)
-    hours = rate(job.config.checkpoint, job.current.failure_count, devices).device_hours
+    hours = failure_rate(job.config.checkpoint, job.current.failure_count, devices).device_hours
     return wanted_spares(job.config, len(job.slots), devices, hours)
 
 
@@ -263,18 +304,19 @@ def _say_shortage(draft: Draft, job: Job) -> None:
     missing = max(0, wanted - len(job.spares))
     if missing > job.current.spares_short:
         recovery = job.config.recovery
-        draft.log(
+        draft.log_job(
+            job,
             "SPARES_SHORT",
             f"{len(job.spares)} of {counted(wanted, 'spare')} stand by: with "
             f"{counted(len(job.slots), 'node')} and "
             f"repairs of {counted(recovery.repair_hours, 'hour')} so many suffice with a "
             "probability of "
             f"{recovery.spare_probability:g}",
-            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="spares",
+            policy="spares",
             outcome="training continues; the next lost node may leave the job waiting",
-        )  # fmt: skip
+        )
     if missing != job.current.spares_short:
-        draft.attempt(job.name, spares_short=missing)
+        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, spares_short=missing))
 
 
 def _found(draft: Draft, job: Job, missing: int, left: Mapping[str, Candidate]) -> tuple[str, ...]:
@@ -283,3 +325,167 @@ def _found(draft: Draft, job: Job, missing: int, left: Mapping[str, Candidate]) 
     kinds = {c.kind for c in mine}
     fitting = [c for name, c in left.items() if c.kind in kinds and name not in job.evicted]
     return spares(missing, parts, fitting, {c.switch for c in mine})
+
+
+def view_of(draft: Draft) -> View:
+    """Everything that the queue decides from."""
+    waiting, running = [], []
+    for job in draft.jobs.values():
+        if job.phase is JobPhase.QUEUED:
+            waiting.append(_waiting(job))
+        elif job.active:
+            running.append(_running(draft, job))
+    held = {name for job in running for name in job.nodes}
+    # Their workers did not end when they were ordered to: nobody counts on them before they do.
+    stuck = {name for job in draft.jobs.values() if not job.terminal for name in job.evicted}
+    idle, known = {}, {}
+    for name, node in draft.nodes.items():
+        free = name not in held and usable(node)
+        if free or (promising(node) and (name in held or name not in stuck)):
+            known[name] = candidate(node)
+        if free:
+            idle[name] = known[name]
+    policy = draft.policy
+    return View(
+        now_s=draft.now_s,
+        waiting=tuple(waiting),
+        running=tuple(running),
+        idle=idle,
+        known=known,
+        quotas=quotas.in_force(draft.tenants, policy),
+        rules=Rules(
+            preempt=policy.preempt,
+            backfill_s=policy.backfill_s,
+            survivors_s=policy.survivors_s,
+        ),
+    )
+
+
+def parts_of(job: Job) -> tuple[Part, ...]:
+    """The placement of the job's newest attempt."""
+    return tuple(Part(slot.node, slot.ranks, slot.devices) for slot in job.slots)
+
+
+def cannot_leave(job: Job, now_s: float) -> str:
+    """Why an active job cannot save and then leave its nodes; "" if it can."""
+    if not job.config.checkpoint.uri:
+        return "it has no checkpoints"
+    if job.phase is not JobPhase.RUNNING:
+        return f"it is {job.phase.lower()}"
+    if now_s < job.current.stays_until_s:
+        return "it could not save when it was last asked to"
+    return ""
+
+
+def _waiting(job: Job) -> WaitingJob:
+    layout = job.config.layout
+    return WaitingJob(
+        name=job.name,
+        world_size=layout.world_size,
+        tp=layout.tp,
+        priority=job.config.priority,
+        tenant=job.config.tenant,
+        created_s=job.created_at_s,
+        waiting_since_s=job.updated_at_s,
+        # A job that left its nodes by order keeps none of them.
+        last=parts_of(job) if job.current.leaving is None else (),
+        spares=job.spares,
+        evicted=frozenset(job.evicted),
+        not_before_s=job.not_before_s,
+        traffic=traffic_of(job.config),
+    )
+
+
+def _running(draft: Draft, job: Job) -> RunningJob:
+    cannot = cannot_leave(job, draft.now_s)
+    ends = job.phase is JobPhase.STOPPING and job.after_stop is not JobPhase.QUEUED
+    return RunningJob(
+        name=job.name,
+        world_size=job.config.layout.world_size,
+        nodes=tuple(slot.node for slot in job.slots),
+        priority=job.config.priority,
+        tenant=job.config.tenant,
+        started_s=job.attempts[-1].opened_at_s if job.attempts else job.created_at_s,
+        ends_s=_ends_s(draft, job),
+        spares=job.spares,
+        preemptible=not cannot,
+        cannot=cannot,
+        leaving=ends or job.current.leaving is not None,
+    )
+
+
+def _ends_s(draft: Draft, job: Job) -> float | None:
+    """When the job has done its steps at its present pace; None if that is not known."""
+    current = job.current
+    if job.phase is not JobPhase.RUNNING or not current.step_interval_s:
+        return None
+    left = job.config.training.steps - current.step
+    return max(draft.now_s, current.last_step_at_s + left * current.step_interval_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Nodes that should be there, those that are kept from work included, and those missing."""
+
+    wanted: int
+    missing: int
+    why: str = ""  # who asks for the missing ones
+
+
+def demand(state: Cluster, policy: Policy) -> Demand:
+    """Return what the jobs ask for now; evicted nodes count on neither side."""
+    there = [node for node in state.nodes.values() if _there(node)]
+    kept_out = sum(node.disposition is not Disposition.SCHEDULABLE for node in there)
+    left = {name for job in state.jobs.values() if not job.terminal for name in job.evicted}
+    left_by_jobs = sum(n.name in left and n.disposition is Disposition.SCHEDULABLE for n in there)
+    devices = max((len(node.identity.devices) for node in state.nodes.values()), default=0)
+    asked = sum(_nodes_of(job, devices) for job in _counted(state, policy))
+    wanted = asked + kept_out + left_by_jobs if asked else 0
+    missing = max(0, wanted - len(there))
+    if not missing:
+        return Demand(wanted, 0)
+    why = f"jobs and their spares ask for {asked}"
+    if kept_out + left_by_jobs:
+        unused = kept_out + left_by_jobs
+        why += f", and {unused} of those alive serve none, kept from work or left by a job"
+    return Demand(wanted, missing, why)
+
+
+def _there(node: Node) -> bool:
+    return node.liveness is Liveness.ALIVE and node.disposition is not Disposition.QUARANTINED
+
+
+def _counted(state: Cluster, policy: Policy) -> Iterator[Job]:
+    """The jobs that have nodes and keep them, and of those that wait the ones that may start."""
+    limits, held = quotas.in_force(state.tenants, policy), quotas.devices_held(state.jobs.values())
+    waiting = [job for job in state.jobs.values() if job.phase is JobPhase.QUEUED]
+    for job in sorted(waiting, key=lambda job: (-job.config.priority, job.created_at_s)):
+        tenant, size = job.config.tenant, job.config.layout.world_size
+        devices = held.get(tenant, 0) + size
+        if tenant not in limits or devices <= limits[tenant]:
+            held[tenant] = devices
+            yield job
+    yield from (job for job in state.jobs.values() if job.active and not _frees_its_nodes(job))
+
+
+def _frees_its_nodes(job: Job) -> bool:
+    order = job.current.leaving
+    if order is not None and order.kind is LeaveKind.SUSPEND:
+        return True
+    return job.phase is JobPhase.STOPPING and job.after_stop is not JobPhase.QUEUED
+
+
+def _nodes_of(job: Job, devices: int) -> int:
+    """Nodes and spares of a job, where the largest known node has so many devices.
+
+    Before any node is known, a first one is asked for: it shows how many devices nodes have.
+    """
+    if job.active:
+        return len(job.slots) + spares_wanted(job)
+    if not devices:
+        return 1
+    usable = devices // job.config.layout.tp * job.config.layout.tp
+    if not usable:
+        return 0
+    nodes = -(-job.config.layout.world_size // usable)
+    return nodes + wanted_spares(job.config, nodes, devices)

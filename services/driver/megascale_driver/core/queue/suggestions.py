@@ -7,16 +7,9 @@ from dataclasses import dataclass
 
 from megascale_driver.core.signs.hang import Stall
 from megascale_driver.core.values.attempt import FaultKind
-from megascale_driver.core.values.candidates import candidate
+from megascale_driver.core.values.cluster import Cluster, Disposition, Liveness, Node, candidate
 from megascale_driver.core.values.events import Audit
-from megascale_driver.core.values.state import (
-    Cluster,
-    Disposition,
-    Job,
-    JobPhase,
-    Liveness,
-    Node,
-)
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job.visible import counted
 
 MAX_SUGGESTIONS = 6

@@ -16,14 +16,14 @@ from megascale_driver.analysis.logs.correlation import Verdict, verdict
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import blame, breaker, job_faults
 from megascale_driver.core.nodes import nodes
-from megascale_driver.core.signs import kernel_faults
+from megascale_driver.core.signs import kernel
 from megascale_driver.core.values.attempt import Fault, FaultKind
 from megascale_driver.core.values.events import Audit, Evidence
-from megascale_driver.core.values.state import Job
+from megascale_driver.core.values.job import Job
 from megascale_job.visible import agreed, counted
 
-REASON: Final = kernel_faults.REASON
-KERNEL_LOG: Final = kernel_faults.KERNEL_LOG
+REASON: Final = kernel.REASON
+KERNEL_LOG: Final = kernel.KERNEL_LOG
 LOG_ROOT = "log-root"
 MAX_NAMED = 8
 _MAX_LINE = 400
@@ -66,10 +66,12 @@ def write(draft: Draft, job: Job) -> Verdict | None:
     others = counted(root.set_aside, "other line")
     aside = f"; {others} {agreed(root.set_aside, 'are')} set aside" if root.set_aside else ""
     named = root.nodes[:MAX_NAMED]
-    draft.log(
+    draft.log_job(
+        job,
         REASON,
         f"{_where(root)} has the root: {root.category}: {line}{aside}",
-        subject=f"nodes/{root.node}", job=job.name, attempt=job.attempt, policy=_policy(root),
+        subject=f"nodes/{root.node}",
+        policy=_policy(root),
         mode="ENFORCE" if draft.enforced(_policy(root)) else "OBSERVE",
         evidence=(
             Evidence("log", _source(root), root.category, root.action),
@@ -78,7 +80,7 @@ def write(draft: Draft, job: Job) -> Verdict | None:
             Evidence("log-set-aside", "driver", str(root.set_aside)),
         ),
         outcome=_outcome(root),
-    )  # fmt: skip
+    )
     return root
 
 
@@ -91,7 +93,7 @@ def decide(draft: Draft, job: Job, root: Verdict | None) -> bool:
         return False
     if not root.shared and root.action != "evict_restart":
         return False
-    fault, name_of_root = _fault(draft, root), kernel_faults.known_as(root.fingerprint)
+    fault, name_of_root = _fault(draft, root), kernel.known_as(root.fingerprint)
     if root.shared:
         for name in root.nodes:
             blame.is_software(draft, draft.jobs[job.name], replace(fault, node=name), name_of_root)
@@ -110,12 +112,15 @@ def decide(draft: Draft, job: Job, root: Verdict | None) -> bool:
             nodes.quarantine(draft, name, fault.message, policy=KERNEL_LOG, evidence=evidence)
             held = draft.jobs[job.name]
             if name not in held.evicted:
-                draft.job(job.name, evicted=(*held.evicted, name))
+                draft.put_job(replace(draft.jobs[job.name], evicted=(*held.evicted, name)))
         else:
             job_faults.leave(
-                draft, draft.jobs[job.name], replace(fault, node=name), KERNEL_LOG,
+                draft,
+                draft.jobs[job.name],
+                replace(fault, node=name),
+                KERNEL_LOG,
                 "too many nodes were evicted recently: only this job leaves the node",
-            )  # fmt: skip
+            )
     return True
 
 

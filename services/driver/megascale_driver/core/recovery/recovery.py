@@ -11,26 +11,26 @@ refused. Nor does a fault of the job itself (:mod:`megascale_driver.core.faults.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.faults import blame, breaker, budgets, fault_checks, job_faults
+from megascale_driver.core.faults import blame, breaker, budgets, job_faults
 from megascale_driver.core.nodes import nodes
 from megascale_driver.core.recovery import log_roots
-from megascale_driver.core.signs import hang_stacks, kernel_faults
+from megascale_driver.core.signs import hang, kernel
 from megascale_driver.core.values.attempt import Fault, FaultKind, NodeSlot
-from megascale_driver.core.values.events import Evidence
-from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.state import (
+from megascale_driver.core.values.cluster import (
     AttemptPhase,
     Disposition,
-    Job,
-    JobPhase,
     Liveness,
     Node,
     StoppedReport,
     WorkerReport,
 )
+from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.core.values.reasons import Reason
 
 SIGNALS = {6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 MAX_ERROR = 600  # characters of a worker's error that a message shows
@@ -87,9 +87,15 @@ def settle(draft: Draft, job: Job) -> Job:
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
     faults = job.current.faults
-    hang_stacks.write(draft, job)
+    hang.write_stacks(draft, job)
     root = log_roots.write(draft, draft.jobs[job.name])
-    job = draft.attempt(job.name, next_checks=fault_checks.after(draft.jobs[job.name], root))
+    job = draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current,
+            next_checks=job_faults.checks_after(draft.jobs[job.name], root),
+        ),
+    )
     if (final := job_faults.never_runs(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)
     job = budgets.charge(draft, job)
@@ -107,7 +113,7 @@ def settle(draft: Draft, job: Job) -> Job:
 
 def prepare_limit_s(job: Job, policy: Policy) -> float:
     """How long the attempt may prepare; longer with checks that the last one's end asks for."""
-    return policy.prepare_timeout_s + (fault_checks.EXTRA_S if job.current.checks else 0.0)
+    return policy.prepare_timeout_s + (job_faults.CHECKS_EXTRA_S if job.current.checks else 0.0)
 
 
 def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
@@ -128,7 +134,7 @@ def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
             now_s,
             f"the executor of node {slot.node} was restarted",
         )
-    if job.phase is not JobPhase.STOPPING and (fault := kernel_faults.found(draft, job, node)):
+    if job.phase is not JobPhase.STOPPING and (fault := kernel.found(draft, job, node)):
         return fault
     report = node.report
     if report is not None and report.stopped is not None and report.phase is AttemptPhase.IDLE:
@@ -214,20 +220,27 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
         and fault.node not in job.evicted
     ):
         if fault.kind is FaultKind.NODE_DEAD:
-            draft.job(job.name, evicted=(*job.evicted, fault.node))
+            draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, fault.node)))
         reason: Reason = "NODE_EVICTED" if fault.kind is FaultKind.NODE_DEAD else "NODE_RESTARTED"
-        draft.log(
-            reason, fault.message, subject=subject, job=job.name, attempt=job.attempt,
-            policy="hard-fact", evidence=(Evidence("liveness", subject, fault.message),),
+        draft.log_job(
+            job,
+            reason,
+            fault.message,
+            subject=subject,
+            policy="hard-fact",
+            evidence=(Evidence("liveness", subject, fault.message),),
             outcome="the attempt ends",
-        )  # fmt: skip
+        )
     elif fault.kind is FaultKind.KERNEL_FAULT:
-        draft.log(
-            "KERNEL_FAULT", fault.message, subject=subject, job=job.name, attempt=job.attempt,
-            policy=kernel_faults.KERNEL_LOG,
+        draft.log_job(
+            job,
+            "KERNEL_FAULT",
+            fault.message,
+            subject=subject,
+            policy=kernel.KERNEL_LOG,
             evidence=(Evidence("log-line", f"{subject}/kernel", fault.message),),
             outcome="the attempt ends at once; what follows for the node is decided by all logs",
-        )  # fmt: skip
+        )
     elif fault.kind is FaultKind.CHECK_FAILED and not blame.check_is_about_its_node(
         draft, job, fault
     ):
@@ -245,13 +258,15 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
         job_faults.leave(draft, job, fault, nodes.SELF_CHECK, why, mode="OBSERVE")
     elif fault.kind in _OF_WORKERS:
         memory = fault.kind is FaultKind.OUT_OF_MEMORY
-        draft.log(
+        draft.log_job(
+            job,
             "WORKER_OUT_OF_MEMORY" if memory else "WORKER_EXITED",
-            fault.message, subject=subject, job=job.name, attempt=job.attempt,
+            fault.message,
+            subject=subject,
             policy="process-exit",
             evidence=(Evidence("exit", f"{subject}/ranks/{fault.rank}", fault.message),),
             outcome=_outcome(job, fault),
-        )  # fmt: skip
+        )
 
 
 def _outcome(job: Job, fault: Fault) -> str:
@@ -267,11 +282,13 @@ def _refuse_checkpoint(draft: Draft, job: Job) -> Job:
     fault = next(f for f in job.current.faults if f.kind is FaultKind.CHECKPOINT_CORRUPT)
     step = job.current.restore.step if job.current.restore is not None else 0
     if step and step not in job.refused_steps:
-        job = draft.job(job.name, refused_steps=(*job.refused_steps, step))
-    draft.log(
-        "CHECKPOINT_REFUSED", f"the checkpoint of step {step} is refused: {fault.message}",
-        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="checksum",
+        job = draft.put_job(replace(draft.jobs[job.name], refused_steps=(*job.refused_steps, step)))
+    draft.log_job(
+        job,
+        "CHECKPOINT_REFUSED",
+        f"the checkpoint of step {step} is refused: {fault.message}",
+        policy="checksum",
         evidence=(Evidence("checksum", f"nodes/{fault.node}", fault.message),),
         outcome="an older checkpoint is restored",
-    )  # fmt: skip
+    )
     return draft.jobs[job.name]

@@ -7,6 +7,19 @@ evaluated here but in :mod:`megascale_driver.core.faults.liveness`.
 
 Status pages do not enter the core with each heartbeat. The shell reads them while
 :func:`stands_still` holds, and :func:`pages_read` evaluates them.
+
+What NCCL's records say of a job that hung, beside the status pages and after them.
+
+They come with the stacks when the attempt has stopped. A host is ahead of its device, so on GPUs a
+page can show that all have entered what some device never reached; the record shows that. Where the
+pages blamed no node and the records name ranks of one, that node is blamed (MegaScale, section
+5.2); a node that the pages have blamed stays blamed.
+
+Where the ranks of a job that hung were: the stacks that its nodes took when they stopped it.
+
+The verdict on the culprit is that of status pages (:mod:`megascale_driver.core.signs.hang`). The
+stacks show where its code was, and beside it where most others waited (MegaScale, section 5.2). On
+GPUs NCCL's records say who did not enter what (:mod:`megascale_driver.core.signs.hang`).
 """
 
 from __future__ import annotations
@@ -14,7 +27,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import Final
 
+from megascale_common.node.flight_record import RankRecord
+from megascale_driver.analysis.flight_recorder import Verdict, verdict
 from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.analysis.progress import (
     Beat,
@@ -26,16 +42,11 @@ from megascale_driver.analysis.progress import (
 )
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values.attempt import Fault, FaultKind
+from megascale_driver.core.values.cluster import AttemptPhase, Liveness, Node
 from megascale_driver.core.values.events import Evidence, PagesRead, RankPages
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.state import (
-    AttemptPhase,
-    Job,
-    JobPhase,
-    Liveness,
-    Node,
-)
 
 MAX_EVIDENCE = 16
 MAX_NAMED = 4
@@ -90,7 +101,7 @@ def pages_read(draft: Draft, event: PagesRead) -> None:
         node = draft.nodes.get(found.node)
         if node is not None and node.report is not None and _counts(found, node):
             report = replace(node.report, statuses=found.statuses)
-            draft.node(node.name, report=report, beat_at_s=found.at_s)
+            draft.put_node(replace(draft.nodes[node.name], report=report, beat_at_s=found.at_s))
 
 
 def _counts(found: RankPages, node: Node) -> bool:
@@ -114,7 +125,9 @@ def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
         return False  # of this standstill there is a line
     conclude(draft, job, found, what, reason="HANG_SUSPECTED", rule="hang")
     if not enforced:
-        draft.attempt(job.name, observed_hang_s=since_s(job))
+        draft.put_attempt(
+            job.name, replace(draft.jobs[job.name].current, observed_hang_s=since_s(job))
+        )
     return enforced
 
 
@@ -131,12 +144,17 @@ def conclude(
     between = f"; {lost[0]}" if lost else ""
     message = f"{what}: {named}{more}{between}"
     enforced = draft.enforced(rule)
-    draft.log(
-        reason, message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy=rule, mode="ENFORCE" if enforced else "OBSERVE", evidence=_evidence(guilty, found),
-        outcome="the attempt ends and all its nodes check themselves" if enforced
+    draft.log_job(
+        job,
+        reason,
+        message,
+        policy=rule,
+        mode="ENFORCE" if enforced else "OBSERVE",
+        evidence=_evidence(guilty, found),
+        outcome="the attempt ends and all its nodes check themselves"
+        if enforced
         else "nothing: the rule is observed",
-    )  # fmt: skip
+    )
     if enforced:
         # Suspects on several nodes have a common cause, which is none of these nodes.
         blamed = guilty[0].node if len({view.node for view in guilty}) == 1 else ""
@@ -196,13 +214,19 @@ def without_workers(draft: Draft, job: Job) -> Job:
         Evidence("liveness", f"nodes/{name}", node.liveness if node is not None else "unknown")
         for name, node in states
     )
-    draft.log(
-        "WORKERS_MISSING", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy="no-workers", mode="ENFORCE" if enforced else "OBSERVE", evidence=evidence,
+    draft.log_job(
+        job,
+        "WORKERS_MISSING",
+        message,
+        policy="no-workers",
+        mode="ENFORCE" if enforced else "OBSERVE",
+        evidence=evidence,
         outcome="the attempt ends" if enforced else "nothing: the rule is observed",
-    )  # fmt: skip
+    )
     if not enforced:
-        return draft.attempt(job.name, observed_hang_s=since_s(job))
+        return draft.put_attempt(
+            job.name, replace(draft.jobs[job.name].current, observed_hang_s=since_s(job))
+        )
     fault = Fault(FaultKind.DEADLINE, "", draft.now_s, message, hard=False)
     return draft.fault(job.name, fault)
 
@@ -274,3 +298,125 @@ def _digest(status: RankStatus) -> str:
         return text
     inside = [count.group for count in status.operations if count.entered > count.completed]
     return f"{text}, inside {', '.join(inside) if inside else 'no operation'}"
+
+
+RECORD_KIND: Final = "nccl_record"
+# A rank without a record counts as the silent one. Of more than these no record can have come in
+# time, and then it says nothing.
+MAX_SILENT: Final = 4
+
+
+def record_verdict(draft: Draft, job: Job) -> Verdict | None:
+    """The verdict on the attempt that has stopped; None without records, or with too few."""
+    records: list[RankRecord] = []
+    for slot in job.slots:
+        node = draft.nodes.get(slot.node)
+        stopped = node.report.stopped if node is not None and node.report is not None else None
+        if stopped is not None and (stopped.job, stopped.attempt) == (job.name, job.attempt):
+            records += [each for each in stopped.records if each.rank in slot.ranks]
+    world_size = job.config.layout.world_size
+    if not records or world_size - len({each.rank for each in records}) > MAX_SILENT:
+        return None
+    return verdict(records, world_size)
+
+
+def record_evidence(job: Job, said: Verdict) -> tuple[Evidence, ...]:
+    """A line for each rank that is named, with what it has not entered."""
+    lines = []
+    for rank in said.culprits[:MAX_SILENT]:
+        one = next(each for each in said.missing if rank in each.missing)
+        digest = f"has not entered {one.operation} {one.number} of {one.group}"
+        if rank in said.without_dump:
+            digest = f"wrote no record; others wait for it in {one.operation} of {one.group}"
+        lines.append(Evidence(RECORD_KIND, f"nodes/{_node_of(job, rank)}/ranks/{rank}", digest))
+    return tuple(lines)
+
+
+def blame_by_records(draft: Draft, job: Job) -> Job:
+    """Blame the one node whose ranks the records name, where a hang is blamed on none.
+
+    Before the search for an unnamed culprit, which then need not begin.
+    """
+    if job.current.searching is not None or not any(map(_is_open, job.current.faults)):
+        return job
+    said = record_verdict(draft, job)
+    nodes = {_node_of(job, rank) for rank in said.culprits} if said is not None else set()
+    if said is None or len(nodes) != 1:
+        return job
+    (node,) = nodes
+    faults = tuple(
+        _completed(fault, node, said) if _is_open(fault) else fault for fault in job.current.faults
+    )
+    return draft.put_attempt(job.name, replace(draft.jobs[job.name].current, faults=faults))
+
+
+def _is_open(fault: Fault) -> bool:
+    return fault.kind is FaultKind.HANG and not fault.node
+
+
+def _completed(fault: Fault, node: str, said: Verdict) -> Fault:
+    message = f"{fault.message}; by NCCL's records {said.sentence.rstrip('.')}"
+    return replace(fault, node=node, rank=said.culprits[0], message=message)
+
+
+def _node_of(job: Job, rank: int) -> str:
+    return next((slot.node for slot in job.slots if rank in slot.ranks), "")
+
+
+STACKS_REASON: Final = "HANG_STACKS"
+MAX_OTHERS = 8  # ranks beside the suspect whose stacks are attached
+MAX_IN_MESSAGE = 200  # characters of a stack
+_SEPARATOR = " < "
+
+
+def write_stacks(draft: Draft, job: Job) -> None:
+    """Write where the suspect and others were to the job's log, if its attempt ended in a hang."""
+    fault = next((f for f in job.current.faults if f.kind is FaultKind.HANG), None)
+    if fault is None:
+        return
+    found = _stacks(draft, job)
+    said = record_verdict(draft, job)
+    if not found and said is None:
+        return
+    innermost = {rank: frames.partition(_SEPARATOR)[0] for rank, (_, frames) in found.items()}
+    common: dict[str, int] = {}
+    for rank, frame in innermost.items():
+        if rank != fault.rank:
+            common[frame] = common.get(frame, 0) + 1
+    # The suspect, then ranks in places that few others share: most only wait.
+    order = sorted(
+        found, key=lambda rank: (rank != fault.rank, common.get(innermost[rank], 0), rank)
+    )
+    evidence = tuple(
+        Evidence("stack", f"nodes/{node}/ranks/{rank}", frames)
+        for rank in order[: 1 + MAX_OTHERS]
+        for node, frames in [found[rank]]
+    )
+    text = f"rank {fault.rank}: {found.get(fault.rank, ('', 'no stack'))[1][:MAX_IN_MESSAGE]}"
+    if common:
+        place, count = max(common.items(), key=lambda item: item[1])
+        text += f"; {count} of {sum(common.values())} others: {place}"
+    if said is not None:
+        text += f"; NCCL's records: {said.sentence.rstrip('.')}"
+        evidence += record_evidence(job, said)
+    subject = f"jobs/{job.name}"
+    draft.log_job(
+        job,
+        STACKS_REASON,
+        text,
+        subject=subject,
+        evidence=evidence,
+        outcome="nothing: evidence for people",
+    )
+
+
+def _stacks(draft: Draft, job: Job) -> dict[int, tuple[str, str]]:
+    """By rank, its node and frames, of the nodes of the attempt that has stopped."""
+    found: dict[int, tuple[str, str]] = {}
+    for slot in job.slots:
+        node = draft.nodes.get(slot.node)
+        stopped = node.report.stopped if node is not None and node.report is not None else None
+        if stopped is None or (stopped.job, stopped.attempt) != (job.name, job.attempt):
+            continue
+        found |= {rank: (slot.node, text) for rank, text in stopped.stacks if rank in slot.ranks}
+    return found

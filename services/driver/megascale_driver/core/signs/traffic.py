@@ -13,10 +13,9 @@ from typing import Final
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.signs import hang
-from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.events import Evidence, TrafficChanged, TrafficStood
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.reasons import Reason
-from megascale_driver.core.values.state import Job, JobPhase
-from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
 
 TRAFFIC: Final = "traffic"
 MAX_CHANGES = 16  # in an attempt; that many say more about the network than about one event
@@ -43,7 +42,7 @@ def stood(draft: Draft, event: TrafficStood) -> None:
         return  # a node is silent: that decides
     hang.conclude(draft, job, found, event.sentence, reason="TRAFFIC_STOPPED", rule=TRAFFIC)
     seen = replace(draft.jobs[job.name].current.traffic, stood_since_s=since_s)
-    draft.attempt(job.name, traffic=seen)
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, traffic=seen))
 
 
 def changed(draft: Draft, event: TrafficChanged) -> None:
@@ -54,20 +53,31 @@ def changed(draft: Draft, event: TrafficChanged) -> None:
     seen = job.current.traffic
     if event.kind not in _REASONS:
         if seen.unseen != event.sentence:
-            draft.attempt(job.name, traffic=replace(seen, unseen=event.sentence))
+            draft.put_attempt(
+                job.name,
+                replace(draft.jobs[job.name].current, traffic=replace(seen, unseen=event.sentence)),
+            )
         return
     if seen.changes >= MAX_CHANGES:
         return
-    draft.attempt(job.name, traffic=replace(seen, changes=seen.changes + 1, unseen=""))
-    draft.log(
-        _REASONS[event.kind], event.sentence, subject=f"jobs/{job.name}", job=job.name,
-        attempt=job.attempt, policy=TRAFFIC, mode="OBSERVE",
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current, traffic=replace(seen, changes=seen.changes + 1, unseen="")
+        ),
+    )
+    draft.log_job(
+        job,
+        _REASONS[event.kind],
+        event.sentence,
+        policy=TRAFFIC,
+        mode="OBSERVE",
         evidence=tuple(
             Evidence("counters", f"nodes/{name}", event.source)
             for name in (event.nodes or tuple(slot.node for slot in job.slots))[:MAX_NODES]
         ),
         outcome="the job goes on: look at its network, or at what its steps wait for",
-    )  # fmt: skip
+    )
 
 
 def describe(job: Job) -> str:

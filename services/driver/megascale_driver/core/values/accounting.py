@@ -3,19 +3,27 @@
 These fields change with every tick in which a step was completed, and are no decisions. They are
 stored whenever the job's head is written for another reason, and by themselves at the first step of
 an attempt, every ``policy.mark_interval_s`` seconds, and when a record arrives after the end.
+
+How often the fleet's devices fail, counted over its jobs, for `checkpoint.interval: auto`.
+
+The count goes to the workers with the start of an attempt and stays what it is until the next:
+all ranks decide from the same figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from megascale_driver.analysis.progress import add_step_time
 from megascale_driver.core.values import goodput
-from megascale_driver.core.values.attempt import Fault, FaultKind
+from megascale_driver.core.values.attempt import FailureCount, Fault, FaultKind
+from megascale_driver.core.values.cluster import Node
 from megascale_driver.core.values.goodput import Activity, Ledger
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.state import Job, JobPhase, Node
+from megascale_job.config import CheckpointConfig
+from megascale_job.sizes.failures import device_hours_per_failure, mtbf_s
 
 MAX_STEP_TIME_S = 86_400.0  # a record with a longer one is damaged
 # STARTING too: the first records may overtake the report that all workers run.
@@ -118,3 +126,36 @@ def _happened_s(fault: Fault, nodes: Mapping[str, Node]) -> float:
     if fault.kind is FaultKind.NODE_DEAD and node is not None:
         return node.reset_at_s or node.last_seen_s
     return fault.at_s
+
+
+_HOUR_US = 3_600_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRate:
+    """Device hours between failures, corrected by the count, and seconds between those of a job."""
+
+    device_hours: float
+    mtbf_s: float
+
+
+def failure_count(jobs: Iterable[Job]) -> FailureCount:
+    """Faults that ended attempts, and the hours that devices trained between them.
+
+    Jobs that the driver still holds are counted; those that it has deleted are not.
+    """
+    faults, device_us = 0, 0
+    for job in jobs:
+        ledger = job.goodput
+        faults += ledger.faults
+        trained_us = ledger.productive_us + ledger.lost_us + ledger.checkpointing_us
+        device_us += trained_us * job.config.layout.world_size
+    return FailureCount(faults, device_us / _HOUR_US)
+
+
+def failure_rate(checkpoint: CheckpointConfig, counted: FailureCount, devices: int) -> FailureRate:
+    """What the workers of a job on ``devices`` compute with."""
+    hours = device_hours_per_failure(
+        checkpoint.device_mtbf_hours, counted.count, counted.device_hours
+    )
+    return FailureRate(hours, mtbf_s(hours, devices))

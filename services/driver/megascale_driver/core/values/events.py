@@ -2,6 +2,12 @@
 
 Time enters only with events. An effect may fail or be lost with its driver: the core orders it
 again as long as the state requires it.
+
+Events of what analyses find in the step records and spans of an attempt.
+
+Checks of groups of nodes and what comparisons found: the effect of the first, and events.
+
+Events about the traffic between the nodes of an attempt, of the shell that counts it.
 """
 
 from __future__ import annotations
@@ -10,11 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from megascale_driver.analysis.divergence import Divergence
+from megascale_driver.analysis.group_search import Answer
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core.values.analysis_events import LossDiverged, PlanCompared, StragglerFound
-from megascale_driver.core.values.group_events import CheckCompared, CheckGroup, GroupChecked
-from megascale_driver.core.values.state import AttemptPhase, Identity, Report
-from megascale_driver.core.values.traffic_events import TrafficChanged, TrafficStood
+from megascale_driver.core.values.cluster import AttemptPhase, Identity, Report
 from megascale_job.config import JobConfig
 from megascale_job.restore import RestorePlan
 
@@ -382,6 +387,104 @@ class MessageRefused:
     problem: str
 
 
+@dataclass(frozen=True, slots=True)
+class CheckCompared:
+    """A target of a node was compared with the fleet: it FAILED, or is good again after that.
+
+    ``origin``: the attempt (JOB/NUMBER) that began with the check, of which each leader hears;
+    "" for one on demand.
+    """
+
+    now_s: float
+    node: str
+    check: str
+    target: str
+    failed: bool
+    detail: str
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChecked:
+    """Group ``group`` of a round of checks has answered; ``details``: what its nodes said."""
+
+    now_s: float
+    job: str
+    attempt: int
+    round: int
+    group: int
+    answers: Mapping[str, Answer]
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LossDiverged:
+    """The step records of a job show that it diverges."""
+
+    now_s: float
+    job: str
+    found: Divergence
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerFound:
+    """Spans of an attempt show a slow node; ``rank`` is its slowest one."""
+
+    now_s: float
+    job: str
+    attempt: int
+    node: str
+    rank: int
+    operation: str
+    ratio: float
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCompared:
+    """Steps of an attempt beside their plan; ``slower_by``: a term, "" where it is as planned."""
+
+    now_s: float
+    job: str
+    attempt: int
+    slower_by: str
+    sentence: str
+    first_step: int
+    last_step: int
+    hardware: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficStood:
+    """No byte moves between the nodes of an attempt whose ranks wait; ``pages`` are the newest.
+
+    ``limit_s``: for how long no step may have been completed.
+    """
+
+    now_s: float
+    job: str
+    attempt: int
+    limit_s: float
+    sentence: str
+    pages: tuple[RankPages, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficChanged:
+    """The traffic of an attempt has declined, fluctuates, or cannot be watched.
+
+    ``kind``: decline, fluctuation or unseen. ``nodes``: those concerned; empty: all.
+    """
+
+    now_s: float
+    job: str
+    attempt: int
+    kind: str
+    source: str
+    sentence: str
+    nodes: tuple[str, ...] = ()
+
+
 Event = (
     LeaderStarted
     | Tick
@@ -467,6 +570,27 @@ class Probe:
     node: str
     incarnation: str
     endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A node of a group that is checked, with those of its devices that take part."""
+
+    node: str
+    incarnation: str
+    endpoint: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckGroup:
+    """Have the members all-reduce a known payload together; the answer is a GroupChecked."""
+
+    job: str
+    attempt: int
+    round: int
+    group: int
+    members: tuple[GroupMember, ...]
 
 
 Effect = OpenAttempt | Probe | CheckGroup

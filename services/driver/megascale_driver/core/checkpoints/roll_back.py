@@ -1,0 +1,121 @@
+"""Going back to an earlier step: what was written after it is restored no more.
+
+What an attempt really restored, where the planned checkpoint turned out to be damaged.
+
+The ranks take the next older one that the plan names, all together, and their nodes report it with
+the start of training. From then on the attempt's plan is the one that was carried out, and the
+damaged steps are refused to later attempts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import Report
+from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.job import Job, Rollback
+from megascale_job.restore import RestorePlan
+
+MAX_ROLLBACKS = 8
+MAX_REFUSED = 10_000  # steps of abandoned branches that are kept from being restored
+
+
+def roll_back(
+    draft: Draft,
+    job: Job,
+    step: int,
+    *,
+    written_by: int,
+    later: tuple[int, ...],
+    committed: int | None = None,
+) -> Job:
+    """Nothing above ``step`` that earlier attempts wrote is restored any more.
+
+    ``written_by``: the attempt whose checkpoint of ``step`` is meant; 0: not known. ``later`` are
+    steps whose checkpoints are refused. ``committed``: the newest step up to ``step`` that is known
+    to be committed, 0: none; by default ``step`` itself.
+    """
+    back = Rollback(step, job.attempt, written_by)
+    kept = step if committed is None else committed
+    refused = tuple(dict.fromkeys((*job.refused_steps, *later)))[-MAX_REFUSED:]
+    return draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            rollbacks=(*job.rollbacks, back)[-MAX_ROLLBACKS:],
+            refused_steps=tuple(item for item in refused if item != step),
+            committed_step=kept,
+            committed_by_attempt=min(job.committed_by_attempt, job.attempt) if kept else 0,
+            best_step=step,
+            progress_mark=step,
+        )
+    )
+
+
+def refuse_late(draft: Draft, job: Job, offered: RestorePlan) -> bool:
+    """Refuse a checkpoint that was committed while its attempt stopped to go back; if it is one.
+
+    The job then opens another attempt. What was refused before is a fault of the committer.
+    """
+    known = offered.step in job.refused_steps
+    if known or not job.abandoned(offered.step, offered.written_by_attempt):
+        return False
+    draft.put_job(
+        replace(
+            draft.jobs[job.name], refused_steps=(*job.refused_steps, offered.step)[-MAX_REFUSED:]
+        )
+    )
+    return True
+
+
+MAX_PROBLEM = 500
+
+
+def report_restored(draft: Draft, node: str, after: Report) -> None:
+    """Take in what the workers of ``node`` have restored in place of the planned step."""
+    job = draft.jobs.get(after.job)
+    if job is None or job.terminal or after.attempt != job.attempt:
+        return
+    found = next((w for w in after.workers if w.restored_step >= 0), None)
+    planned = job.current.restore
+    if found is None or planned is None or planned.step == found.restored_step:
+        return
+    candidates = planned.candidates()
+    number = next((n for n, p in enumerate(candidates) if p.step == found.restored_step), 0)
+    if not number:
+        return  # no such step was planned: the worker is of another build, or faulty
+    refused = tuple(plan.step for plan in candidates[:number] if plan.step)
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, restore=candidates[number]))
+    draft.put_job(
+        replace(
+            draft.jobs[job.name], refused_steps=tuple(dict.fromkeys((*job.refused_steps, *refused)))
+        )
+    )
+    problem = found.restore_problem[:MAX_PROBLEM]
+    draft.log_job(
+        job,
+        "CHECKPOINT_REFUSED",
+        f"the checkpoint of step {planned.step} is damaged: {problem}",
+        actor=f"nodes/{node}",
+        policy="checksum",
+        evidence=(Evidence("checksum", f"nodes/{node}", problem),),
+        outcome=f"the same attempt goes on from step {found.restored_step}",
+    )
+
+
+def report_differences(draft: Draft, node: str, before: Report | None, after: Report) -> None:
+    """Write to the audit log, once, what differs from the run that wrote the checkpoint."""
+    job = draft.jobs.get(after.job)
+    if before is None or job is None or job.terminal or after.attempt != job.attempt:
+        return
+    known = (before.job, before.attempt) == (after.job, after.attempt)
+    said = {each.restore_notes for each in before.workers} if known else set()
+    notes = next((each.restore_notes for each in after.workers if each.rank == 0), "")
+    if notes and notes not in said:
+        draft.log_job(
+            job,
+            "RESUME_DIFFERS",
+            notes[:MAX_PROBLEM],
+            actor=f"nodes/{node}",
+            outcome="the job continues with the new values",
+        )

@@ -1,0 +1,326 @@
+"""Whether a job has kept what it computed: the checkpoint of its last step, and what went wrong.
+
+A job with checkpoints succeeds only when the checkpoint of its last step is complete. Troubles on
+the way there become lines of the job's log, as many as people can read: one for each step that was
+not saved, and one for each power of ten of skipped snapshots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megascale_driver.core.checkpoints import replicas
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.cluster import CheckpointFailure, Node, Progress, Report
+from megascale_driver.core.values.events import Evidence, utc
+from megascale_driver.core.values.job import Condition, ConditionType, Job, JobPhase
+from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.sizes.parameter_table import checkpoint_bytes
+
+# Who has written to the folder of a job before its first attempt.
+EARLIER = "an earlier job of this name (or a run by hand)"
+MAX_CAUSE = 500  # characters of an error that a reason repeats
+# Failed steps in a row that have a line each; from then on one for each power of ten.
+FIRST_FAILURES = 10
+# What the errors of a full storage say: ENOSPC, EDQUOT.
+_FULL = ("No space left", "quota exceeded")
+KEPT_DAMAGED = 256  # damaged snapshots that are known to have a line
+
+
+def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
+    """How the job ends, all of whose nodes have finished; None while that is not known yet."""
+    steps = job.config.training.steps
+    done = _all_done(steps)
+    if (restore := job.current.restore) and restore.step >= steps and is_earlier(job, restore):
+        done = _nothing_left(job)  # its workers have committed what was in memory
+    if not job.config.checkpoint.uri or _saved(job):
+        return JobPhase.SUCCEEDED, done
+    if not job.current.finished_at_s:
+        job = draft.put_attempt(
+            job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
+        )
+    reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
+    if any(report is not None and not report.failure for report in reports):
+        # A worker saw the commit, and its node's progress shows it with the next heartbeat. A
+        # daemon that was restarted since then no longer has a record of it.
+        if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
+            return None
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                committed_step=steps,
+                committed_by_attempt=job.attempt,
+                committed_at_s=draft.now_s,
+                conditions=without_failing(job),
+            )
+        )
+        return JobPhase.SUCCEEDED, done
+    why = f"the checkpoint of step {steps} was not saved: {_cause(job, reports)}"
+    if job.config.checkpoint.require_final:
+        draft.put_job(
+            replace(draft.jobs[job.name], conditions=without_failing(job))
+        )  # the reason says it all
+        return JobPhase.FAILED, f"{done}, but {why}"
+    condition = Condition(ConditionType.NOT_SAVED, "FINAL_CHECKPOINT_FAILED", why, draft.now_s)
+    draft.put_job(replace(draft.jobs[job.name], conditions=(*without_failing(job), condition)))
+    return JobPhase.SUCCEEDED, f"{done}, but {why}"
+
+
+def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[JobPhase, str] | None:
+    """How a job ends that restores its last step or a later one; None where it has steps to do."""
+    steps = job.config.training.steps
+    if restore.source is RestoreSource.NONE or restore.step < steps:
+        return None
+    if restore.step > steps or not restore.written_by_attempt:
+        text = (
+            f"restored step {restore.step} is not below trainer.training.steps {steps}: "
+            "give more steps, or start from an earlier checkpoint"
+        )
+        return JobPhase.FAILED, text
+    if restore.source is RestoreSource.MEMORY:
+        return None  # its workers still have to commit it
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            committed_step=restore.step,
+            committed_by_attempt=restore.written_by_attempt,
+            manifest_uri=restore.manifest_uri,
+        )
+    )
+    text = f"{_all_done(steps)}: attempt {restore.written_by_attempt} has saved the last"
+    return JobPhase.SUCCEEDED, _nothing_left(job) if is_earlier(job, restore) else text
+
+
+def _all_done(steps: int) -> str:
+    return f"all {steps} steps are done" if steps > 1 else "the one step is done"
+
+
+def is_earlier(job: Job, restore: RestorePlan | None) -> bool:
+    """Whether the state in the job's own folder was there before the job took a step."""
+    if restore is None or not restore.written_by_attempt:
+        return False  # of nobody, or of the job that checkpoint.load_uri names
+    return not max(job.best_step, job.progress_mark)
+
+
+def _nothing_left(job: Job) -> str:
+    steps = job.config.training.steps
+    return (
+        f"nothing was left to train: {job.config.checkpoint.uri} holds step {steps}, the last one, "
+        f"of {EARLIER}; to start over, give checkpoint.uri another folder"
+    )
+
+
+def went_back(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str | None:
+    """What is wrong with a restore of an older step than the committed one; None if it may be.
+
+    It may be where the committer found newer checkpoints damaged, or a step was refused. Else the
+    storage is not what it was: an older copy of the folder, or another mount. Training would repeat
+    steps that are done, and overwrite what the real folder has.
+    """
+    if restore.source is not RestoreSource.NONE:
+        if restore.written_by_attempt and job.abandoned(restore.step, restore.written_by_attempt):
+            back = job.rollbacks[-1]
+            return (
+                f"the committer offers step {restore.step} of attempt "
+                f"{restore.written_by_attempt}, and the order was to go back to step {back.step}"
+            )
+        if restore.step >= job.committed_step:
+            return None
+    if not job.committed_step or refused or job.committed_step in job.refused_steps:
+        return None
+    found = f"step {restore.step}" if restore.source is not RestoreSource.NONE else "none"
+    return (
+        f"the checkpoint of step {job.committed_step} was complete, and "
+        f"{job.config.checkpoint.uri} now has {found}: an older copy of the folder, or another "
+        f"mount; make it whole, or accept the loss with `megascale restart {job.name} "
+        f"--from-step {restore.step} --reason REASON`"
+    )
+
+
+def without_failing(job: Job) -> tuple[Condition, ...]:
+    """The job's conditions without that of a failing checkpoint: one has been committed."""
+    failing = ConditionType.CHECKPOINT_FAILING
+    return tuple(item for item in job.conditions if item.type is not failing)
+
+
+def report(draft: Draft, node: Node, after: Report) -> None:
+    """Log what a heartbeat of ``node`` shows about checkpoints that its last report did not."""
+    before = node.report
+    for progress in after.progress:
+        job = draft.jobs.get(progress.job)
+        if job is None or job.terminal:
+            continue
+        _damaged(draft, node.name, job, progress)
+        _failed(draft, node.name, draft.jobs[job.name], progress)
+        replicas.report(draft, node.name, draft.jobs[job.name], progress)
+        if before is not None:
+            old = next((item for item in before.progress if item.job == job.name), None)
+            _skipped(draft, node.name, draft.jobs[job.name], old, progress)
+    if before is not None and after.daemon_restarts > before.daemon_restarts:
+        _daemon_restarted(draft, node.name, after)
+
+
+def _saved(job: Job) -> bool:
+    steps = job.config.training.steps
+    return job.committed_step >= steps and job.committed_step not in job.refused_steps
+
+
+def _cause(job: Job, reports: list[Report | None]) -> str:
+    """What a daemon reports about the last step, else what a worker does."""
+    found = [report for report in reports if report is not None]
+    last = (job.attempt, job.config.training.steps)
+    failures = (
+        progress.failure
+        for report in found
+        for progress in report.progress
+        if progress.job == job.name and progress.failure is not None
+    )
+    errors = [failure.error for failure in failures if (failure.attempt, failure.step) == last]
+    errors += [report.failure for report in found if report.failure]
+    return errors[0][:MAX_CAUSE] if errors else "no node reports it"
+
+
+def _failed(draft: Draft, node: str, job: Job, progress: Progress) -> None:
+    failure = progress.failure
+    if failure is None or failure.attempt != job.attempt:
+        return
+    if (failure.attempt, failure.step) <= job.failed_checkpoint:
+        return  # another rank of the same step, or a repetition
+    in_a_row = job.failed_checkpoints + 1 if job.failed_since_step == job.committed_step else 1
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            conditions=_failing(draft, job, failure),
+            failed_checkpoint=(failure.attempt, failure.step),
+            failed_checkpoints=in_a_row,
+            failed_since_step=job.committed_step,
+        )
+    )
+    if in_a_row > FIRST_FAILURES and not _power_of_ten(in_a_row - 1, in_a_row):
+        return
+    last = failure.step >= job.config.training.steps
+    draft.log_job(
+        job,
+        "CHECKPOINT_FAILED",
+        f"the checkpoint of step {failure.step} was not saved by rank {failure.rank} on {node}: "
+        f"{failure.error[:MAX_CAUSE]} ({in_a_row} in a row)",
+        actor=f"nodes/{node}",
+        evidence=(Evidence("persist-error", f"nodes/{node}", failure.error[:MAX_CAUSE]),),
+        outcome=_what_follows(job, last),
+    )
+
+
+def _failing(draft: Draft, job: Job, failure: CheckpointFailure) -> tuple[Condition, ...]:
+    if job.committed_by_attempt == job.attempt and failure.step <= job.committed_step:
+        return job.conditions  # another node has reported a newer commit before
+    kind = ConditionType.CHECKPOINT_FAILING
+    since_s = next((item.since_s for item in job.conditions if item.type is kind), draft.now_s)
+    message = (
+        f"the checkpoint of step {failure.step} is not saved by rank {failure.rank}: "
+        f"{failure.error[:MAX_CAUSE]}{_remedy(job, failure)}"
+    )
+    return (*without_failing(job), Condition(kind, "PERSIST_FAILED", message, since_s))
+
+
+def _remedy(job: Job, failure: CheckpointFailure) -> str:
+    """What is missing, and where nothing is left to train until when it can be fixed."""
+    checkpoint = job.config.checkpoint
+    full = any(word in failure.error for word in _FULL)
+    room = "mend its storage"
+    if full:
+        size_mib = checkpoint_bytes(job.config) / 2**20
+        room = f"make room for {size_mib:,.1f} MiB (a whole checkpoint) below {checkpoint.uri}"
+    if failure.step < job.config.training.steps:
+        return f"; {room}" if full else ""
+    ends = "fails" if checkpoint.require_final else "ends without it"
+    return (
+        f". {_all_done(job.config.training.steps).capitalize()}, and the save is tried again until "
+        f"{utc(_deadline_s(job))}: {room} before that, or the job {ends}"
+    )
+
+
+def _deadline_s(job: Job) -> float:
+    """When the workers give up the checkpoint of the last step."""
+    done_s = job.current.last_step_at_s or job.last_record.get("completed_at", job.timer_s)
+    return done_s + job.config.checkpoint.final_timeout_s
+
+
+def _damaged(draft: Draft, node: str, job: Job, progress: Progress) -> None:
+    """One line for each damaged snapshot, also when a new leader gets it again."""
+    known = job.damaged_snapshots
+    for found in progress.damaged:
+        key = (found.attempt, found.step, found.rank)
+        if key in known or found.attempt > job.attempt:
+            continue
+        known = (*known, key)[-KEPT_DAMAGED:]
+        draft.log_job(
+            job,
+            "SNAPSHOT_DAMAGED",
+            f"the snapshot of step {found.step} in the memory of {node} is damaged (rank "
+            f"{found.rank}): {found.error[:MAX_CAUSE]}",
+            actor=f"nodes/{node}",
+            policy="checksum",
+            evidence=(Evidence("checksum", f"nodes/{node}", found.error[:MAX_CAUSE]),),
+            outcome="nothing restores from it: the stored copy of the step is used, else an older "
+            "checkpoint",
+        )
+    if known != job.damaged_snapshots:
+        draft.put_job(replace(draft.jobs[job.name], damaged_snapshots=known))
+
+
+def _what_follows(job: Job, last: bool) -> str:
+    if last:
+        return f"the last step: it is tried again until {utc(_deadline_s(job))}"
+    return f"training continues; the newest complete checkpoint is that of {job.committed_step}"
+
+
+def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progress) -> None:
+    # All ranks skip a step together, so the first node to report it counts it. The last step is
+    # waited for, and not skipped.
+    if new.skipped_by_attempt != job.attempt:
+        return
+    if not job.current.skipped_step < new.skipped_step < job.config.training.steps:
+        return
+    since = old.skipped_snapshots if old is not None else 0
+    count = max(1, new.skipped_snapshots - since)
+    if job.current.skipped_step:
+        # The node's last report may be old: another one's counted until now. No step counts twice.
+        count = min(count, new.skipped_step - job.current.skipped_step)
+    before = job.current.skipped_snapshots
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current,
+            skipped_step=new.skipped_step,
+            skipped_snapshots=before + count,
+        ),
+    )
+    if _power_of_ten(before, before + count):
+        draft.log_job(
+            job,
+            "CHECKPOINT_SKIPPED",
+            f"{before + count} snapshots of attempt {job.attempt} were skipped, the newest after "
+            f"step {new.skipped_step}: no slot was free on {node}, because the snapshots before "
+            "are still being written",
+            actor=f"nodes/{node}",
+            outcome="training continues; the next line comes at ten times as many",
+        )
+
+
+def _power_of_ten(before: int, after: int) -> bool:
+    """Whether a count that rises from ``before`` to ``after`` reaches 1, 10, 100, ..."""
+    return after > 0 and (before == 0 or len(str(after)) > len(str(before)))
+
+
+def _daemon_restarted(draft: Draft, node: str, after: Report) -> None:
+    job = draft.holder_of(node)
+    draft.log(
+        "CHECKPOINT_DAEMON_RESTARTED",
+        f"the checkpoint daemon of node {node} ended with status {after.daemon_exit_status} and "
+        "was restarted; the snapshots and replicas in its memory are lost",
+        subject=f"nodes/{node}",
+        job=job.name if job is not None else "",
+        actor=f"nodes/{node}",
+        attempt=job.attempt if job is not None else 0,
+        outcome="training continues; the next snapshot is taken as usual" if job else "",
+    )

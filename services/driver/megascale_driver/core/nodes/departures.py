@@ -1,0 +1,278 @@
+"""Jobs that leave their nodes by order: suspended by a person, or displaced by a higher priority.
+
+A running job first saves: its workers take a snapshot after the same step, wait until it is
+committed, and end (Report.finished_step). Then the attempt stops, and the job is SUSPENDED or
+QUEUED without its nodes. If it cannot save, its workers train on, and report that at once
+(Report.leave_failed); or nothing is heard in time. Then the order is withdrawn with the cause; a
+restart or the emptying of a node goes on without a save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megascale_driver.core.checkpoints.save import MAX_CAUSE, without_failing
+from megascale_driver.core.draft import DRIVER, Draft
+from megascale_driver.core.nodes import nodes, profiles
+from megascale_driver.core.values.attempt import LeaveKind, Leaving
+from megascale_driver.core.values.cluster import Disposition, leave_id
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_job.visible import counted
+
+# Beside checkpoint.final_timeout_s, which a save may take: time for the order to reach the workers
+# and for their last step.
+ORDER_S = 120.0
+# The next attempt follows at once, on the nodes that it may still use.
+STAYS = frozenset({LeaveKind.RESTART, LeaveKind.DRAIN})
+
+
+def order(
+    draft: Draft, job: Job, kind: LeaveKind, *, reason: str, actor: str = DRIVER, beside: str = ""
+) -> Job:
+    """Order the workers of a running job to save and end."""
+    before = job.current.leaving
+    emptied = before.nodes if before is not None else ()
+    leaving = Leaving(kind, reason, actor, draft.now_s, beside, emptied)
+    job = draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=leaving))
+    what = {
+        LeaveKind.SUSPEND: "suspended",
+        LeaveKind.RESTART: "restarted",
+        LeaveKind.DRAIN: "moved to other nodes",
+    }.get(kind, f"displaced by job {beside}")
+    return draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            reason=f"attempt {job.attempt} saves its state, then stops: it is {what} ({reason})",
+            spares=job.spares if kind in STAYS else (),
+        )
+    )
+
+
+def preempt(draft: Draft, job: Job, *, beside: str, why: str) -> None:
+    """Displace a running job for ``beside``, which has a higher priority."""
+    order(draft, job, LeaveKind.PREEMPT, reason=why, beside=beside)
+    draft.log_job(
+        job,
+        "PREEMPTION_ORDERED",
+        f"it must leave its nodes: {why}",
+        policy="priority",
+        outcome="it saves its state first; then it waits for nodes again",
+    )
+
+
+def ended_early(draft: Draft, job: Job) -> str | None:
+    """Why an attempt stops whose workers have all ended before the last step.
+
+    None where they have done all steps; "" while the commit of their last step is not known.
+    """
+    reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
+    step = max((report.finished_step for report in reports if report is not None), default=0)
+    if not step or step >= job.config.training.steps:
+        return None
+    if job.committed_step < step:
+        # A worker saw the commit, and its node's progress shows it with the next heartbeat.
+        if not job.current.finished_at_s:
+            job = draft.put_attempt(
+                job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
+            )
+        if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
+            return ""
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                committed_step=step,
+                committed_by_attempt=job.attempt,
+                committed_at_s=draft.now_s,
+                conditions=without_failing(job),
+            )
+        )
+    if job.current.leaving is None:  # withdrawn, but the workers had stopped by then
+        why = "the order to leave was withdrawn after its workers had ended"
+        draft.put_attempt(
+            job.name,
+            replace(
+                draft.jobs[job.name].current,
+                leaving=Leaving(LeaveKind.RESTART, why, DRIVER, draft.now_s),
+            ),
+        )
+    return f"its state after step {step} is saved"
+
+
+def expire(draft: Draft, job: Job) -> None:
+    """Withdraw an order that nobody needs any more, or that has not been carried out in time."""
+    leaving = job.current.leaving
+    if leaving is None:
+        return
+    winner = draft.jobs.get(leaving.beside)
+    if leaving.beside and (winner is None or winner.phase is not JobPhase.QUEUED):
+        withdraw(draft, job, f"job {leaving.beside} no longer waits for its nodes")
+        return
+    limit_s = job.config.checkpoint.final_timeout_s + ORDER_S
+    why = _not_saved(draft, job)
+    if not why and draft.now_s - leaving.since_s >= limit_s:
+        why = f" within {limit_s:g} s"
+    elif not why:
+        return
+    if leaving.kind in STAYS or leaving.nodes:
+        _stop_unsaved(draft, job, leaving, why)
+        return
+    withdraw(draft, job, f"it could not save{why}")
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current, stays_until_s=draft.now_s + draft.policy.save_again_s
+        ),
+    )
+
+
+def _not_saved(draft: Draft, job: Job) -> str:
+    """Why the order failed, if workers report that it did; a daemon's error has more detail."""
+    order = leave_id(job)
+    reports = [node.report for s in job.slots if (node := draft.nodes.get(s.node)) is not None]
+    found = [report for report in reports if report is not None]
+    problems = [r.leave_failed[1] for r in found if r.leave_failed[0] == order]
+    if not problems:
+        return ""
+    failures = (item.failure for r in found for item in r.progress if item.job == job.name)
+    errors = [f.error for f in failures if f is not None and f.attempt == job.attempt]
+    return f": {[*errors, *problems][0][:MAX_CAUSE]}"
+
+
+def withdraw(draft: Draft, job: Job, why: str) -> None:
+    """Take the order to leave back: the job keeps its nodes.
+
+    It still leaves if nodes of it are to be emptied: they wait for that.
+    """
+    leaving = job.current.leaving
+    assert leaving is not None
+    if leaving.nodes:
+        reason = f"{', '.join(leaving.nodes)} must be emptied"
+        draft.put_attempt(
+            job.name,
+            replace(
+                draft.jobs[job.name].current,
+                leaving=replace(leaving, kind=LeaveKind.DRAIN, beside=""),
+            ),
+        )
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                reason=f"attempt {job.attempt} saves its state, then stops: {reason}",
+            )
+        )
+        return
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            reason=f"attempt {job.attempt} runs on {counted(len(job.slots), 'node')}",
+        )
+    )
+    draft.log_job(
+        job,
+        "LEAVE_WITHDRAWN",
+        f"it stays on its nodes: {why}",
+        policy=leaving.kind.lower(),
+        outcome="training continues",
+    )
+
+
+def stay(draft: Draft, name: str, why: str) -> None:
+    """A node that was to be emptied is not: its job stays, if it left for no other reason."""
+    job = draft.holder_of(name)
+    order = job.current.leaving if job is not None else None
+    if job is None or order is None or name not in order.nodes:
+        return
+    order = replace(order, nodes=tuple(other for other in order.nodes if other != name))
+    job = draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=order))
+    if order.kind is LeaveKind.DRAIN and not order.nodes and job.phase is JobPhase.RUNNING:
+        withdraw(draft, job, f"node {name} need not be emptied: {why}")
+
+
+def left(draft: Draft, job: Job) -> None:
+    """The attempt of a job that was ordered to leave has stopped: its nodes are free."""
+    leaving = job.current.leaving
+    assert leaving is not None
+    saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
+    empty(draft, job)
+    job = draft.jobs[job.name]
+    if leaving.kind is LeaveKind.SUSPEND:
+        suspended(draft, job, leaving.actor, leaving.reason)
+        return
+    if leaving.kind in STAYS:
+        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+        draft.put_job(
+            replace(
+                draft.jobs[job.name],
+                phase=JobPhase.QUEUED,
+                stop_reason=f"{leaving.reason}; {saved}",
+                reason=f"waiting for nodes after: {leaving.reason}; {saved}",
+            )
+        )
+        return
+    beside = f" by job {leaving.beside}" if leaving.beside else ""
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.QUEUED,
+            spares=(),
+            stop_reason=f"displaced{beside}; {saved}",
+            reason=f"waiting for nodes after: displaced{beside}; {saved}",
+        )
+    )
+    draft.log_job(
+        job,
+        "JOB_PREEMPTED",
+        f"displaced{beside}; {saved}",
+        policy="priority",
+        outcome="it starts again from there when there are nodes for it",
+    )
+
+
+def empty(draft: Draft, job: Job) -> None:
+    """The attempt has stopped: nodes that were to be emptied get no more work."""
+    order = job.current.leaving
+    for name in order.nodes if order is not None else ():
+        node = draft.nodes.get(name)
+        if order is not None and node is not None and node.disposition is Disposition.DRAINING:
+            why = node.disposition_reason
+            nodes.quarantine(draft, name, why, actor=order.actor, policy="manual")
+
+
+def _stop_unsaved(draft: Draft, job: Job, order: Leaving, how: str) -> None:
+    """The order stands although the job could not save: a node that must be emptied is."""
+    profiles.attempt_ends(draft, job)
+    why = f"{order.reason}; it could not save{how}"
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.STOPPING,
+            after_stop=JobPhase.QUEUED,
+            stop_reason=why,
+            reason=f"attempt {job.attempt} is being stopped: {why}",
+        )
+    )
+
+
+def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
+    """The job runs nothing and gets no nodes before it is resumed."""
+    saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
+    # What it left must not be kept for it: an order without an attempt says that as well.
+    leaving = job.current.leaving or Leaving(LeaveKind.SUSPEND, reason, actor, draft.now_s)
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            phase=JobPhase.SUSPENDED,
+            spares=(),
+            waits_as="",
+            current=replace(job.current, leaving=leaving),
+            reason=f"suspended by {actor}: {reason}; {saved}",
+        )
+    )
+    draft.log_job(
+        job,
+        "JOB_SUSPENDED",
+        f"suspended: {saved}",
+        actor=actor,
+        outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it anew",
+    )

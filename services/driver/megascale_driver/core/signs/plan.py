@@ -1,0 +1,51 @@
+"""Steps beside their plan: the line that a change of that verdict is worth.
+
+The verdict is of :mod:`megascale_planner.job_plan`, from spans that the core never sees.
+Nothing is done about it: what to do depends on the term, and a plan is a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.values.attempt import PlanVerdict
+from megascale_driver.core.values.events import Evidence, PlanCompared
+from megascale_driver.core.values.job import JobPhase
+
+PLAN: Final = "plan"
+MAX_CHANGES = 16  # in an attempt; that many say more about the job's noise than about its plan
+
+
+def compared(draft: Draft, event: PlanCompared) -> None:
+    """Write down that a job is slower than planned, by another term, or as planned again."""
+    job = draft.jobs.get(event.job)
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
+        return
+    known = job.current.plan
+    if event.slower_by == known.slower_by or known.changes >= MAX_CHANGES:
+        return
+    changes = known.changes + 1
+    draft.put_attempt(
+        job.name,
+        replace(
+            draft.jobs[job.name].current, plan=PlanVerdict(event.slower_by, event.sentence, changes)
+        ),
+    )
+    draft.log_job(
+        job,
+        "SLOWER_THAN_PLAN" if event.slower_by else "AS_PLANNED",
+        event.sentence,
+        policy=PLAN,
+        mode="OBSERVE",
+        evidence=(
+            Evidence(
+                "spans",
+                f"jobs/{job.name}/steps/{event.first_step}-{event.last_step}",
+                event.slower_by,
+                event.hardware,
+            ),
+        ),
+        outcome="the job goes on: the plan is a model, and nothing is decided from it",
+    )
